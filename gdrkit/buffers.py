@@ -48,7 +48,7 @@ class MemoryKind(enum.Enum):
     CUDA_IMPORTED = "cuda_imported"  # cuIpcOpenMemHandle
     CUDA_MANAGED = "cuda_managed"  # cuMemAllocManaged
     GAUDI = "gaudi"
-    DMABUF = "dmabuf"  # Memory of any exporter, of which gdrkit knows only a dma-buf.
+    DMABUF = "dmabuf"  # Memory of any exporter. gdrkit knows only its dma-buf.
 
 
 class DmabufRange(Closeable):

@@ -95,7 +95,7 @@ class IoBatch:
     Parameters
     ----------
     driver : Driver
-        The open driver. It destroys the batch when it closes, at the latest.
+        The open driver. If the batch is still open when the driver closes, the driver destroys the batch.
     capacity : int
         Largest number of transfers whose results the caller has not fetched by :meth:`status`.
 

@@ -218,7 +218,7 @@ def find_registration(address: int) -> RegisteredBuffer | None:
 
 
 class BufferCache:
-    """Registrations of memory with cuFile that are kept for later transfers. The methods are thread-safe.
+    """A cache of registrations with cuFile, for later transfers. The methods are thread-safe.
 
     If the owner of the memory calls the cache before it frees the memory (:class:`OwnedMemory`), the memory stays
     registered until then. Other memory is registered only while a transfer uses it, because freed memory that is still
@@ -253,7 +253,7 @@ class BufferCache:
         that no transfer uses, and tries once more. Transfers of memory that is not registered work as well, through
         pinned buffers of cuFile.
 
-        While the block runs, freeing the memory fails with a UsageError (BUSY).
+        While the block runs, freeing an :class:`OwnedMemory` fails with a UsageError (BUSY).
         """
         with self._lock:
             entry = self._find_or_register(memory)

@@ -51,7 +51,7 @@ class OwnedMemory(Memory, Protocol):
 
 
 class CudaStream(Protocol):
-    """The interface of a CUDA stream: that of the streams of gdrkit.cuda."""
+    """The interface of a CUDA stream. The streams of gdrkit.cuda have it."""
 
     @property
     def handle(self) -> int:

@@ -224,7 +224,7 @@ def proof_from_counters(
 
 
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
-    """Return the proof for a file that libcufile refused to register. Its route is unknown, and it names the causes."""
+    """Return the proof for a file that libcufile refused to register: an unknown route, with the causes."""
     causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
     if not causes:
         causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)

@@ -95,7 +95,7 @@ class CufileJob:
         self._ranges: list[tuple[int, int, int]] = []
         self._join(extents)
         self._lock = threading.Lock()
-        # The next part begins at this offset in this range.
+        # The joined range of the next part, and the offset of the part in it.
         self._range_index = self._offset_bytes = 0
         # For each joined range, the offset and the length of each part that arrived.
         self._arrived_parts: list[dict[int, int]] = [{} for _ in self._ranges]
@@ -173,7 +173,7 @@ class CufileJob:
         return self._is_cancelled or self.failure is not None
 
     def take(self, part_bytes: int) -> CufilePart | None:
-        """Return the next part of at most `part_bytes`; None if there is none, or if the job failed or was cancelled.
+        """Return the next part of at most `part_bytes`, or None if there is none, or the job failed or was cancelled.
 
         The caller must pass the result of the part to :meth:`complete` or :meth:`fail`.
         """
@@ -234,7 +234,7 @@ class CufileJob:
         return bisect.bisect_right(beginnings, position) - 1
 
     def _has_parts_left(self) -> bool:
-        """Return whether a part was not started, and go to its range."""
+        """Go to the next range that has a part that was not started. Return whether there is one."""
         while self._range_index < len(self._ranges):
             if self._offset_bytes < self._ranges[self._range_index][2]:
                 return True

@@ -353,7 +353,7 @@ class _RegisteredRanges:
         return any(memory.contains(address, length_bytes) for memory in self._ranges)
 
     def find(self, part: CufilePart) -> tuple[_MemoryRange, int]:
-        """Return the memory that contains a part, and the offset of the part. It may be the part itself."""
+        """Return the registered memory that contains a part, else the part itself, and the offset of the part in it."""
         for memory in self._ranges:
             if memory.contains(part.address, part.length_bytes):
                 return memory, part.address - memory.address

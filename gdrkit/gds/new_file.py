@@ -210,7 +210,7 @@ def _set_permissions(fd: int, old: os.stat_result | None, source_bits: int) -> N
     else:
         bits = old.st_mode & _ALL_BITS
         if (info.st_uid, info.st_gid) != (old.st_uid, old.st_gid) and not _set_owner(fd, old):
-            bits &= ~_GROUP_BITS  # These bits were the rights of another group.
+            bits &= ~_GROUP_BITS  # These bits were meant for the group of the old file.
     if bits != current_bits:
         os.fchmod(fd, bits)
 

@@ -117,7 +117,7 @@ class TransferJob(Protocol):
 
 
 class TransferSet:
-    """A set of transfers in progress, oldest first. It is thread-safe.
+    """A set of transfers in progress, in the order in which :meth:`rotate` returns them. It is thread-safe.
 
     A transfer leaves the set when it is settled: its result is stored and its memory is released.
     """

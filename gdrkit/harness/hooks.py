@@ -123,7 +123,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 def pytest_make_collect_report(
     collector: pytest.Collector,
 ) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
-    """Report a module that skips itself while it is imported as failed. Otherwise its cases would be lost unnoticed."""
+    """Report a module as failed if it skips itself during its import. Otherwise its cases would be lost unnoticed."""
     report = yield
     if report.outcome == "skipped" and collector.config.stash[SESSION].strict:
         report.outcome = "failed"
@@ -260,7 +260,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _convert_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
     """Record the refusal and replace the error by a skip, if the error of this phase is the expected refusal.
 
-    Return whether it is.
+    Return whether it was the expected refusal.
     """
     if case.refusal is None or case.refused or call.excinfo is None or call.when == "teardown":
         return False

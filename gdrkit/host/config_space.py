@@ -67,7 +67,7 @@ class ConfigSpace:
         Control word of ACS. None if the function does not have this capability, or if the capability could not be read
         (see :attr:`is_whole`).
     ats_enabled : bool or None
-        Whether Address Translation Services are enabled. None in the same two cases.
+        Whether Address Translation Services are enabled. None as for `acs`.
     max_read_request_bytes : int or None
         Maximum read request size in the PCIe device control register, in bytes.
     relaxed_ordering : bool or None

@@ -92,7 +92,7 @@ class Machine:
         )
 
     def observe(self, name: str) -> Observation | None:
-        """Return the result of the experiment `name`, or None if there is no result and it may not run here.
+        """Return the result of the experiment `name`, or None if there is no result and experiments may not run.
 
         The first call runs the experiment, in a child process with a time limit.
         """

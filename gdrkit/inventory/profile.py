@@ -97,7 +97,7 @@ class RequiredRoute:
     way : str
         ``dmabuf``, ``peer_memory`` or a pattern of them.
     enough : str
-        ``each``: every route that matches must be proven. ``device``: for each device that matches, one route.
+        ``each``: every route that matches must be proven. ``device``: one of them must be proven for each device.
     """
 
     device: str = "*"

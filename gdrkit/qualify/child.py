@@ -62,13 +62,13 @@ class SuiteRunner:
     folder : RunFolder
         The folder with the facts, into which the children write the plan and the records.
     environment : mapping
-        Environment of the children. It selects whether they load the real libraries or the twins.
+        Environment of the children, which decides whether they load the real libraries or the twins.
     options : list of str
         Options for pytest: profile, seed, selection.
     suites : Path or None
         The folder of the cases; None for the suites of gdrkit.
     clean_up_timeout_s : float
-        The time that a case has for its clean-up if this process is interrupted, in seconds.
+        Time for the clean-up of the running case if this process is interrupted, in seconds.
 
     Attributes
     ----------
@@ -234,7 +234,7 @@ class _OutputReader:
 
 @dataclass(frozen=True, slots=True)
 class _ChildExit:
-    """How a child process ended. ``str()`` of it is a text for an error message.
+    """The end of a child process. ``str()`` returns a text about it for an error message.
 
     Attributes
     ----------

@@ -74,8 +74,8 @@ def decide(
     software_asked : bool
         Whether the user requested to run all cases on software twins (``--software``).
     is_part : bool
-        Whether the user selected some of the cases. Then one case that ran is enough. Otherwise the profile states the
-        smallest number.
+        Whether the user selected some of the cases. If so, it is enough that one case ran. If not, the profile states
+        how many cases must have run.
     """
     statuses = route_statuses(facts, records)
     required = () if software_asked else unmet_requirements(profile, statuses)

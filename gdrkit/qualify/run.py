@@ -77,7 +77,7 @@ class Options:
     query_timeout_s : float
         Time limit of each query of an API, in seconds.
     clean_up_timeout_s : float
-        The time that a case has for its clean-up if the run is interrupted, in seconds.
+        Time for the clean-up of the running case if the run is interrupted, in seconds.
     """
 
     software: bool = False

@@ -25,7 +25,7 @@ __all__ = ["DmabufMemory"]
 # DMA_BUF_IOCTL_SYNC is _IOW('b', 0, struct dma_buf_sync), which has one u64 of flags (linux/dma-buf.h).
 _IOCTL_SYNC = 0x40086200
 _SYNC_READ, _SYNC_WRITE, _SYNC_END = 1, 2, 4
-# Every dma-buf has its own part of the address space in which a cache of registrations looks for memory. The parts lie
+# A cache of registrations finds memory by address. Every dma-buf gets its own range of numbers for that. The ranges lie
 # above all addresses of devices and processes, and are larger than any dma-buf.
 _SPACE_BYTES = 1 << 64
 
@@ -33,9 +33,9 @@ _SPACE_BYTES = 1 << 64
 class DmabufMemory(MemoryResource):
     """Memory in a dma-buf of any exporter; see :class:`gdrkit.buffers.DeviceBuffer`.
 
-    NICs register it by its dma-buf. A :class:`~gdrkit.registration.RegionCache` identifies it by the identity of the
-    dma-buf, so that two objects with descriptors of one dma-buf share a registration. The exporter cannot free the
-    memory while a descriptor or a registration exists.
+    NICs register it by its dma-buf. A :class:`~gdrkit.registration.RegionCache` identifies the memory by its dma-buf,
+    so that two objects with descriptors of one dma-buf share a registration. The exporter cannot free the memory while
+    a descriptor or a registration exists.
 
     Parameters
     ----------
@@ -61,7 +61,7 @@ class DmabufMemory(MemoryResource):
 
     @property
     def owned(self) -> bool:
-        """Always False: the exporter owns the memory. A close of this object only closes its descriptor."""
+        """Always False: the exporter owns the memory. Closing this object only closes its descriptor."""
         return False
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
@@ -76,14 +76,14 @@ class DmabufMemory(MemoryResource):
         )
 
     def allocation_key(self) -> tuple[tuple[int, int, int], ...]:
-        """Return the identity of the whole dma-buf: its part of the address space, its size and its inode."""
+        """Return the identity of the whole dma-buf: the first number of its range, its size and its inode."""
         self._check_open()
         return ((self._base, self._size_bytes, self._inode),)
 
     def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
-        """Return a function that returns whether this object still holds the dma-buf of `key`.
+        """Return a function that checks whether this object still holds the dma-buf of `key`.
 
-        The kernel uses the inode of a dma-buf for no other one while a descriptor of it is open.
+        The kernel gives no other dma-buf the same inode while a descriptor of this one is open.
         """
         is_same = key == ((self._base, self._size_bytes, self._inode),)
         return lambda: is_same and not self.closed

@@ -2,7 +2,7 @@
 
 One message is the 192 bytes of a handle. The first of these bytes carries the descriptors that the handle needs. A
 receiver refuses a message with too few bytes, with another number of descriptors, or with descriptors that the kernel
-had to drop. It closes all descriptors of a refused message.
+had to drop. The receiver closes all descriptors of a refused message.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Ha
     BrokenResource
         PEER_GONE: the peer closed the socket before the handle was complete. TIMEOUT: a part did not arrive in time.
     UsageError
-        MALFORMED: the message is not a handle, its number of descriptors is not the handle's, or it has more
+        MALFORMED: the message is not a handle, has not the number of descriptors that the handle needs, or has more
         descriptors than one message may carry.
     """
     connection.settimeout(None if timeout_ms is None else timeout_ms / 1000)

@@ -62,7 +62,7 @@ class RdmaBuffer:
 
     @property
     def closed(self) -> bool:
-        """Whether this buffer was closed, or the buffer of which it is a slice."""
+        """Whether this buffer was closed. A slice is also closed if its buffer was closed."""
         return self._closed or self._registration.closed or (self._parent is not None and self._parent.closed)
 
     @property
@@ -151,11 +151,11 @@ class PoolStatistics:
     Attributes
     ----------
     buffers, free : int
-        Number of all buffers, and of those that are not in use.
+        Number of all buffers, and number of buffers that are not in use.
     waiting : int
         Number of threads that wait for a buffer.
     allocations, timeouts : int
-        Number of successful allocations, and of those that timed out.
+        Number of successful allocations, and number of allocations that timed out.
     waits : int
         Number of successful allocations that had to wait.
     """
@@ -322,7 +322,7 @@ class BufferPool:
 
     def _take_back(self, buffer: RdmaBuffer) -> None:
         with self._lock:
-            if buffer in self._in_use:  # False if another thread closed the same buffer earlier.
+            if buffer in self._in_use:  # Not so if another thread has closed the same buffer.
                 self._in_use.remove(buffer)
                 self._assign_or_free(buffer._offset_bytes)  # noqa: SLF001 - the pool made it.
 

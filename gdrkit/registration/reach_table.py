@@ -107,7 +107,7 @@ class ReachTable:
         return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
 
     def _measure(self, device: PrimaryContext, due: Sequence[Nic], nics: Sequence[Nic]) -> None:
-        """Measure the NICs `due` in loopback. Measure those that fail again, with a working NIC of `nics` as the peer."""
+        """Measure the NICs `due` in loopback. Measure those that fail again, with a working NIC as the peer."""
         results = dict(zip(due, measure_reach(device, [(nic, nic) for nic in due], tree=self._tree), strict=True))
         known = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
         working = next((nic for nic, result in known.items() if result.moved), None)

@@ -36,7 +36,9 @@ def describe_balance(balance: Balance) -> str:
         (gpu, *(f"{moved_bytes / 1e6:.0f}" for moved_bytes in row))
         for gpu, row in zip(balance.gpus, balance.matrix, strict=True)
     ]
-    source = "port counters" if balance.is_counted else "initiators, because a port has no byte counters"
+    source = (
+        "port counters" if balance.is_counted else "initiators, because a port has no byte counters or counted nothing"
+    )
     loads = [
         (
             load.nic,

@@ -23,7 +23,7 @@ _HARDWARE_BY_NEED = (
     ("verbs.nic(count_min=*)", "that many RDMA NICs with an active port"),
     ("verbs.dmabuf_region", "an RDMA NIC whose driver supports dma-buf regions (mlx5 of Linux 5.12 or newer)"),
     ("verbs.peer_memory", "an RDMA NIC and a GPU whose driver has nvidia-peermem"),
-    ("verbs.no_way_to_devices", "nothing: the case is about machines that cannot do it"),
+    ("verbs.no_way_to_devices", "nothing: the case is for machines whose NICs cannot register device memory"),
     ("verbs.*", "an RDMA NIC"),
     ("cufile.*", "an NVIDIA GPU, and storage that GPUDirect Storage supports"),
     ("gaudi.*", "an Intel Gaudi accelerator with the driver habanalabs"),

@@ -96,8 +96,8 @@ class Listener:
     listening_socket : socket.socket
         The socket, which this object owns. The peer of a unix socket must be this user or root.
     admit : callable
-        Called with a connection, its first request and the sequence of that request. It owns the connection from then
-        on, unless it raises ConnectionRefused or a GdrkitError.
+        Called with a connection, its first request and the sequence of that request. The function then owns the
+        connection, unless it raises ConnectionRefused or a GdrkitError.
     """
 
     def __init__(self, listening_socket: socket.socket, admit: Callable[[ControlConnection, bytes, int], None]) -> None:

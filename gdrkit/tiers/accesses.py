@@ -43,8 +43,8 @@ class Accesses:
     catalogue : Catalogue
         The catalogue that the counts are written to.
     record : callable
-        Function that adds the file of a name to the catalogue, because another program has created it. It raises
-        :class:`ApiError` if no tier has the file.
+        Function that adds to the catalogue a file that another program has created. Its argument is the name of the
+        file. It raises :class:`ApiError` if no tier has the file.
     """
 
     def __init__(self, catalogue: Catalogue, *, record: Callable[[str], None]) -> None:
@@ -105,7 +105,7 @@ class Accesses:
             os.close(descriptor)
 
     def _is_recorded(self, name: str) -> bool:
-        """Add a file that another program has created to the catalogue. Return whether it exists."""
+        """Add to the catalogue a file that another program has created. Return whether the file exists."""
         try:
             self._record(name)
         except ApiError as error:

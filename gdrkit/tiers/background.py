@@ -1,7 +1,7 @@
 """The moves of files by policy in the background: one pass after another, until the run is stopped.
 
-A stop, and the begin of quiet hours, undo the migration in progress, unless its copy is already verified. The migration
-is then completed, which takes a few system calls.
+If the run is stopped, or quiet hours begin, the migration in progress is undone. If its copy already has its name, the
+migration is completed instead, which takes a few system calls.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class BackgroundRun:
             raise _Interrupted
 
     def _watch(self) -> OpenWatcher | None:
-        """Return a watcher of the opens by other programs, or None if there is none."""
+        """Return a watcher of the opens by other programs, or None if these opens are not counted."""
         names = [tier.name for tier in self._manager.status() if not tier.absent]
         if self._settings.watch == "never":
             self._output.ready((), dict.fromkeys(names, "not requested"))
@@ -202,7 +202,7 @@ class BackgroundRun:
         return watcher
 
     def _lock(self) -> int:
-        """Take the lock of the only background run of these tiers, and return its descriptor."""
+        """Take the lock that only one background run of these tiers can hold, and return its descriptor."""
         path = self._manager.catalogue.folder / "run"
         with convert_os_errors("run", catalogue=str(path.parent)):
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

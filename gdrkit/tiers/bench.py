@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_LENGTH_BYTES", "Speed", "measure"]
 
 DEFAULT_LENGTH_BYTES = 256 * MIB
-# Length of one read or write. The file consists of such parts.
+# Length of one read or write. The file is a multiple of it.
 _PART_BYTES = 8 * MIB
 _READ_THREAD_COUNT = 4
 _LATENCY_READ_COUNT = 200

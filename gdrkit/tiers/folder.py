@@ -5,7 +5,7 @@ lead out of the folder, even if another process changes the folder at the same t
 
 gdrkit's own folder is ``.gdrkit-tiers``. It contains:
 
-- ``tier.json``, the identity of the tier. An empty mount point has none, so gdrkit does not take it for the tier.
+- ``tier.json``, the identity of the tier. An empty mount point has no such file, so gdrkit does not use it as the tier.
 - ``incoming``: incomplete copies.
 - ``moves``: a record of each migration into this tier.
 - ``retired``: files whose copy in another tier is complete.

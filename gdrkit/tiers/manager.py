@@ -198,7 +198,7 @@ class TierManager:
         Parameters
         ----------
         name, tier : str
-            Name of the file and of the destination.
+            Name of the file, and name of the destination tier.
         observe : callable or None
             Called with the phase, the name and the progress in bytes; see :class:`~gdrkit.tiers.migration.Phase`.
         pace : Pace or None
@@ -253,7 +253,7 @@ class TierManager:
             replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
             for tier in self._tiers.limits(totals)
             for total in (totals.get(tier.name, Totals()),)
-            # The file may stay in its tier, also if that tier is full.
+            # The space that the file takes in its current tier counts as free, so that it can stay in a full tier.
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
         ]
         row = FileRow(0, entry.tier, entry.allocated_bytes, entry.score, entry.pinned, entry.links)
@@ -311,7 +311,7 @@ class TierManager:
             return Migrated(moved_count, moved_bytes, tuple(refused), plan.considered)
 
     def pin(self, name: str, tier: str | None = None) -> str:
-        """Pin a file to a tier, by default to its current one. The next run of the policy moves it there.
+        """Pin a file to a tier, by default to its current one. The next run of the policy moves the file to that tier.
 
         Returns
         -------

@@ -53,7 +53,8 @@ class OpenWatcher(Closeable):
     Attributes
     ----------
     watched : tuple of str
-        Tiers whose opens are counted. For each, the watcher has opened a file, and the kernel has reported that.
+        Tiers whose opens are counted. In each of them, the watcher has opened a file, and the kernel has reported this
+        open.
     unwatched : dict
         The reason why the opens of each other tier are not counted, by name of the tier.
 
@@ -121,7 +122,7 @@ class OpenWatcher(Closeable):
             )
 
     def _is_open_reported(self, folder: TierFolder) -> bool:
-        """Open a file in the folder ``.gdrkit-tiers``, and return whether the kernel reports that with its name."""
+        """Open a file in ``.gdrkit-tiers``, and return whether the kernel reports this open with the file's name."""
         own_folder_fd = folder.find_own_folder()
         if own_folder_fd is None:
             return False

@@ -54,7 +54,7 @@ class MigrationPlan:
     Parameters
     ----------
     catalogue : Catalogue
-        The catalogue. Its files are read once.
+        The catalogue, whose files are read once.
     tiers : sequence of TierLimits
         The tiers with their limits, fastest first.
     hysteresis : float

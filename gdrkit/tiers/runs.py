@@ -71,7 +71,7 @@ class _ProgressOutput:
             self._bar.update(self._task, completed=self._done_bytes + copied_bytes, description=text)
 
     def report_outcome(self, move: PlannedMove, why_not_moved: str) -> None:
-        """Print that a file was moved, or why it was not; `why_not_moved` is empty if it was."""
+        """Print that a file was moved, or why it was not; `why_not_moved` is empty if the file was moved."""
         self._done_bytes += move.allocated_bytes
         if self._bar is None:
             self._print(describe_outcome(move, why_not_moved))

@@ -19,13 +19,13 @@ __all__ = ["RATE_BYTES_PER_S_MIN", "WATCH_MODES", "Pace", "QuietHours", "RunSett
 
 WatchMode = Literal["preferred", "required", "never"]
 WATCH_MODES: tuple[WatchMode, ...] = ("preferred", "required", "never")
-# Smallest rate limit. With a smaller one, the pause after the smallest chunk would be too long.
+# Smallest rate limit. With a smaller limit, the pause after the smallest chunk would be too long.
 RATE_BYTES_PER_S_MIN = 64 * KIB
 _HOURS_PATTERN = re.compile(r"(\d\d):(\d\d)-(\d\d):(\d\d)")
 _MINUTES_PER_HOUR, _HOURS_PER_DAY = 60, 24
 _DAY_S = 86400
-# Longest pause between two chunks of a copy, in seconds. A program that opens the file for writing waits that long,
-# because the migration detects it only between two chunks.
+# Longest pause between two chunks of a copy, in seconds. A program that opens the file for writing may have to wait for
+# it, because the migration looks for such programs only between two chunks.
 _PAUSE_S_MAX = 0.1
 _CHUNK_BYTES_MIN = 4 * KIB
 

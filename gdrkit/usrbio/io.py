@@ -308,7 +308,7 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
         stack.callback(os.close, fd)
         register_fd(fd)
         stack.callback(deregister_fd, fd)
-        # The rest of the file and one more byte. So the read at the end of the file is short, which ends the loop.
+        # One byte more than the rest of the file, so that the last read is short. A short read ends the loop.
         length_bytes = max(1, min(block_size, os.fstat(fd).st_size - off + 1))
         iov = stack.enter_context(closing(create_iovec(mount_point, length_bytes=length_bytes)))
         ring = stack.enter_context(make_ioring(mount_point, 1, priority=priority))

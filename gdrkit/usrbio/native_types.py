@@ -82,7 +82,7 @@ class Iovec(Protocol):
         """Return the 80-byte handle of device memory."""
 
     def sync_gpu(self, direction: int) -> None:
-        """Make writes visible: with 0 writes of the device to NICs, with 1 writes of NICs to the device."""
+        """Make writes of the device visible to NICs (`direction` 0), or writes of NICs visible to the device (1)."""
 
     def before_close(self, action: Callable[[], None]) -> None:
         """Call `action` before the memory is released. An iovec can have only one such action."""

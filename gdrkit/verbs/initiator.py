@@ -1,8 +1,8 @@
 """A measuring initiator: native code that issues bursts of RDMA WRITEs or READs to a passive peer.
 
 The initiator has its own protection domain, queue pairs, completion queue and host memory, and runs without the GIL.
-The peer only has to be connected: for each queue pair of the initiator it needs a queue pair of
-:class:`~gdrkit.verbs.Nic`, and it needs a region.
+The peer does nothing during a transfer. It needs a region and, for each queue pair of the initiator, a connected queue
+pair of :class:`~gdrkit.verbs.Nic`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Burst:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """The latencies of consecutive operations, of which only one runs at a time.
+    """The latencies of operations that ran one after another.
 
     ``times_ns`` has the time from the post to the completion of each operation, in order.
     """
@@ -105,7 +105,7 @@ class Initiator:
                 raise UsageError(message)
         self.nic_name = nic_name
         self.memory_bytes = memory_bytes
-        # `pinned_bytes` lets the error name RLIMIT_MEMLOCK. The other arguments appear in the error message.
+        # With `pinned_bytes`, the error can name RLIMIT_MEMLOCK. The other arguments appear in the error message.
         with _native.raise_as_verbs_error(pinned_bytes=memory_bytes, nic=nic_name, memory_bytes=memory_bytes):
             self._native: _native.native.Initiator | None = _native.native.Initiator(
                 nic_name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max

@@ -117,7 +117,7 @@ class Nic(NicContext):
         return Region(self, native, length_bytes=view.nbytes, memory=view, keeper=keeper)
 
     def register_pages(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
-        """Register host memory by its address. The owner of the memory keeps it mapped until the region is closed.
+        """Register host memory by its address. The owner must keep the memory mapped until the region is closed.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class Nic(NicContext):
         return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
 
     def register_address(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
-        """Register device memory by its address (peer memory). The owner of the memory keeps it allocated.
+        """Register device memory by its address (peer memory). The owner must keep the memory allocated.
 
         Raises
         ------
@@ -218,7 +218,7 @@ def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | Non
         Names of the devices to open. A device without an active port is opened at port 1. With None, all devices that
         have an active port, in the order of :func:`list_nics`.
     count_max : int or None
-        Largest number of devices to open, the first ones. With None, there is no limit.
+        Open only the first devices, at most this number. With None, there is no limit.
 
     Raises
     ------

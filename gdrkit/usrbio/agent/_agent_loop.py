@@ -118,8 +118,8 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
     outstanding_max : int
         Limit of the operations in flight.
     silence_ms : int
-        How long the server may send no result while it has operations, in milliseconds. After that time, the loop
-        reports ``silent``.
+        Longest time without a result from the server while it has operations, in milliseconds. After that time, the
+        loop reports ``silent``.
 
     Raises
     ------

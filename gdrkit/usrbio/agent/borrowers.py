@@ -26,16 +26,17 @@ class Borrowers:
     Parameters
     ----------
     owner : int
-        Number of the client that published the buffer. It can borrow the buffer too, which changes only the count.
+        Number of the client that published the buffer. This client can borrow the buffer too, which changes only the
+        count.
     uid : int
         User of the owner. Clients of other users cannot borrow the buffer.
     target : str
         Target of the publication's link. A borrower must pass an equal target.
     add_to_client : callable
-        Called with the number of a client. It adds the buffer to the client in the agent's native loop.
+        Function that adds the buffer to the client with this number in the agent's native loop.
     remove_from_client : callable
-        Called with the number of a client. It waits for the client's operations in flight on the buffer, and then
-        removes the buffer from the client.
+        Function that waits for the operations in flight on the buffer of the client with this number, and then removes
+        the buffer from the client.
     """
 
     def __init__(

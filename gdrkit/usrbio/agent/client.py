@@ -49,9 +49,9 @@ class PeerProcess:
     uid : int
         User of the process.
     process_id : int
-        Process id, as this process sees it.
+        Process id, as the agent sees it.
     identity : ProcessIdentity or None
-        None if the process has ended, or if this process cannot see it.
+        Identity of the process. None if the process has ended, or if the agent cannot see it.
     """
 
     uid: int
@@ -72,7 +72,7 @@ class Client:
     process : PeerProcess
         The process of the client.
     connections : int
-        Number of connections. The service changes it.
+        Number of connections, which the service counts.
     """
 
     def __init__(self, context: AgentContext, number: int, process: PeerProcess) -> None:
@@ -102,7 +102,8 @@ class Client:
                 link_name = self._check_publication(name, target, handle=handle, descriptors=descriptors)
                 self._context.reserve_name(name, self.number)
                 try:
-                    # A descriptor of host memory is the memory. Descriptors of device memory need a share handle.
+                    # The descriptor of host memory is the memory itself. Descriptors of device memory are used only
+                    # with a handle.
                     used_descriptors: list[int] = []
                     if handle or link_name.device_index is None:
                         used_descriptors, unused_descriptors = unused_descriptors, []
@@ -176,8 +177,9 @@ class Client:
         Raises
         ------
         AgentError
-            ENOENT: no iov with this name is published. EINVAL: the iov has another target. EACCES: it belongs to
-            another user. EEXIST: the client has a buffer with the same id. ENOSPC: the client has too many.
+            ENOENT: no iov with this name is published. EINVAL: the iov has another target. EACCES: the iov belongs to
+            another user. EEXIST: the client has a buffer with the same id. ENOSPC: the client has borrowed too many
+            iovs.
         """
         with self._lock:
             self._check_open()
@@ -191,7 +193,7 @@ class Client:
             self._borrowed[name] = borrowers
 
     def return_borrowed(self, name: str) -> None:
-        """Undo one :meth:`borrow` of a name. Before the last one, wait for the operations in flight on the iov.
+        """Undo one :meth:`borrow` of a name. If it is the last one, first wait for the operations in flight on the iov.
 
         Raises
         ------
@@ -213,7 +215,8 @@ class Client:
         Raises
         ------
         AgentError
-            EBADF, EXDEV or ESTALE: it is not a file of the store. EREMOTEIO: the agent has no session with the server.
+            EBADF, EXDEV or ESTALE: the descriptor is not of a file of the store. EREMOTEIO: the agent has no session
+            with the server.
         """
         access = self._file_access(descriptor)
         try:
@@ -226,7 +229,7 @@ class Client:
         return access.inode
 
     def deregister_file(self, inode: int) -> None:
-        """Undo one registration of a file. AgentError with ENOENT if the client has not registered the file."""
+        """Undo one registration of a file. Raise AgentError (ENOENT) if the client has not registered the file."""
         with self._lock:
             file = self._files.get(inode)
             if file is None:
@@ -337,7 +340,7 @@ class Client:
             if self._is_closed and not (self._publications or self._files or self._borrowed or len(self._kept)):
                 return
             self._is_closed = True
-            removals = ReleaseStack()  # It runs in the reverse order: rings first, then iovs, files, kept memory last.
+            removals = ReleaseStack()  # The removals run in the reverse order: rings, iovs, files, kept memory.
             removals.push(self._kept.close)
             for inode in tuple(self._files):
                 removals.push(lambda inode=inode: self._remove_file(inode))  # type: ignore[misc]

@@ -1,7 +1,7 @@
 """Registrations that the agent keeps for a client between two publications of the same memory.
 
-The client library keeps the device memory of a destroyed iov for the next one. It then sends the same dma-buf again.
-The kernel gives each dma-buf an inode of its own, and does not use the number again while a descriptor is open. A kept
+The client library keeps the device memory of a destroyed iov, and publishes the same dma-buf again for a later iov. The
+kernel gives each dma-buf an inode of its own, and does not use the number again while a descriptor is open. A kept
 registration holds a descriptor, so that device and inode identify the memory: only a client that has the dma-buf can
 name it.
 """

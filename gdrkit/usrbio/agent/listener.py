@@ -1,7 +1,7 @@
 """The agent's socket: the listener that accepts clients, and the threads that execute the requests of the clients.
 
-Each connection has a thread, because registering memory takes long and must not delay other clients. When a connection
-ends, the agent releases everything that the client obtained through it. The agent serves only processes of its own
+Each connection has a thread, because registering memory takes long and must not delay other clients. When the last
+connection of a client ends, the agent releases all objects of the client. The agent serves only processes of its own
 user, as the kernel reports it (SO_PEERCRED).
 """
 
@@ -190,7 +190,7 @@ def _execute(client: Client, message: AgentMessage, descriptors: list[int]) -> A
     try:
         payload = handler(client, message.payload, remaining)
     finally:
-        # A handler removes the descriptors that it uses from the list.
+        # A handler takes the descriptors that it uses out of the list.
         _close_all(remaining)
     return AgentMessage(message.request, message.sequence, payload)
 

@@ -52,7 +52,7 @@ _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[
 
 
 class LinkFolder:
-    """The links of publications, and records of their owners. From them, the next agent learns what a killed one left.
+    """The links of publications, and records of their owners, by which the next agent cleans up after a killed one.
 
     Parameters
     ----------
@@ -77,7 +77,8 @@ class LinkFolder:
         self._write_record(name, owner, shared)
         try:
             if shared is not None:
-                # The record is written before this: without it, the next agent would not remove the named memory.
+                # The record is written before the memory gets its name: without a record, the next agent would not
+                # remove it.
                 shared.give_name()
             self._link(name, target)
         except AgentError:
@@ -134,7 +135,7 @@ class LinkFolder:
         self._records.write_text(name, json.dumps(record))
 
     def _has_ended(self, record_name: str) -> bool:
-        """Return whether the owner in a record has ended, or the record is invalid. Remove the owner's memory."""
+        """Return whether the owner in a record has ended, or the record is invalid. Remove its memory."""
         try:
             record = json.loads(self._records.read_text(record_name))
             owner = ProcessIdentity(
@@ -177,8 +178,8 @@ class AgentMount:
     Raises
     ------
     SetupMissing
-        EBUSY: another agent serves the mount. EPERM or ELOOP: another user can change ``3fs-virt`` or created it. Else
-        with the errno of mkdir(2).
+        EBUSY: another agent serves the mount. EPERM or ELOOP: another user can change ``3fs-virt`` or created it. Other
+        errors have the errno of mkdir(2).
     """
 
     def __init__(self, path: Path, *, agent_folder: Path | None = None) -> None:

@@ -52,7 +52,7 @@ class ServerEndpoint(Protocol):
         """Return a new connection to the server."""
 
     def give_up(self) -> None:
-        """Kill the server if it is a child, because it hangs. Otherwise it could execute old requests later."""
+        """Kill a server that hangs, if it is a child. Otherwise it could continue later and execute old requests."""
 
     def close(self) -> None:
         """End the server if it is a child."""
