@@ -135,7 +135,7 @@ class LinkFolder:
         self._records.write_text(name, json.dumps(record))
 
     def _has_ended(self, record_name: str) -> bool:
-        """Return whether the owner in a record has ended, or the record is invalid. Remove its memory."""
+        """Return whether the owner in a record has ended, or the record is invalid. Remove an ended owner's memory."""
         try:
             record = json.loads(self._records.read_text(record_name))
             owner = ProcessIdentity(
