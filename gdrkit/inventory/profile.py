@@ -176,7 +176,8 @@ class Profile:
     about : str
         Description in one sentence.
     extends : str
-        Name of the profile whose absences, refusals, routes, links and numbers this profile has too, or empty.
+        Name of a profile. Its absences, refusals, routes, links and numbers are also those of this profile. May be
+        empty.
     substrate : mapping
         For each API the allowed substrates (``hardware``, ``kernel_software``, ``twin``). An API that is not named may
         run on any substrate.

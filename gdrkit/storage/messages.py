@@ -121,7 +121,8 @@ class SessionLimits:
     Attributes
     ----------
     outstanding_max : int
-        Largest number of operations without a result in a session. The server reads no further requests beyond it.
+        Largest number of operations without a result in a session. At this number, the server reads no further
+        requests.
     length_bytes_max : int
         Largest length of one operation, in bytes.
     checksum_given_bytes_max : int
@@ -313,7 +314,7 @@ class ReadlinkReply:
 
 @dataclass(frozen=True, slots=True)
 class Truncate:
-    """Set the size of a file. Exactly one of `path` and `handle`, which is open for writing, must be set."""
+    """Set the size of a file. Exactly one of `path` and `handle` (open for writing) must be set."""
 
     size_bytes: int
     path: str | None = None

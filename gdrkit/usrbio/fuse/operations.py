@@ -31,7 +31,7 @@ __all__ = ["Operations"]
 _FOLDERS_MAX = 4096
 # Flags of renameat2(2).
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-# chown(2) with this user or group, which is -1 as an unsigned number, does not change it.
+# The number (-1, unsigned) for which chown(2) leaves the user or the group unchanged.
 _UNCHANGED_ID = 0xFFFFFFFF
 
 
