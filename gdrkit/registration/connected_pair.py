@@ -24,7 +24,7 @@ class ConnectedPair:
     Parameters
     ----------
     responder : Nic
-        The NIC with which the memory is registered that the requests access.
+        The NIC that executes the requests. It has registered the memory that they access.
     requester : Nic or None
         The NIC that posts the requests. If it is None, the responder posts them too, and the bytes stay inside one NIC
         (loopback).

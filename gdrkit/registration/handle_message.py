@@ -140,8 +140,8 @@ def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> Ha
     BrokenResource
         PEER_GONE: the peer closed the socket before the handle was complete. TIMEOUT: a part did not arrive in time.
     UsageError
-        MALFORMED: the message is not a handle, has not the number of descriptors that the handle needs, or has more
-        descriptors than one message may carry.
+        MALFORMED: the message is not a handle, does not have the number of descriptors that the handle needs, or has
+        more than one message may carry.
     """
     connection.settimeout(None if timeout_ms is None else timeout_ms / 1000)
     data = bytearray()

@@ -127,7 +127,7 @@ def unproven_reason(path: TransferPath, transfer_bytes: int, *growths: PortGrowt
     Parameters
     ----------
     path : TransferPath
-        Whether the bytes stayed inside one NIC.
+        Whether both ends of the transfer were one NIC.
     transfer_bytes : int
         Number of bytes that moved in each direction.
     growths : PortGrowth
@@ -186,7 +186,7 @@ def measure_devices(
     route: RegistrationRoute | None = None,
     counters_timeout_s: float = COUNTERS_TIMEOUT_S,
 ) -> tuple[Reach, ...]:
-    """Call :func:`measure_reach` for one GPU after another, and leave out pairs of NICs that already failed.
+    """Call :func:`measure_reach` for one GPU after another, without the pairs of NICs that failed before.
 
     If the transfer between two NICs fails for one GPU, later GPUs have no result of this pair: the NICs are probably on
     separate networks, where each request takes long to fail.

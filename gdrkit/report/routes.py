@@ -247,7 +247,7 @@ def _fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) 
 
 
 def _path_of(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
-    """Return ``wire`` if a passed case used two NICs, else ``loopback`` if one used a single NIC, else ""."""
+    """Return ``wire`` if a passed case used two NICs, ``loopback`` if all used a single NIC, or an empty string."""
     paths = {route.path for record, route in claims if record.verdict is Verdict.PASS}
     return next((path for path in ("wire", "loopback") if path in paths), "")
 
