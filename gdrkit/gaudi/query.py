@@ -62,9 +62,9 @@ class AddressInfo(Closeable):
 def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> AddressInfo:
     """Return the memory at ``[address, address + length_bytes)``.
 
-    Memory that gdrkit did not allocate is found if it was allocated and mapped by the same descriptor of the device
-    (:attr:`Device.fd`), it is not on a first-generation Gaudi, and the range begins in the first 16 GiB of its mapping.
-    The search exports pages for a moment, during which the driver refuses to unmap the memory.
+    Memory that other code allocated is found under three conditions. It was allocated and mapped by the same descriptor
+    of the device (:attr:`Device.fd`). The device is not a first-generation Gaudi. The range begins in the first 16 GiB
+    of its mapping. The search exports pages for a moment, during which the driver refuses to unmap the memory.
 
     Raises
     ------

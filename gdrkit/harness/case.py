@@ -50,8 +50,8 @@ class Case:
     unmet : tuple of CaseReason
         The needs that are not met, with reasons. It is empty until the needs were checked.
     refusal : tuple of RefusalCause or None
-        The causes of the refusal that the profile expects, or None if it does not expect the same refusal for all unmet
-        needs.
+        The causes of the refusal that the profile expects. None: the profile does not expect the same refusal for all
+        unmet needs.
     refused : tuple of ObservedRefusal
         The expected refusal after it has occurred, else empty.
     evidence : Evidence
@@ -63,7 +63,7 @@ class Case:
     nics : list of str
         The NICs that the fixtures have opened.
     peers : list
-        The name of each peer process that the case has used, and the libraries that it had loaded.
+        The name of each peer process that the case has used, and the libraries that the peer had loaded.
     clock_start_s : float
         Start of the case on the monotonic clock.
     started : datetime

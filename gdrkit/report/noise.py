@@ -88,7 +88,7 @@ def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: 
 def median_sample(samples: Sequence[Sample]) -> Sample:
     """Return the median of the samples of several machines, with a standard error from the rounds on each machine.
 
-    The differences between machines do not increase this error, because the comparison is meant to find them.
+    Differences between machines do not increase this error, because the comparison looks for such differences.
     """
     error = statistics.median(sample.error_percent for sample in samples) / math.sqrt(len(samples))
     return Sample(statistics.median(sample.value for sample in samples), error)

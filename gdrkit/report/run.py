@@ -89,7 +89,7 @@ class Run:
     host_id : str or None
         A digest that distinguishes machines with the same name, and reveals nothing else about them.
     is_interrupted : bool
-        Whether the run has not ended. run.json is first written with True when the run begins, and again at its end.
+        Whether the run has not ended. run.json has True from the beginning of the run, and False from its end.
     selection : str
         The options that selected a part of the cases, e.g. ``-k write``; empty if all cases were selected.
     """

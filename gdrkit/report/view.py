@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ApiView", "CaseView", "SuiteView", "View", "make_view"]
 
-# The page shows the evidence of a case as a list, except that of these keys, which it shows elsewhere.
+# The page shows the evidence of a case as a list. The evidence with these keys is elsewhere in the page.
 _KEYS_SHOWN_SEPARATELY = ("traceback",)
 
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RankProxy", "StepFailed"]
 
-# A step that takes longer than this is considered to hang. A request and its reply may take the transit time in
-# addition.
+# Longest duration of a step. A step that takes longer is considered to hang. In addition, sending the request and the
+# reply may take the transit time.
 _STEP_TIMEOUT_S, _TRANSIT_TIMEOUT_S = 30.0, 10.0
 # A reply has exactly one of these keys: the result, the error of the measuring child, or how that child ended.
 _OUTCOMES = frozenset({"result", "error", "lost"})
