@@ -190,7 +190,11 @@ class TierManager:
                     os.fsync(parent_fd)
             finally:
                 os.close(descriptor)
-        self.catalogue.remove(name)
+        with self.catalogue.write_transaction("remove"):
+            entry = self.catalogue.find(name)
+            self.catalogue.remove(name)
+            if entry is not None and entry.pinned is not None:
+                self._store_pins()
 
     def move(self, name: str, tier: str, *, observe: Observer | None = None, pace: Pace | None = None) -> int:
         """Move a file to a tier, regardless of the policy.
@@ -373,6 +377,8 @@ class TierManager:
         else:
             findings += interrupted_migrations(self._tiers.folders)
         findings += compare(self.catalogue, self._tiers.folders, repair=repair)
+        if any(finding.kind is FindingKind.MISSING and finding.mended for finding in findings):
+            self._store_pins()
         return [*findings, *find_kept_files(self._tiers.folders)]
 
     def folder(self, tier: str) -> TierFolder:
@@ -420,6 +426,11 @@ class TierManager:
         self.find(name)
         with self.catalogue.write_transaction("pin"):
             self.catalogue.pin(name, tier)
+            self._store_pins()
+
+    def _store_pins(self) -> None:
+        """Write the pins of the catalogue to the disk. A new file with the name of a removed file must have no pin."""
+        with self.catalogue.write_transaction("pin"):
             write_pins(self._tiers.fastest, self.catalogue.pins())
 
     def _check_open(self) -> None:

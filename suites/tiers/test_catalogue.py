@@ -57,6 +57,22 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 
 
+@pytest.mark.parametrize("by", ["gdrkit", "another_program"])
+def test_pin_of_a_removed_file_is_not_kept(configuration: Configuration, by: str) -> None:
+    with TierManager(configuration) as manager:
+        create_file(manager, "file", 1000, seed=1, tier="ssd")
+        manager.pin("file", "nvme")
+        if by == "gdrkit":
+            manager.remove("file")
+        else:
+            (configuration.tier("ssd").directory / "file").unlink()
+            manager.check(repair=True)
+        create_file(manager, "file", 1000, seed=2, tier="ssd")
+    shutil.rmtree(configuration.catalogue)
+    with TierManager(configuration) as manager:
+        assert manager.find("file").pinned is None
+
+
 def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configuration: Configuration) -> None:
     data = create_file(manager, "file", 1000, seed=1, tier="nvme")
     shutil.rmtree(configuration.catalogue)
