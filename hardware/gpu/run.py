@@ -121,6 +121,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("reports", "baselines"), help="folder for the records")
     parser.add_argument("--tar", type=Path, help="archive of OUT, replaced after each part")
     parser.add_argument("--limit-s", type=float, help="time limit of each part, instead of its default")
+    parser.add_argument("--cases", metavar="EXPRESSION", help="run only the cases that match, as with pytest -k")
     parser.add_argument("--disk", type=Path, help="folder for the files of sweep and storage: 16 GB, not a tmpfs")
     parser.add_argument("--software", action="store_true", help="use no hardware: every API runs on its software twin")
     optional = " ".join(PARTS.keys() - default_parts)
@@ -226,6 +227,8 @@ def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
         command = [*launch, sys.executable, "-m", "pytest", "-c", str(data / "suites" / "pytest.ini")]
         command += [f"--rootdir={data / part.root}", "-q", "-rfE", "--tb=short", "--substrate", substrate]
         command += ["--records", str(records), "--command", f"gpu.py {name}", *part.options(), *existing]
+        if options.cases:
+            command += ["-k", options.cases]
         start_s = time.monotonic()
         _say(f"\ngpu: {name}")
         log = logs / f"{name}.log"
