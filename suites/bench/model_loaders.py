@@ -37,12 +37,14 @@ def loaders() -> dict[str, Callable[[Sequence[Path]], dict[str, Any]]]:
     return {"gdrkit": _by_gdrkit, "gdrkit_per_tensor": _by_gdrkit_per_tensor, **present}
 
 
-def _by_gdrkit(paths: Sequence[Path]) -> dict[str, Any]:
-    return dict(safetensors.load_files(paths, _DEVICE))
+def _by_gdrkit(paths: Sequence[Path]) -> safetensors.LoadedTensors:
+    tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE)
+    return tensors
 
 
-def _by_gdrkit_per_tensor(paths: Sequence[Path]) -> dict[str, Any]:
-    return dict(safetensors.load_files(paths, _DEVICE, own_memory=True))
+def _by_gdrkit_per_tensor(paths: Sequence[Path]) -> safetensors.LoadedTensors:
+    tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE, own_memory=True)
+    return tensors
 
 
 def _by_safetensors(paths: Sequence[Path]) -> dict[str, Any]:

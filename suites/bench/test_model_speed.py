@@ -160,6 +160,8 @@ def measured_loads(
     def load(loader: Callable[[Sequence[Path]], dict[str, Any]]) -> None:
         tensors = loader(paths)
         torch.cuda.synchronize()
+        if isinstance(tensors, safetensors.LoadedTensors):
+            evidence["report_of_last_load"] = tensors.report
         tensors.clear()
 
     candidates = {name: loader for name, loader in loaders().items() if name not in without}
