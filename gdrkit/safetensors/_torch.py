@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchMaker", "has_torch", "names_to_replace"]
 
+_BYTE_BITS = 8
 # The types of which a byte has several elements.
-_PACKED = ("F4", "F6")
+_PACKED = tuple(name for name, kind in ELEMENT_TYPES.items() if kind.bits < _BYTE_BITS)
 
 
 def _missing(operation: str, error: ImportError, what_to_do: str) -> SetupMissing:
@@ -64,7 +65,7 @@ class TorchMaker:
             raise _missing(operation, error, advice) from error
         self._dtypes = {name: getattr(self._torch, kind.torch_name, None) for name, kind in ELEMENT_TYPES.items()}
         # Bytes are saved as U8, so that the types of 6 bits, which torch has as bytes, are left out.
-        self._names = {dtype: name for name, dtype in self._dtypes.items() if not name.startswith("F6")}
+        self._names = {dtype: name for name, dtype in self._dtypes.items() if not name.startswith("F6_")}
 
     def device_index(self, device: Any) -> int:
         """Return the index of a device that torch knows: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, 1 or a torch.device."""
@@ -124,7 +125,7 @@ class TorchMaker:
         item_bytes = {name: view.element_size() for name, view in views.items()}
         tensors = []
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
-            sizes = _packed_shape(dtype, shape, length_bytes) if dtype.startswith(_PACKED) else shape
+            sizes = _packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
             tensors.append(as_strided(views[dtype], sizes, _strides(sizes), offset_bytes // item_bytes[dtype]))
         return tensors
 
@@ -133,7 +134,7 @@ class TorchMaker:
         dtypes = self._dtypes_of(placements)
         tensors = []
         for _name, dtype, shape, _offset_bytes, length_bytes in placements:
-            sizes = _packed_shape(dtype, shape, length_bytes) if dtype.startswith(_PACKED) else shape
+            sizes = _packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
             tensors.append(self._empty(device_index, sizes, dtypes[dtype]))
         return tensors, [tensor.data_ptr() for tensor in tensors]
 

@@ -54,7 +54,7 @@ def test_tensors_outlive_the_dict(tmp_path: Path, seed: int) -> None:
 @NEEDS_SAFETENSORS
 def test_saved_file_is_that_of_safetensors(tmp_path: Path, seed: int) -> None:
     by_torch = importlib.import_module("safetensors.torch")
-    types = [entry for entry in EVERY_TYPE if not entry[1].startswith("F6")]
+    types = [entry for entry in EVERY_TYPE if not entry[1].startswith("F6_")]
     loaded = safetensors.load_file(write_model(tmp_path / "model", types, seed=seed).path)
     safetensors.save_file(loaded, tmp_path / "ours", {"k": "v"})
     by_torch.save_file(dict(loaded), tmp_path / "theirs", {"k": "v"})
