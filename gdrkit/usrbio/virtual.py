@@ -18,9 +18,14 @@ __all__ = [
     "IOCTL_VERSION",
     "MAGIC",
     "MOUNT_NAME_BYTES",
+    "MOVE",
+    "MOVE_ARGUMENT",
     "PUNCH_HOLE",
     "PUNCH_HOLE_ARGUMENT",
     "PUNCH_HOLE_MAX",
+    "RECURSIVE_RM",
+    "REMOVE",
+    "REMOVE_ARGUMENT",
     "VIRTUAL_FOLDER",
 ]
 
@@ -36,6 +41,11 @@ _NAME_MAX = 255
 HARDLINK_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX}s0Q")
 # The struct of PUNCH_HOLE: int n, size_t flags, size_t start[1000], size_t end[1000].
 PUNCH_HOLE_ARGUMENT = struct.Struct(f"@iQ{PUNCH_HOLE_MAX}Q{PUNCH_HOLE_MAX}Q")
+# The struct of MOVE: uint64_t source folder, char source name[NAME_MAX + 1], uint64_t new folder, char new
+# name[NAME_MAX + 1], bool move to trash.
+MOVE_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX + 1}sQ{_NAME_MAX + 1}s?0Q")
+# The struct of REMOVE: uint64_t folder, char name[NAME_MAX + 1], bool recursive.
+REMOVE_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX + 1}s?0Q")
 
 # Directions of _IOC: the argument is written to, or read from, the file system.
 _WRITE, _READ = 1, 2
@@ -49,6 +59,9 @@ GET_MOUNT_NAME = _ioctl_request(_READ, 0, MOUNT_NAME_BYTES)
 GET_PATH_OFFSET = _ioctl_request(_READ, 1, 4)
 GET_MAGIC = _ioctl_request(_READ, 2, 4)
 GET_IOCTL_VERSION = _ioctl_request(_READ, 3, 4)
+RECURSIVE_RM = _ioctl_request(_READ, 10, 4)
 FSYNC = _ioctl_request(_READ, 11, 4)
 HARDLINK = _ioctl_request(_WRITE, 12, HARDLINK_ARGUMENT.size)
 PUNCH_HOLE = _ioctl_request(_WRITE, 13, PUNCH_HOLE_ARGUMENT.size)
+MOVE = _ioctl_request(_WRITE, 14, MOVE_ARGUMENT.size)
+REMOVE = _ioctl_request(_WRITE, 15, REMOVE_ARGUMENT.size)

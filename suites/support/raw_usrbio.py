@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from types import TracebackType
 
-__all__ = ["AgentProcess", "RawClient", "RawIov", "RawRing", "Refusal", "shared_memory_files"]
+__all__ = ["AgentProcess", "LinkClient", "RawClient", "RawIov", "RawRing", "Refusal", "shared_memory_files"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of shm_open(3).
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -359,3 +359,28 @@ class RawClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class LinkClient:
+    """A client that knows only the mount, as the client library of 3FS: it never opens the agent's socket.
+
+    It publishes by symbolic links, and names a file by the inode that stat(2) returns.
+    """
+
+    def __init__(self, mount: Path) -> None:
+        self.mount = mount
+        self.links = mount / "3fs-virt" / "iovs"
+
+    def publish_iov(self, iov: RawIov, suffix: str = "") -> None:
+        """Publish an iov."""
+        (self.links / iov.name(suffix)).symlink_to(iov.path)
+
+    def publish_ring(self, ring: RawRing) -> None:
+        """Publish a ring, remove its name as 3FS does, and open its submit semaphore."""
+        (self.links / ring.link).symlink_to(ring.path)
+        ring.path.unlink()
+        ring.attach(self.mount)
+
+    def unpublish(self, name: str) -> None:
+        """Remove a link."""
+        (self.links / name).unlink()

@@ -219,6 +219,17 @@ class Client:
             with the server.
         """
         access = self._file_access(descriptor)
+        self.add_file(access)
+        return access.inode
+
+    def add_file(self, access: FileAccess) -> None:
+        """Allow rings to name the file of an access. This method owns the access.
+
+        Raises
+        ------
+        AgentError
+            See :meth:`register_file`.
+        """
         try:
             with self._lock:
                 self._check_open()
@@ -226,7 +237,6 @@ class Client:
         except BaseException:
             access.close()
             raise
-        return access.inode
 
     def deregister_file(self, inode: int) -> None:
         """Undo one registration of a file. Raise AgentError (ENOENT) if the client has not registered the file."""

@@ -1,8 +1,13 @@
-"""The processes that publish iovs by symbolic links in a FUSE mount, without the agent's socket."""
+"""The processes that publish iovs and rings by symbolic links in a FUSE mount, without the agent's socket.
+
+A ring that was published by a link names files by their inodes, as in 3FS: it can use every file that is open through
+the mount. So this module registers each open file for each process with such a ring.
+"""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import select
 import threading
@@ -13,9 +18,11 @@ from gdrkit.children import join_threads
 from gdrkit.host import process_identity
 from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.client import PeerProcess
+from gdrkit.usrbio.agent.link_names import parse_name
 
 if TYPE_CHECKING:
     from gdrkit.usrbio.agent.client import Client
+    from gdrkit.usrbio.agent.files import PathAccess
     from gdrkit.usrbio.agent.service import Service
 
 __all__ = ["LinkClients"]
@@ -24,6 +31,7 @@ __all__ = ["LinkClients"]
 _END_TIMEOUT_S = 60.0
 # Bytes that wake the thread.
 _STOP, _NEW_CLIENT = b"x", b"."
+_LOG = logging.getLogger(__name__)
 
 
 class LinkClients:
@@ -40,12 +48,16 @@ class LinkClients:
         self._lock = threading.Lock()
         # The client and the pidfd of each process, by process id.
         self._clients: dict[int, tuple[Client, int]] = {}
+        # Every open file is registered for every client with a ring. This lock is held while files are registered.
+        self._files_lock = threading.Lock()
+        self._open_files: dict[int, PathAccess] = {}
+        self._ring_clients: dict[int, Client] = {}
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._release_ended_processes, name="agent-processes", daemon=True)
         self._thread.start()
 
     def publish(self, name: str, target: str, *, uid: int, thread_id: int) -> None:
-        """Publish the iov that a new link names, for the process of a thread.
+        """Publish the iov or ring that a new link names, for the process of a thread.
 
         Raises
         ------
@@ -53,7 +65,10 @@ class LinkClients:
             The agent refused the publication.
         """
         try:
-            self._client_of(uid, _process_of(thread_id)).publish(name, target)
+            client = self._client_of(uid, _process_of(thread_id))
+            client.publish(name, target)
+            if parse_name(name).ring is not None:
+                self._register_open_files(client)
         except AgentError as error:
             raise _os_error(error.errno) from error
 
@@ -77,6 +92,29 @@ class LinkClients:
                 return
         raise _os_error(errno.ENOENT)
 
+    def add_file(self, fh: int, access: PathAccess) -> None:
+        """Allow the rings that were published by links to use a file that was opened through the mount.
+
+        Parameters
+        ----------
+        fh : int
+            Number of the open file.
+        access : PathAccess
+            The access to the file. It grants the rights with which the file was opened.
+        """
+        with self._files_lock:
+            self._open_files[fh] = access
+            for client in self._ring_clients.values():
+                _register(client, access)
+
+    def remove_file(self, fh: int) -> None:
+        """Undo :meth:`add_file`. Rings cannot use the file any more if it is not open a second time."""
+        with self._files_lock:
+            access = self._open_files.pop(fh, None)
+            if access is not None:
+                for client in self._ring_clients.values():
+                    _deregister(client, access)
+
     def close(self) -> None:
         """Stop watching the processes. The service closes their clients.
 
@@ -90,6 +128,14 @@ class LinkClients:
         for fd in (self._wake_reader, self._wake_writer, *(pidfd for _, pidfd in self._clients.values())):
             os.close(fd)
         self._clients.clear()
+
+    def _register_open_files(self, client: Client) -> None:
+        """Register the open files for a client that has published a ring, unless this was done for an earlier ring."""
+        with self._files_lock:
+            if client.number not in self._ring_clients:
+                self._ring_clients[client.number] = client
+                for access in self._open_files.values():
+                    _register(client, access)
 
     def _client_of(self, uid: int, process_id: int) -> Client:
         """Return the client of a process. Watch the process if it is new."""
@@ -122,7 +168,26 @@ class LinkClients:
                     with self._lock:
                         client, _ = self._clients.pop(watched[pidfd])
                     os.close(pidfd)
+                    with self._files_lock:
+                        self._ring_clients.pop(client.number, None)
                     self._service.release(client)
+
+
+def _register(client: Client, access: PathAccess) -> None:
+    """Register a file for a client. After an error, operations of the client on the file fail with EBADF."""
+    try:
+        client.add_file(access)
+    except AgentError as error:
+        _LOG.warning("rings of process %d cannot use %s: %s", client.process.process_id, access.path, error)
+
+
+def _deregister(client: Client, access: PathAccess) -> None:
+    try:
+        client.deregister_file(access.inode)
+    except AgentError as error:
+        # ENOENT: the registration failed.
+        if error.errno != errno.ENOENT:
+            _LOG.warning("process %d still uses %s: %s", client.process.process_id, access.path, error)
 
 
 def _process_of(thread_id: int) -> int:

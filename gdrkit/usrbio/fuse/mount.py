@@ -18,7 +18,7 @@ from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError, errno
 from gdrkit.handles import Handle
 from gdrkit.remedies import system_install
 from gdrkit.usrbio.fuse._mfusepy import FuseSession, missing_dependency
-from gdrkit.usrbio.fuse.operations import Operations
+from gdrkit.usrbio.fuse.ioctls import MountOperations
 from gdrkit.usrbio.fuse.virtual_folder import VirtualFolder
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class FuseMount:
         unmount_stale(mount)
         self.path = _empty_folder(mount)
         folder = VirtualFolder(real_folder, links, store, mount=str(self.path))
-        self._operations = Operations(store, folder, mount=str(self.path))
+        self._operations = MountOperations(store, folder, links, mount=str(self.path))
         self._session: FuseSession | None = FuseSession(self.path, self._operations, source=_SOURCE)
         self._handle = Handle("usrbio.fuse_mount")
 

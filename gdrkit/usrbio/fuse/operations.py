@@ -12,22 +12,22 @@ import stat
 import threading
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
-from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out
+from gdrkit.usrbio.agent.files import PathAccess
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gdrkit.usrbio.fuse.link_clients import LinkClients
     from gdrkit.usrbio.fuse.store import StoreFiles
     from gdrkit.usrbio.fuse.virtual_folder import VirtualFolder
 
 __all__ = ["Operations"]
 
-# Largest number of folders whose paths are stored for the ioctl HARDLINK.
+# Largest number of folders whose paths are stored for the ioctls HARDLINK and MOVE.
 _FOLDERS_MAX = 4096
 # Flags of renameat2(2).
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
@@ -66,17 +66,20 @@ class Operations:
         The files of the store.
     folder : VirtualFolder
         The folder ``3fs-virt``.
+    links : LinkClients
+        The processes whose rings may name every open file.
     mount : str
         Path of the mount.
     """
 
-    def __init__(self, store: StoreFiles, folder: VirtualFolder, *, mount: str) -> None:
-        self._store, self._folder, self._mount = store, folder, mount
+    def __init__(self, store: StoreFiles, folder: VirtualFolder, links: LinkClients, *, mount: str) -> None:
+        self._store, self._folder, self._links = store, folder, links
+        self._mount = mount
         self._lock = threading.Lock()
         self._last_fh = 0
         self._open_files: dict[int, _OpenFile] = {}
-        self._open_folders: dict[int, str] = {}
-        # Paths of folders by inode, because the ioctl HARDLINK names a folder by its inode.
+        self._open_folders: dict[int, tuple[str, int]] = {}
+        # Paths of folders by inode, because the ioctls HARDLINK and MOVE name a folder by its inode.
         self._folder_paths: dict[int, str] = {}
 
     # ------------------------------------------------------------------------------------------------------- names
@@ -97,9 +100,10 @@ class Operations:
 
     def opendir(self, path: str) -> int:
         """Open a folder and return its number, by which the later requests name the folder."""
+        inode = self.getattr(path)["st_ino"]
         with self._lock:
             self._last_fh += 1
-            self._open_folders[self._last_fh] = path
+            self._open_folders[self._last_fh] = path, inode
             return self._last_fh
 
     def releasedir(self, _path: str | None, fh: int) -> None:
@@ -110,9 +114,10 @@ class Operations:
     def readdir(self, _path: str | None, fh: int) -> list[tuple[str, dict[str, int], int]]:
         """Return name, attributes and offset (0) of every entry of a folder."""
         with self._lock:
-            path = self._open_folders.get(fh)
-        if path is None:
+            folder = self._open_folders.get(fh)
+        if folder is None:
             raise _error(errno.EBADF)
+        path, _inode = folder
         # libfuse does not add these two entries.
         dot_entries = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
         return dot_entries + list(self._folder.entries(path) if self._folder.has(path) else self._entries(path))
@@ -255,21 +260,8 @@ class Operations:
         with self._lock:
             file = self._open_files.pop(fh, None)
         if file is not None:
+            self._links.remove_file(fh)
             self._store.close_file(file.handle)
-
-    def ioctl(self, path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
-        """Execute an ioctl of 3FS, whose argument is at the address `data`. ENOTTY for other ioctls."""
-        request &= 0xFFFFFFFF
-        if result := self._ioctl_result(request):
-            copy_out(data, result)
-        elif request == virtual.FSYNC:
-            self.fsync(path, 0, fh)
-        elif request == virtual.HARDLINK:
-            self._hardlink(fh, copy_in(data, virtual.HARDLINK_ARGUMENT.size))
-        elif request == virtual.PUNCH_HOLE:
-            self._punch_hole(fh, copy_in(data, virtual.PUNCH_HOLE_ARGUMENT.size))
-        else:
-            raise _error(errno.ENOTTY)
 
     def close(self) -> None:
         """Close all files that are still open. The caller has unmounted before."""
@@ -281,66 +273,12 @@ class Operations:
     # ------------------------------------------------------------------------------------------------------ helpers
 
     def _file(self, fh: int) -> _OpenFile:
+        """Return an open file. EBADF if there is none with this number."""
         with self._lock:
             file = self._open_files.get(fh)
         if file is None:
             raise _error(errno.EBADF)
         return file
-
-    def _ioctl_result(self, request: int) -> bytes | None:
-        """Return the result of an ioctl that only returns a value, or None for other ioctls."""
-        if request == virtual.GET_MAGIC:
-            return virtual.MAGIC.to_bytes(4, "little")
-        if request == virtual.GET_IOCTL_VERSION:
-            return virtual.IOCTL_VERSION.to_bytes(4, "little")
-        if request == virtual.GET_PATH_OFFSET:
-            return len(os.fsencode(self._mount)).to_bytes(4, "little")
-        if request == virtual.GET_MOUNT_NAME:
-            name = os.fsencode(Path(self._mount).name)[: virtual.MOUNT_NAME_BYTES - 1]
-            return name.ljust(virtual.MOUNT_NAME_BYTES, b"\0")
-        return None
-
-    def _hardlink(self, fh: int, argument: bytes) -> None:
-        folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
-        name = os.fsdecode(padded_name.partition(b"\0")[0])
-        with self._lock:
-            folder = self._folder_paths.get(folder_inode)
-        if folder is None or self.getattr(folder)["st_ino"] != folder_inode:
-            raise _error(errno.ENOENT)
-        if name in {"", ".", ".."} or "/" in name:
-            raise _error(errno.EINVAL)
-        self.link(f"{folder.rstrip('/')}/{name}", self._current_path(None, fh))
-
-    def _punch_hole(self, fh: int, argument: bytes) -> None:
-        count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
-        if not 0 <= count <= virtual.PUNCH_HOLE_MAX:
-            raise _error(errno.EINVAL)
-        begins, ends = bounds[:count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
-        file = self._file(fh)
-        if not file.writable:
-            raise _error(errno.EBADF)
-        request = messages.PunchHole(handle=file.handle, ranges=tuple(zip(begins, ends, strict=True)))
-        self._store.request(request, messages.Done)
-
-    def _open(self, path: str, flags: int, *, create: bool, mode: int) -> int:
-        access = flags & os.O_ACCMODE
-        writable = access != os.O_RDONLY
-        reply = self._store.request(
-            messages.Open(
-                path=_relative(path),
-                read=access != os.O_WRONLY,
-                write=writable or create,
-                create=create,
-                truncate=bool(flags & os.O_TRUNC) and (writable or create),
-                exclusive=create and bool(flags & os.O_EXCL),
-                mode=mode,
-            ),
-            messages.OpenReply,
-        )
-        with self._lock:
-            self._last_fh += 1
-            self._open_files[self._last_fh] = _OpenFile(reply.handle, reply.stat.inode, writable, path)
-            return self._last_fh
 
     def _current_path(self, path: str | None, fh: int | None) -> str:
         """Return `path` if it is set, else the path of an open file. ENOENT if the file no longer has that path."""
@@ -352,7 +290,55 @@ class Operations:
             raise _error(errno.ENOENT)
         return file.path
 
+    def _folder_of_inode(self, inode: int) -> str:
+        """Return the path of a folder. ENOENT if the kernel has not looked the folder up, or the folder was renamed."""
+        with self._lock:
+            path = self._folder_paths.get(inode)
+        if path is None or self.getattr(path)["st_ino"] != inode:
+            raise _error(errno.ENOENT)
+        return path
+
+    def _open_folder(self, fh: int) -> tuple[str, int]:
+        """Return the path and the inode of an open folder.
+
+        ENOTDIR if no folder has this number. ENOENT if the folder no longer has the path by which it was opened.
+        """
+        with self._lock:
+            folder = self._open_folders.get(fh)
+        if folder is None:
+            raise _error(errno.ENOTDIR)
+        path, inode = folder
+        if self.getattr(path)["st_ino"] != inode:
+            raise _error(errno.ENOENT)
+        return path, inode
+
+    def _open(self, path: str, flags: int, *, create: bool, mode: int) -> int:
+        access_mode = flags & os.O_ACCMODE
+        writable = access_mode != os.O_RDONLY
+        reply = self._store.request(
+            messages.Open(
+                path=_relative(path),
+                read=access_mode != os.O_WRONLY,
+                write=writable or create,
+                create=create,
+                truncate=bool(flags & os.O_TRUNC) and (writable or create),
+                exclusive=create and bool(flags & os.O_EXCL),
+                mode=mode,
+            ),
+            messages.OpenReply,
+        )
+        with self._lock:
+            self._last_fh += 1
+            fh = self._last_fh
+            self._open_files[fh] = _OpenFile(reply.handle, reply.stat.inode, writable, path)
+        access = PathAccess(
+            _relative(path), inode=reply.stat.inode, readable=access_mode != os.O_WRONLY, writable=writable
+        )
+        self._links.add_file(fh, access)
+        return fh
+
     def _check_in_store(self, *paths: str) -> None:
+        """Raise EPERM if a path is ``3fs-virt`` or below it."""
         if any(map(self._folder.has, paths)):
             raise _error(errno.EPERM)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import stat
 import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -89,6 +90,19 @@ class StoreFiles:
                 self._data[: len(chunk)] = chunk
                 self._transfer(handle, len(chunk), offset_bytes + begin, is_read=False)
         return len(data)
+
+    def remove_tree(self, path: str, mode: int) -> None:
+        """Remove a file, or a folder with its contents. `mode` has the file type of `path`."""
+        if not stat.S_ISDIR(mode):
+            self.request(messages.Unlink(path=path), messages.Done)
+            return
+        while True:
+            reply = self.request(messages.List(path=path), messages.ListReply)
+            for entry in reply.entries:
+                self.remove_tree(f"{path}/{entry.name}", entry.kind)
+            if not reply.more:
+                break
+        self.request(messages.Rmdir(path=path), messages.Done)
 
     def close_file(self, handle: int) -> None:
         """Close an open file. Do nothing for a file of an earlier session, which the server has already closed."""

@@ -130,20 +130,7 @@ class VirtualFolder:
         if not path or self.has(f"/{path}"):
             raise _error(errno.EPERM)
         status = self._store.request(messages.Stat(path=path), messages.FileStat)
-        self._remove(path, status.mode)
-
-    def _remove(self, path: str, mode: int) -> None:
-        """Remove a path of the store. `mode` has its file type."""
-        if not stat.S_ISDIR(mode):
-            self._store.request(messages.Unlink(path=path), messages.Done)
-            return
-        while True:
-            reply = self._store.request(messages.List(path=path), messages.ListReply)
-            for entry in reply.entries:
-                self._remove(f"{path}/{entry.name}", entry.kind)
-            if not reply.more:
-                break
-        self._store.request(messages.Rmdir(path=path), messages.Done)
+        self._store.remove_tree(path, status.mode)
 
 
 def _attributes(path: str, mode: int, size_bytes: int) -> dict[str, int]:

@@ -1,0 +1,118 @@
+"""The ioctls of 3FS, which programs send to open files and folders of a FUSE mount."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from gdrkit.errors import ApiError
+from gdrkit.storage import messages
+from gdrkit.usrbio import virtual
+from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out
+from gdrkit.usrbio.fuse.operations import Operations
+
+__all__ = ["MountOperations"]
+
+
+class MountOperations(Operations):
+    """The requests of the kernel to a mount, with the ioctls of version 1; see :class:`Operations`."""
+
+    def ioctl(self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
+        """Execute an ioctl, whose argument or result is at the address `data`. ENOTTY for an unknown one."""
+        request &= 0xFFFFFFFF
+        if result := self._result(request):
+            copy_out(data, result)
+        elif request == virtual.FSYNC:
+            self.fsync(None, 0, fh)
+            copy_out(data, bytes(4))
+        elif request == virtual.RECURSIVE_RM:
+            self._remove_tree(self._open_folder(fh)[0])
+            copy_out(data, bytes(4))
+        elif request == virtual.HARDLINK:
+            self._hardlink(fh, copy_in(data, virtual.HARDLINK_ARGUMENT.size))
+        elif request == virtual.PUNCH_HOLE:
+            self._punch_hole(fh, copy_in(data, virtual.PUNCH_HOLE_ARGUMENT.size))
+        elif request == virtual.MOVE:
+            self._move(fh, copy_in(data, virtual.MOVE_ARGUMENT.size))
+        elif request == virtual.REMOVE:
+            self._remove(fh, copy_in(data, virtual.REMOVE_ARGUMENT.size))
+        else:
+            raise _error(errno.ENOTTY)
+
+    def _result(self, request: int) -> bytes | None:
+        """Return the result of an ioctl that only returns a value, or None for other ioctls."""
+        if request == virtual.GET_MAGIC:
+            return virtual.MAGIC.to_bytes(4, "little")
+        if request == virtual.GET_IOCTL_VERSION:
+            return virtual.IOCTL_VERSION.to_bytes(4, "little")
+        if request == virtual.GET_PATH_OFFSET:
+            return len(os.fsencode(self._mount)).to_bytes(4, "little")
+        if request == virtual.GET_MOUNT_NAME:
+            name = os.fsencode(Path(self._mount).name)[: virtual.MOUNT_NAME_BYTES - 1]
+            return name.ljust(virtual.MOUNT_NAME_BYTES, b"\0")
+        return None
+
+    def _hardlink(self, fh: int, argument: bytes) -> None:
+        folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
+        folder = self._folder_of_inode(folder_inode)
+        self.link(_join(folder, padded_name), self._current_path(None, fh))
+
+    def _punch_hole(self, fh: int, argument: bytes) -> None:
+        count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
+        if not 0 <= count <= virtual.PUNCH_HOLE_MAX:
+            raise _error(errno.EINVAL)
+        begins, ends = bounds[:count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
+        file = self._file(fh)
+        if not file.writable:
+            raise _error(errno.EBADF)
+        request = messages.PunchHole(handle=file.handle, ranges=tuple(zip(begins, ends, strict=True)))
+        self._store.request(request, messages.Done)
+
+    def _move(self, fh: int, argument: bytes) -> None:
+        """Rename an entry of the open folder. A store has no trash, so the flag for it has no effect."""
+        inode, padded_name, new_inode, padded_new_name, _to_trash = virtual.MOVE_ARGUMENT.unpack(argument)
+        folder = self._folder_with_inode(fh, inode)
+        new_folder = self._folder_of_inode(new_inode)
+        self.rename(_join(folder, padded_name), _join(new_folder, padded_new_name))
+
+    def _remove(self, fh: int, argument: bytes) -> None:
+        """Remove an entry of the open folder: a file, an empty folder, or with the flag a folder with its contents."""
+        inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
+        path = _join(self._folder_with_inode(fh, inode), padded_name)
+        if is_recursive:
+            self._remove_tree(path)
+            return
+        try:
+            self.unlink(path)
+        except (OSError, ApiError) as error:
+            if error.errno != errno.EISDIR:
+                raise
+            self.rmdir(path)
+
+    def _folder_with_inode(self, fh: int, inode: int) -> str:
+        """Return the path of the open folder. EINVAL if the argument of the ioctl names another folder."""
+        path, open_inode = self._open_folder(fh)
+        if inode != open_inode:
+            raise _error(errno.EINVAL)
+        return path
+
+    def _remove_tree(self, path: str) -> None:
+        self._check_in_store(path)
+        relative_path = path.lstrip("/")
+        if not relative_path:
+            raise _error(errno.EPERM)
+        status = self._store.request(messages.Stat(path=relative_path), messages.FileStat)
+        self._store.remove_tree(relative_path, status.mode)
+
+
+def _join(folder: str, padded_name: bytes) -> str:
+    """Return the path of an entry of a folder. EINVAL if the name is not one path component."""
+    name = os.fsdecode(padded_name.partition(b"\0")[0])
+    if name in {"", ".", ".."} or "/" in name:
+        raise _error(errno.EINVAL)
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def _error(error_number: int) -> OSError:
+    return OSError(error_number, os.strerror(error_number))

@@ -1,0 +1,242 @@
+"""A client that knows only the mount: links below ``3fs-virt/iovs``, rings, inodes and ioctls, without the socket."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+from typing import TYPE_CHECKING
+
+import pytest
+from support.processes import wait_until
+from support.raw_usrbio import AgentProcess, LinkClient, RawIov, RawRing
+from support.storage import storage_server
+
+from gdrkit import pattern
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.units import KIB, MIB
+from gdrkit.usrbio import virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+pytestmark = needs(verbs.nic(), host.fuse)
+RESULT = bytes(4)
+
+
+@pytest.fixture(params=["child", "remote"])
+def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """Yield the mount of an agent in FUSE mode, whose storage server is its child or runs on its own."""
+    folder, store = tmp_path / "mount", tmp_path / "store"
+    folder.mkdir()
+    store.mkdir()
+    with contextlib.ExitStack() as stack:
+        options = ["--store", str(store), "--fuse"]
+        if request.param == "remote":
+            service = stack.enter_context(storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
+            options = ["--server", service.address, "--token-file", str(store / ".gdrkit" / "token")]
+        agent = stack.enter_context(AgentProcess(folder, *options))
+        yield folder
+        assert agent.terminate() == 0, agent.error_output
+
+
+@pytest.fixture
+def fuse_folder(tmp_path: Path) -> Iterator[Path]:
+    """Yield the mount of an agent in FUSE mode with a storage server as its child."""
+    folder, store = tmp_path / "mount", tmp_path / "store"
+    folder.mkdir()
+    store.mkdir()
+    with AgentProcess(folder, "--store", str(store), "--fuse") as agent:
+        yield folder
+        assert agent.terminate() == 0, agent.error_output
+
+
+@contextlib.contextmanager
+def rings(client: LinkClient, iov: RawIov, suffix: str = "") -> Iterator[tuple[RawRing, RawRing]]:
+    """Publish an iov, a ring for reads and a ring for writes by links."""
+    with contextlib.ExitStack() as stack:
+        client.publish_iov(iov, suffix)
+        stack.callback(client.unpublish, iov.name(suffix))
+        pair = []
+        for for_read in (True, False):
+            ring = RawRing(16, for_read=for_read)
+            stack.callback(ring.close)
+            client.publish_ring(ring)
+            stack.callback(client.unpublish, ring.link)
+            pair.append(ring)
+        yield pair[0], pair[1]
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file and yield its inode."""
+    fd = os.open(path, flags)
+    try:
+        yield os.fstat(fd).st_ino
+    finally:
+        os.close(fd)
+
+
+def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
+    (mount / "file").write_bytes(pattern.payload(MIB, seed=1))
+    client = LinkClient(mount)
+    with (
+        contextlib.closing(RawIov(MIB)) as iov,
+        # The first file is open before the rings exist. The second one is opened later.
+        opened(mount / "file", os.O_RDWR) as inode,
+        rings(client, iov) as (reads, writes),
+        opened(mount / "new", os.O_RDWR | os.O_CREAT) as new_inode,
+    ):
+        for number in range(8):
+            reads.prepare(
+                iov.id.bytes,
+                inode=inode,
+                length=64 * KIB,
+                buffer_offset=number * 64 * KIB,
+                file_offset=number * 64 * KIB + 17,
+                userdata=number,
+            )
+        reads.submit()
+        completions = reads.wait(8)
+        assert sorted(userdata for _, _, userdata in completions) == list(range(8))
+        assert {result for _, result, _ in completions} == {64 * KIB}
+        pattern.check(iov.memory[: 512 * KIB], seed=1, offset_bytes=17)
+        writes.prepare(iov.id.bytes, inode=new_inode, length=512 * KIB, file_offset=4097)
+        writes.submit()
+        assert [result for _, result, _ in writes.wait(1)] == [512 * KIB]
+    expected = bytes(4097) + pattern.payload(512 * KIB, seed=1, offset_bytes=17)
+    assert (mount / "new").read_bytes() == expected
+    assert {link.name for link in client.links.iterdir()} == {"submit-ios", "submit-ios.ph", "submit-ios.pl"}
+
+
+def test_operation_errors_without_the_socket(fuse_folder: Path) -> None:
+    (fuse_folder / "file").write_bytes(bytes(MIB))
+    client = LinkClient(fuse_folder)
+    with contextlib.closing(RawIov(64 * KIB)) as iov, rings(client, iov, ".b4096") as (reads, writes):
+        with opened(fuse_folder / "file", os.O_RDONLY) as inode:
+            writes.prepare(iov.id.bytes, inode=inode, length=512)
+            writes.submit()
+            assert [result for _, result, _ in writes.wait(1)] == [-errno.EACCES]
+            reads.prepare(iov.id.bytes, inode=inode, length=4096, buffer_offset=512)
+            reads.submit()
+            assert [result for _, result, _ in reads.wait(1)] == [-errno.EINVAL]
+            reads.prepare(iov.id.bytes, inode=inode, length=4096, buffer_offset=4096)
+            reads.submit()
+            assert [result for _, result, _ in reads.wait(1)] == [4096]
+
+        def result_after_close() -> int:
+            reads.prepare(iov.id.bytes, inode=inode, length=4096)
+            reads.submit()
+            return reads.wait(1)[0][1]
+
+        # The kernel tells the agent some time after close(2).
+        wait_until(lambda: result_after_close() == -errno.EBADF, "the closed file is refused", timeout_s=10)
+
+
+def test_iov_of_any_length_is_used_to_its_end(fuse_folder: Path) -> None:
+    (fuse_folder / "file").write_bytes(pattern.payload(MIB, seed=3))
+    client = LinkClient(fuse_folder)
+    with contextlib.closing(RawIov(5001)) as iov, opened(fuse_folder / "file", os.O_RDONLY) as inode:
+        with rings(client, iov) as (reads, _):
+            reads.prepare(iov.id.bytes, inode=inode, length=4990, buffer_offset=11, file_offset=3)
+            reads.prepare(iov.id.bytes, inode=inode, length=4990, buffer_offset=12)
+            reads.submit()
+            assert [result for _, result, _ in sorted(reads.wait(2))] == [4990, -errno.EINVAL]
+        pattern.check(iov.memory[11:5001], seed=3, offset_bytes=3)
+
+
+def move(folder: Path, name: str, new_folder: Path, new_name: str, *, inode: int | None = None) -> None:
+    """Call the ioctl MOVE on a folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        argument = virtual.MOVE_ARGUMENT.pack(
+            inode or os.fstat(fd).st_ino, name.encode(), new_folder.stat().st_ino, new_name.encode(), 0
+        )
+        fcntl.ioctl(fd, virtual.MOVE, argument)
+    finally:
+        os.close(fd)
+
+
+def remove(folder: Path, name: str, *, recursive: bool = False) -> None:
+    """Call the ioctl REMOVE on a folder."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(fd, virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(os.fstat(fd).st_ino, name.encode(), recursive))
+    finally:
+        os.close(fd)
+
+
+def test_move_and_remove_change_the_entries(fuse_folder: Path) -> None:
+    # The sizes and numbers of these requests are part of the interface: hf3fs_utils has them as constants.
+    assert (virtual.MOVE, virtual.REMOVE) == (0x4218680E, 0x4110680F)
+    assert (virtual.MOVE_ARGUMENT.size, virtual.REMOVE_ARGUMENT.size) == (536, 272)
+    source, destination = fuse_folder / "from", fuse_folder / "to"
+    (source / "inner").mkdir(parents=True)
+    destination.mkdir()
+    (source / "file").write_bytes(b"content")
+    move(source, "file", destination, "moved")
+    assert (destination / "moved").read_bytes() == b"content"
+    assert not (source / "file").exists()
+    remove(destination, "moved")
+    remove(source, "inner")
+    (source / "full").mkdir()
+    (source / "full" / "file").touch()
+    with pytest.raises(OSError, match="not empty") as error:
+        remove(source, "full")
+    assert error.value.errno == errno.ENOTEMPTY
+    remove(source, "full", recursive=True)
+    assert list(source.iterdir()) == list(destination.iterdir()) == []
+
+
+def test_move_and_remove_refuse_invalid_names(fuse_folder: Path) -> None:
+    (fuse_folder / "folder").mkdir()
+    (fuse_folder / "file").touch()
+    for name, new_name in (("../file", "x"), ("", "x"), ("file", "a/b"), ("file", "..")):
+        with pytest.raises(OSError, match="Invalid") as error:
+            move(fuse_folder, name, fuse_folder, new_name)
+        assert error.value.errno == errno.EINVAL
+    with pytest.raises(OSError, match="Invalid"):
+        move(fuse_folder, "file", fuse_folder, "x", inode=(fuse_folder / "folder").stat().st_ino)
+    for name in ("", ".", "..", "folder/x"):
+        with pytest.raises(OSError, match="Invalid"):
+            remove(fuse_folder, name, recursive=True)
+    with pytest.raises(PermissionError):
+        remove(fuse_folder, "3fs-virt", recursive=True)
+    with pytest.raises(FileNotFoundError):
+        move(fuse_folder, "file", fuse_folder / "3fs-virt", "x")
+    assert {path.name for path in fuse_folder.iterdir()} == {"3fs-virt", "folder", "file"}
+
+
+def test_recursive_rm_removes_the_open_folder(fuse_folder: Path) -> None:
+    (fuse_folder / "folder" / "inner").mkdir(parents=True)
+    (fuse_folder / "folder" / "inner" / "file").touch()
+    fd = os.open(fuse_folder / "folder", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT)
+    finally:
+        os.close(fd)
+    assert not (fuse_folder / "folder").exists()
+    for refused, expected_errno in ((fuse_folder, errno.EPERM), (fuse_folder / "3fs-virt" / "iovs", errno.EPERM)):
+        fd = os.open(refused, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            with pytest.raises(OSError, match="permitted") as error:
+                fcntl.ioctl(fd, virtual.RECURSIVE_RM, RESULT)
+        finally:
+            os.close(fd)
+        assert error.value.errno == expected_errno
+
+
+def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with AgentProcess(tmp_path) as agent:
+        fd = os.open(tmp_path / "file", os.O_RDWR)
+        try:
+            for request in (virtual.GET_MAGIC, virtual.GET_IOCTL_VERSION, virtual.FSYNC, virtual.MOVE, virtual.REMOVE):
+                with pytest.raises(OSError, match="ioctl") as error:
+                    fcntl.ioctl(fd, request, bytes(1024))
+                assert error.value.errno == errno.ENOTTY
+        finally:
+            os.close(fd)
+        assert agent.terminate() == 0, agent.error_output
