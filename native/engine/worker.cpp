@@ -151,8 +151,43 @@ std::byte* Worker::memory_of(std::size_t buffer_index, const Chunk& chunk) const
     return fills_slab(chunk) ? slab_ : slab_ + buffer_index * buffer_bytes_of(tuning_);
 }
 
-// Returns whether the I/O of a part is to bypass the page cache.
-bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
+// Returns the number of parts from `first` on that follow each other in one file, and their size. One read or write
+// moves all of them, because they also follow each other in the staging memory.
+Worker::Run Worker::run_at(const Chunk& chunk, std::size_t first) {
+    Run run{.parts_count = 0, .length = 0};
+    const Extent& begin = chunk.job->extent(chunk.parts[first]);
+    const std::uint64_t offset = begin.offset + chunk.parts[first].extent_offset;
+    for (std::size_t index = first; index < chunk.parts.size(); ++index) {
+        const Part& part = chunk.parts[index];
+        const Extent& extent = chunk.job->extent(part);
+        if (extent.file_index != begin.file_index || extent.offset + part.extent_offset != offset + run.length) {
+            break;
+        }
+        ++run.parts_count;
+        run.length += part.length;
+    }
+    return run;
+}
+
+// Divides the bytes that one read or write has moved among the parts of its run. Reports a failure for the first part
+// that is not complete. Returns false if the run failed.
+bool Worker::share_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result) {
+    std::uint64_t bytes = result.bytes;
+    bool is_reported = !result.failure;
+    for (std::size_t index = first; index < first + run.parts_count; ++index) {
+        Part& part = chunk.parts[index];
+        part.done_bytes = std::min(bytes, part.length);
+        bytes -= part.done_bytes;
+        if (!is_reported && (part.done_bytes < part.length || index + 1 == first + run.parts_count)) {
+            chunk.job->fail(part.extent_index, *result.failure);
+            is_reported = true;
+        }
+    }
+    return !result.failure;
+}
+
+// Returns whether the I/O of a part, and of the neighbours after it up to `length`, is to bypass the page cache.
+bool Worker::wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length) {
     const Extent& extent = chunk.job->extent(part);
     const Access access = chunk.job->access();
     if (chunk.is_direct || access == Access::buffered) {
@@ -168,7 +203,7 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
     if (access == Access::direct && is_read) {
         return file.direct_fd() >= 0;
     }
-    if (chunk.bytes < tuning_.direct_min_bytes || part.length < tuning_.direct_min_bytes) {
+    if (chunk.bytes < tuning_.direct_min_bytes || length < tuning_.direct_min_bytes) {
         return false;
     }
     if (access == Access::direct) {
@@ -177,7 +212,7 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
     if (!is_read) {
         return false;
     }
-    const Residency residency = file.residency_of(extent.offset, part.length);
+    const Residency residency = file.residency_of(extent.offset, length);
     return residency.cached_pages * 2 < residency.pages && file.direct_fd() >= 0;
 }
 
@@ -185,36 +220,42 @@ bool Worker::wants_direct(const Chunk& chunk, const Part& part) {
 void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
     std::uint64_t slack_left = slack_bytes;
-    for (Part& part : chunk.parts) {
-        const File& file = chunk.job->file(part);
-        const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, part);
+    for (std::size_t first = 0; first < chunk.parts.size();) {
+        const Run run = run_at(chunk, first);
+        const Part& begin = chunk.parts[first];
+        const File& file = chunk.job->file(begin);
+        const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, begin, run.length);
         // wants_direct() may have opened the file with O_DIRECT, which sets its real alignment.
         const std::uint64_t alignment = file.alignment_bytes();
-        part.is_direct = is_candidate && 2 * alignment <= slack_left;
-        if (part.is_direct) {
+        const bool is_direct = is_candidate && 2 * alignment <= slack_left;
+        if (is_direct) {
             slack_left -= 2 * alignment;
             staging_offset = align_up(staging_offset, alignment) +
-                             leading_bytes(file, chunk.job->extent(part).offset + part.extent_offset);
+                             leading_bytes(file, chunk.job->extent(begin).offset + begin.extent_offset);
         }
-        part.staging_offset = staging_offset;
-        staging_offset += part.length;
+        for (std::size_t index = first; index < first + run.parts_count; ++index) {
+            chunk.parts[index].is_direct = is_direct;
+            chunk.parts[index].staging_offset = staging_offset;
+            staging_offset += chunk.parts[index].length;
+        }
+        first += run.parts_count;
     }
 }
 
-IoResult Worker::read_part(const Chunk& chunk, const Part& part, std::byte* base) {
+IoResult Worker::read_run(const Chunk& chunk, const Part& part, std::uint64_t length, std::byte* base) {
     File& file = chunk.job->file(part);
     const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
     std::byte* const to = base + part.staging_offset;
-    return part.is_direct ? read_direct(file, offset, part.length, to - leading_bytes(file, offset))
-                          : read_buffered(file, offset, part.length, to);
+    return part.is_direct ? read_direct(file, offset, length, to - leading_bytes(file, offset))
+                          : read_buffered(file, offset, length, to);
 }
 
-IoResult Worker::write_part(const Chunk& chunk, const Part& part, const std::byte* base) {
+IoResult Worker::write_run(const Chunk& chunk, const Part& part, std::uint64_t length, const std::byte* base) {
     File& file = chunk.job->file(part);
     const std::uint64_t offset = chunk.job->extent(part).offset + part.extent_offset;
     const std::byte* const from = base + part.staging_offset;
-    return part.is_direct ? write_direct(file, offset, part.length, from - leading_bytes(file, offset))
-                          : write_buffered(file, offset, part.length, from);
+    return part.is_direct ? write_direct(file, offset, length, from - leading_bytes(file, offset))
+                          : write_buffered(file, offset, length, from);
 }
 
 void Worker::start(std::size_t buffer_index, Chunk& chunk) {
@@ -254,19 +295,19 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
     Buffer& buffer = buffers_[buffer_index];
     Chunk& chunk = buffer.chunk;
     std::byte* const base = memory_of(buffer_index, chunk);
-    for (Part& part : chunk.parts) {
+    for (std::size_t first = 0; first < chunk.parts.size();) {
+        const Run run = run_at(chunk, first);
         IoResult result;
         try {
-            result = read_part(chunk, part, base);
+            result = read_run(chunk, chunk.parts[first], run.length, base);
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        part.done_bytes = result.bytes;
         buffer.direct_bytes += result.used_direct ? result.bytes : 0;
-        if (result.failure) {
-            chunk.job->fail(part.extent_index, *result.failure);
+        if (!share_result(chunk, first, run, result)) {
             break;
         }
+        first += run.parts_count;
     }
     if (chunk.holds_reservation) {
         reserved_job_ = chunk.job;
@@ -323,19 +364,19 @@ void Worker::complete(std::size_t buffer_index) {
 
 std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     std::uint64_t direct_bytes = 0;
-    for (Part& part : chunk.parts) {
+    for (std::size_t first = 0; first < chunk.parts.size();) {
+        const Run run = run_at(chunk, first);
         IoResult result;
         try {
-            result = write_part(chunk, part, base);
+            result = write_run(chunk, chunk.parts[first], run.length, base);
         } catch (const Error& error) {
             result.failure = error.failure();
         }
-        part.done_bytes = result.bytes;
         direct_bytes += result.used_direct ? result.bytes : 0;
-        if (result.failure) {
-            chunk.job->fail(part.extent_index, *result.failure);
+        if (!share_result(chunk, first, run, result)) {
             break;
         }
+        first += run.parts_count;
     }
     release_reservation(chunk);
     return direct_bytes;
@@ -353,7 +394,7 @@ void Worker::move_host_chunk(Chunk& chunk) {
             const Extent& extent = chunk.job->extent(part);
             const std::uint64_t offset = extent.offset + part.extent_offset;
             auto* const memory = reinterpret_cast<std::byte*>(extent.address + part.extent_offset);
-            part.is_direct = wants_direct(chunk, part);
+            part.is_direct = wants_direct(chunk, part, part.length);
             const std::uint64_t alignment_bits = offset | part.length | reinterpret_cast<std::uintptr_t>(memory);
             bool is_staged = part.is_direct && (alignment_bits & (file.alignment_bytes() - 1)) != 0;
             if (is_staged && 2 * file.alignment_bytes() > slack_bytes) {
@@ -365,7 +406,7 @@ void Worker::move_host_chunk(Chunk& chunk) {
             if (is_staged && !is_read) {
                 std::memcpy(base + part.staging_offset, memory, part.length);
             }
-            result = is_read ? read_part(chunk, part, base) : write_part(chunk, part, base);
+            result = is_read ? read_run(chunk, part, part.length, base) : write_run(chunk, part, part.length, base);
             if (is_staged && is_read) {
                 std::memcpy(memory, base + part.staging_offset, result.bytes);
             }

@@ -48,6 +48,12 @@ private:
         bool is_pending = false;
     };
 
+    // Parts of a chunk that follow each other in one file.
+    struct Run {
+        std::size_t parts_count;
+        std::uint64_t length;
+    };
+
     // Returns whether the chunk fills the whole slab, whose buffers must then be empty.
     bool fills_slab(const Chunk& chunk) const noexcept { return chunk.bytes > tuning_.chunk_bytes; }
     TakeResult take(Chunk& chunk);
@@ -66,9 +72,12 @@ private:
     // Returns the stream for a device and makes its context current. Creates the stream at the first use.
     CopyStream& stream_of(int device);
     void assign_staging_offsets(Chunk& chunk);
-    bool wants_direct(const Chunk& chunk, const Part& part);
-    IoResult read_part(const Chunk& chunk, const Part& part, std::byte* base);
-    IoResult write_part(const Chunk& chunk, const Part& part, const std::byte* base);
+    static Run run_at(const Chunk& chunk, std::size_t first);
+    static bool share_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result);
+    bool wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length);
+    // Read and write the range of a part, and of the neighbours after it up to `length`.
+    IoResult read_run(const Chunk& chunk, const Part& part, std::uint64_t length, std::byte* base);
+    IoResult write_run(const Chunk& chunk, const Part& part, std::uint64_t length, const std::byte* base);
     std::uint64_t write_parts(Chunk& chunk, const std::byte* base);
     void fail_chunk(Chunk& chunk, const Failure& failure);
     void complete_chunk(Chunk& chunk, std::uint64_t direct_bytes);
