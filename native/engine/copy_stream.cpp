@@ -82,6 +82,13 @@ void CopyStream::to_host(std::byte* to, cuda::DevicePointer from, std::size_t le
     cuda::check("cuMemcpyDtoHAsync", cuda::driver().copy_to_host(to, from, length, stream_));
 }
 
+cuda::DevicePointer CopyStream::allocation_end(cuda::DevicePointer address) const {
+    cuda::DevicePointer begin = 0;
+    std::size_t length = 0;
+    const bool is_known = cuda::driver().address_range(&begin, &length, address) == cuda::success;
+    return is_known ? begin + length : address;
+}
+
 void CopyStream::record(std::size_t buffer) const {
     cuda::check("cuEventRecord", cuda::driver().event_record(events_[buffer], stream_));
 }

@@ -58,6 +58,9 @@ public:
     void to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
     void to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
     void record(std::size_t buffer_index) const;
+    // Returns the end of the device's allocation that contains this address, or the address if the driver does not
+    // know.
+    cuda::DevicePointer allocation_end(cuda::DevicePointer address) const;
     // Returns whether the device has reached the event of a buffer. Throws Error if one of the copies failed.
     bool is_done(std::size_t buffer_index) const;
     // Waits for the event of a buffer. With `polls_device`, the thread queries the event and sleeps between the

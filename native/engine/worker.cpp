@@ -15,23 +15,31 @@ std::uint64_t align_up(std::uint64_t value, std::uint64_t alignment) {
     return (value + alignment - 1) & ~(alignment - 1);
 }
 
-// Joins parts that are contiguous both in the memory of the job and in the staging memory, and calls copy(address,
-// staging offset, length) for each such run. `length_of` returns the number of bytes of a part to copy.
+// Joins parts that are contiguous both in one allocation of the device and in the staging memory, and calls
+// copy(address, staging offset, length) for each such run. Two allocations may follow each other directly, but the
+// driver refuses a copy to both. `length_of` returns the number of bytes of a part to copy.
 template <typename LengthOf, typename Copy>
-void for_each_run(const Chunk& chunk, const LengthOf& length_of, const Copy& copy) {
+void for_each_run(const Chunk& chunk, const CopyStream& stream, const LengthOf& length_of, const Copy& copy) {
     std::uint64_t address = 0;
     std::uint64_t staging_offset = 0;
     std::uint64_t bytes = 0;
+    std::uint64_t allocation_end = 0; // of the bytes before it; it is queried only if parts follow each other
     for (const Part& part : chunk.parts) {
         const std::uint64_t begin = chunk.job->extent(part).address + part.extent_offset;
         const std::uint64_t count = length_of(part);
         if (bytes != 0 && begin == address + bytes && part.staging_offset == staging_offset + bytes) {
-            bytes += count;
-            continue;
+            if (address >= allocation_end) {
+                allocation_end = stream.allocation_end(address);
+            }
+            if (begin + count <= allocation_end) {
+                bytes += count;
+                continue;
+            }
         }
         if (bytes != 0) {
             copy(address, staging_offset, bytes);
         }
+        allocation_end = begin < address ? 0 : allocation_end;
         address = begin;
         staging_offset = part.staging_offset;
         bytes = count;
@@ -314,7 +322,7 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
         chunk.holds_reservation = false;
     }
     for_each_run(
-        chunk, [](const Part& part) { return part.done_bytes; },
+        chunk, stream, [](const Part& part) { return part.done_bytes; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
             stream.to_device(address, base + staging_offset, bytes);
         });
@@ -324,7 +332,7 @@ void Worker::start_write(std::size_t buffer_index, CopyStream& stream) {
     const Chunk& chunk = buffers_[buffer_index].chunk;
     std::byte* const base = memory_of(buffer_index, chunk);
     for_each_run(
-        chunk, [](const Part& part) { return part.length; },
+        chunk, stream, [](const Part& part) { return part.length; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
             stream.to_host(base + staging_offset, address, bytes);
         });

@@ -2,6 +2,7 @@
 // several devices and several callers.
 #include <algorithm>
 #include <fstream>
+#include <memory>
 #include <random>
 #include <thread>
 
@@ -80,6 +81,34 @@ void check_many_ranges(const Folder& folder, Engine& engine) {
     const auto job = start_job(engine, Direction::read, 0, {descriptor_file(fd)}, extents);
     CHECK(job->wait(-1) && is_complete(job->progress(), expected.size()));
     CHECK(memory.read(0, expected.size()) == expected);
+}
+
+// Ranges that follow each other in a file and across the end of an allocation are two copies: the driver refuses one.
+void check_neighbouring_allocations(const Folder& folder, Engine& engine) {
+    constexpr u64 allocation_bytes = 2 * mib, range_bytes = 4 * kib;
+    std::vector<std::unique_ptr<Memory>> memories;
+    for (int count = 0; count < 16; ++count) {
+        memories.push_back(std::make_unique<Memory>(0, allocation_bytes));
+    }
+    std::ranges::sort(memories, {}, &Memory::address);
+    std::vector<Extent> extents;
+    int neighbours_count = 0;
+    for (std::size_t index = 0; index + 1 < memories.size(); ++index) {
+        const u64 end = memories[index]->address() + allocation_bytes, next = memories[index + 1]->address();
+        neighbours_count += end == next ? 1 : 0;
+        extents.push_back(Extent{0, extents.size() * range_bytes, end - range_bytes, range_bytes});
+        extents.push_back(Extent{0, extents.size() * range_bytes, next, range_bytes});
+    }
+    CHECK(neighbours_count > 0);
+    const Bytes data = pattern(extents.size() * range_bytes, 8);
+    const Descriptor fd = create_file(folder.path_of("neighbours"), data);
+    const auto job = start_job(engine, Direction::read, 0, {descriptor_file(fd)}, extents);
+    CHECK(job->wait(-1) && is_complete(job->progress(), data.size()));
+    for (std::size_t index = 0; index + 1 < memories.size(); ++index) {
+        CHECK(memories[index]->read(allocation_bytes - range_bytes, range_bytes) ==
+              sub_range(data, 2 * index * range_bytes, range_bytes));
+        CHECK(memories[index + 1]->read(0, range_bytes) == sub_range(data, (2 * index + 1) * range_bytes, range_bytes));
+    }
 }
 
 // Bytes that a file does not have leave the memory unchanged.
@@ -210,6 +239,7 @@ int main() {
             check_reads(folder, engine);
             check_writes(folder, engine);
             check_many_ranges(folder, engine);
+            check_neighbouring_allocations(folder, engine);
             check_a_short_file(folder, engine);
             check_short_transfers(folder, engine);
             check_many_callers(folder, engine);
