@@ -60,7 +60,8 @@ std::uint64_t map_aligned(std::uint64_t length_bytes, std::uint64_t alignment_by
 }
 
 // Return the base of unused addresses in the current chunk; 0 on failure. Map a new chunk if the current one is
-// full. One unused page separates two allocations.
+// full. One unused page follows an allocation, unless it fills whole granules. As on an H200, the next allocation can
+// then follow directly.
 std::uint64_t take_from_chunk_locked(Arena* state, std::uint64_t length_bytes, std::uint64_t alignment_bytes) {
     std::uint64_t base = round_up(state->chunk_next, alignment_bytes);
     if (state->chunk_next == 0 || base + length_bytes + page_bytes > state->chunk_end) {
@@ -73,7 +74,8 @@ std::uint64_t take_from_chunk_locked(Arena* state, std::uint64_t length_bytes, s
         state->reserved.emplace(base, new_chunk_bytes);
         state->chunk_end = base + new_chunk_bytes;
     }
-    state->chunk_next = base + round_up(length_bytes, page_bytes) + page_bytes;
+    const bool fills_granules = length_bytes % vmm_granularity_bytes == 0;
+    state->chunk_next = base + round_up(length_bytes, page_bytes) + (fills_granules ? 0 : page_bytes);
     return base;
 }
 
