@@ -8,7 +8,13 @@ listed in :attr:`HostTree.unreadable`.
 from __future__ import annotations
 
 from gdrkit.host._fanotify import OpenedFile, OpenReports, open_by_handle
-from gdrkit.host._libc import die_with_parent, file_system_type, rename_new
+from gdrkit.host._libc import (
+    die_with_parent,
+    file_system_type,
+    read_removed_names,
+    rename_new,
+    watch_removed_names,
+)
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
 from gdrkit.host.container import container_hints, virtual_machine
 from gdrkit.host.distance import Distance, pci_distance, pci_path
@@ -105,9 +111,11 @@ __all__ = [
     "raise_open_files_limit",
     "rdma_devices",
     "read_port",
+    "read_removed_names",
     "rename_new",
     "starved_s",
     "state_folder",
     "this_process",
     "virtual_machine",
+    "watch_removed_names",
 ]

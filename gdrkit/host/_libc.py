@@ -1,4 +1,4 @@
-"""Functions of the C library that Python does not offer, called by ctypes: prctl, fstatfs, renameat2."""
+"""Functions of the C library that Python does not offer, called by ctypes: prctl, fstatfs, renameat2, inotify."""
 
 from __future__ import annotations
 
@@ -6,18 +6,31 @@ import ctypes
 import errno
 import os
 import signal
+import struct
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mmap
 
-__all__ = ["address_of", "die_with_parent", "file_system_type", "rename_new"]
+__all__ = [
+    "address_of",
+    "die_with_parent",
+    "file_system_type",
+    "read_removed_names",
+    "rename_new",
+    "watch_removed_names",
+]
 
 # linux/fs.h.
 _RENAME_NOREPLACE = 1
 # linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
+# linux/inotify.h.
+_IN_MOVED_FROM, _IN_DELETE, _IN_Q_OVERFLOW = 0x40, 0x200, 0x4000
+# The first fields of struct inotify_event: wd, mask, cookie, len. The name has `len` bytes and is padded with zeros.
+_INOTIFY_EVENT = struct.Struct("=iIII")
+_INOTIFY_BYTES = 1 << 16
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -89,3 +102,42 @@ def _renameat2() -> Any:
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     function.restype = ctypes.c_int
     return function
+
+
+def watch_removed_names(folder: int) -> int:
+    """Return a descriptor that reports the names that are removed from a folder from now on: inotify(7).
+
+    The descriptor is readable when :func:`read_removed_names` has names to return. The caller closes it.
+
+    Raises
+    ------
+    OSError
+        EMFILE: this user has too many instances of inotify. ENOSPC: this user watches too many folders.
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    descriptor = library.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+    path = os.fsencode(f"/proc/self/fd/{folder}")
+    if descriptor < 0 or library.inotify_add_watch(descriptor, path, _IN_DELETE | _IN_MOVED_FROM) < 0:
+        error_number = ctypes.get_errno()
+        if descriptor >= 0:
+            os.close(descriptor)
+        raise OSError(error_number, os.strerror(error_number))
+    return int(descriptor)
+
+
+def read_removed_names(descriptor: int) -> list[str] | None:
+    """Return the names that were removed since the last call, or None if the kernel has dropped some of them."""
+    try:
+        data = os.read(descriptor, _INOTIFY_BYTES)
+    except BlockingIOError:
+        return []
+    names = []
+    offset = 0
+    while offset < len(data):
+        _watch, mask, _cookie, name_bytes = _INOTIFY_EVENT.unpack_from(data, offset)
+        offset += _INOTIFY_EVENT.size
+        if mask & _IN_Q_OVERFLOW:
+            return None
+        names.append(os.fsdecode(data[offset : offset + name_bytes].rstrip(b"\0")))
+        offset += name_bytes
+    return names

@@ -6,11 +6,12 @@ import contextlib
 import errno
 import fcntl
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.processes import wait_until
-from support.raw_usrbio import AgentProcess, LinkClient, RawIov, RawRing
+from support.raw_usrbio import AgentProcess, LinkClient, RawClient, RawIov, RawRing
 from support.storage import storage_server
 
 from gdrkit import pattern
@@ -20,7 +21,6 @@ from gdrkit.usrbio import virtual
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from pathlib import Path
 
 pytestmark = needs(verbs.nic(), host.fuse)
 RESULT = bytes(4)
@@ -239,4 +239,40 @@ def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:
                 assert error.value.errno == errno.ENOTTY
         finally:
             os.close(fd)
+        assert agent.terminate() == 0, agent.error_output
+
+
+def mapped_bytes(agent: AgentProcess) -> int:
+    """Return the bytes of iovs that an agent has mapped."""
+    lines = Path(f"/proc/{agent.process.pid}/maps").read_text().splitlines()
+    ranges = [line.split()[0].split("-") for line in lines if "/hf3fs-iov-" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
+
+
+def test_removed_link_frees_memory_in_plain_mode(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=4))
+    links = tmp_path / "3fs-virt" / "iovs"
+    with (
+        AgentProcess(tmp_path) as agent,
+        RawClient(tmp_path) as client,
+        contextlib.closing(RawIov(MIB)) as iov,
+        contextlib.closing(RawRing(4, for_read=True)) as ring,
+        (tmp_path / "file").open("rb") as file,
+    ):
+        client.publish_ring(ring)
+        ring_bytes = mapped_bytes(agent)
+        inode = client.register_file(file.fileno())
+
+        def read_result() -> int:
+            ring.prepare(iov.id.bytes, inode=inode, length=4096)
+            ring.submit()
+            return ring.wait(1)[0][1]
+
+        for _ in range(2):
+            client.publish_iov(iov)
+            assert mapped_bytes(agent) == ring_bytes + MIB
+            assert read_result() == 4096
+            (links / iov.name()).unlink()
+            wait_until(lambda: mapped_bytes(agent) == ring_bytes, "the agent unmaps the memory", timeout_s=10)
+            assert read_result() == -errno.EACCES
         assert agent.terminate() == 0, agent.error_output

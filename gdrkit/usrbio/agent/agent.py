@@ -23,6 +23,7 @@ from gdrkit.usrbio.agent.files import DescriptorAccess
 from gdrkit.usrbio.agent.listener import AgentListener
 from gdrkit.usrbio.agent.memory import Nics
 from gdrkit.usrbio.agent.mount import AgentMount, check_mount
+from gdrkit.usrbio.agent.removed_links import RemovedLinks
 from gdrkit.usrbio.agent.server import EmbeddedServer
 from gdrkit.usrbio.agent.service import Service
 
@@ -120,6 +121,7 @@ class Agent:
             self._on_close.push(self._server.close)
             self._server.start()
             self._on_close.push(self.service.close)
+            self._on_close.push(RemovedLinks(mount.links, self.service).close)
             listener = AgentListener(mount, self.service)
             self._on_close.push(listener.close)
         except BaseException as error:

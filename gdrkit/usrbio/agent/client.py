@@ -344,6 +344,23 @@ class Client:
             if name is not None:
                 self._remove_publication(name)
 
+    def published_names(self) -> list[str]:
+        """Return the names of the client's publications."""
+        return list(self._publications)
+
+    def end_removed(self, name: str) -> None:
+        """Remove a publication whose link was removed. Do nothing if this client has no such publication.
+
+        Raises
+        ------
+        AgentError
+            EBUSY: operations are in flight and do not end.
+        """
+        with self._lock:
+            publication = self._publications.get(name)
+            if publication is not None and not self._context.links.has(name, publication.target):
+                self._remove_publication(name)
+
     def close(self) -> None:
         """Release all objects of the client: first the rings, then iovs, then files. After an error, close again."""
         with self._lock:

@@ -66,6 +66,15 @@ class LinkFolder:
         self._links = links
         self._records = records
 
+    @property
+    def fd(self) -> int:
+        """A descriptor of the folder of the links."""
+        return self._links.fd
+
+    def has(self, name: str, target: str) -> bool:
+        """Return whether a link exists and has this target."""
+        return self._target(name) == target
+
     def add(self, name: str, target: str, *, owner: ProcessIdentity | None, shared: SharedFile | None) -> None:
         """Create a link and its record. If the client has already created a link with this target, use that link.
 

@@ -7,14 +7,17 @@
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/publication.hpp"
 
+#include <dirent.h>
 #include <linux/magic.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <charconv>
 #include <climits>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <new>
 
 static_assert(sizeof(hf3fs_iov) == 312 && offsetof(hf3fs_iov, base) == 0 && offsetof(hf3fs_iov, iovh) == 8 &&
@@ -181,12 +184,55 @@ bool must_notify_agent(const char* mount) noexcept {
            agent_connection(mount, agent) == 0;
 }
 
-int publish_wrapped(const char* mount, const std::string& name) {
-    std::string target;
-    if (read_link(link_path(mount, name), target) != 0 || !must_notify_agent(mount)) {
+// Parses the block size in the name of a link to host memory with this id: <id> or <id>.b<block size>. Returns false
+// for every other name.
+bool parse_block_size(std::string_view name, const std::string& id, std::size_t& block_size) noexcept {
+    if (!name.starts_with(id)) {
+        return false;
+    }
+    name.remove_prefix(id.size());
+    if (name.empty()) {
+        block_size = 0;
+        return true;
+    }
+    if (!name.starts_with(".b")) {
+        return false;
+    }
+    const auto [end, error] = std::from_chars(name.data() + 2, name.data() + name.size(), block_size);
+    return error == std::errc() && end == name.data() + name.size();
+}
+
+// Finds the link that the caller has made for an id. The block size belongs to the link, so `block_size` becomes that
+// of the link if no link has the caller's. Returns -ENOENT if there is no link.
+int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::string& target) {
+    if (read_link(link_path(mount, link_name(id, block_size, nullptr)), target) == 0) {
         return 0;
     }
-    return publish(mount, name, target);
+    const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(link_path(mount, "").c_str()), closedir);
+    if (folder == nullptr) {
+        return -errno;
+    }
+    const std::string id_text = to_string(id);
+    std::size_t found_block_size = 0;
+    while (const dirent* entry = readdir(folder.get())) {
+        if (parse_block_size(entry->d_name, id_text, found_block_size) &&
+            read_link(link_path(mount, entry->d_name), target) == 0) {
+            block_size = found_block_size;
+            return 0;
+        }
+    }
+    return -ENOENT;
+}
+
+// Publishes memory that the application has mapped and linked. `block_size` becomes that of the link.
+int publish_wrapped(const char* mount, const Uuid& id, std::size_t& block_size) {
+    std::string target;
+    if (const int status = find_link(mount, id, block_size, target); status != 0) {
+        log_line(LogLevel::error, "hf3fs_iovwrap: find the link %s in %s failed: %s; make it before",
+                 to_string(id).c_str(), link_path(mount, "").c_str(), ErrnoText(-status).c_str());
+        return status;
+    }
+    return must_notify_agent(mount) ? publish(mount, link_name(id, block_size, nullptr), target) : 0;
 }
 
 } // namespace
@@ -225,11 +271,11 @@ int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* 
     try {
         Uuid uuid;
         std::memcpy(uuid.data(), id, uuid.size());
-        const std::string name = link_name(uuid, block_size, nullptr);
-        if (const int status = publish_wrapped(mount, name); status != 0) {
+        if (const int status = publish_wrapped(mount, uuid, block_size); status != 0) {
             return status;
         }
-        log_line(LogLevel::info, "wrapped iov %s: %zu bytes of the application's memory", name.c_str(), size);
+        log_line(LogLevel::info, "wrapped iov %s: %zu bytes of the application's memory",
+                 link_name(uuid, block_size, nullptr).c_str(), size);
         bind_to_numa_node(base, size, numa);
         fill_struct(*iov, base, nullptr, uuid, mount, size, block_size, numa);
         return 0;

@@ -192,6 +192,7 @@ int unpublish_from(const char* mount, std::string_view name, std::shared_ptr<Age
             // The agent does not know the name. If this process made the link itself, before the agent was started,
             // this process must remove the link.
             if (status == -ENOENT && !has_link(mount, name)) {
+                drop_connection(mount, name); // The agent has ended the publication, because its link was removed.
                 return status;
             }
         }

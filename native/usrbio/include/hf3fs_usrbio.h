@@ -139,9 +139,12 @@ HF3FS_API void hf3fs_iovdestroy(struct hf3fs_iov* iov);
 
 /*
  * Describes memory that the caller has mapped from /dev/shm. The caller has created the link
- * <mount>/3fs-virt/iovs/<uuid>[.b<block_size>] to it, and removes that link later. The memory stays the caller's and
- * must stay mapped. In a folder that is not a FUSE mount, the library reports the link to the agent.
+ * <mount>/3fs-virt/iovs/<uuid>[.b<block size>] to it, and removes that link later. The memory stays the caller's and
+ * must stay mapped. The block size belongs to the link: if the link has another one than block_size, or none,
+ * iov->block_size becomes that of the link. In a folder that is not a FUSE mount, the library reports the link to the
+ * agent, which withdraws the publication when the caller removes the link.
  *   -EINVAL        null, mount point empty or too long, size 0
+ *   -ENOENT        there is no link with this uuid, so nothing is published
  *   -errno         the agent refused the publication (in a folder that is not a FUSE mount)
  */
 HF3FS_API int hf3fs_iovwrap(struct hf3fs_iov* iov, void* base, const uint8_t id[16], const char* hf3fs_mount_point,

@@ -91,7 +91,7 @@ void test_wrapped_memory_is_published_by_its_link() {
     SharedMemory memory;
     CHECK_EQUAL(memory.create(shared_memory_name(id), 8192, -1), 0);
     hf3fs_iov iov{};
-    CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), 0);
+    CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
     CHECK_EQUAL(agent.publications.load(), 0);
     CHECK_EQUAL(symlink(("/dev/shm" + shared_memory_name(id)).c_str(), mount.link(to_string(id)).c_str()), 0);
     agent.refuse = ENOSPC;
@@ -103,6 +103,30 @@ void test_wrapped_memory_is_published_by_its_link() {
     hf3fs_iovdestroy(&iov);
     CHECK_EQUAL(agent.publications.load(), 0);
     memory.base()[0] = 1; // The memory is still mapped.
+}
+
+void test_wrapped_memory_has_the_block_size_of_its_link() {
+    Mount mount;
+    Agent agent(mount);
+    SharedMemory memory;
+    const Uuid id = random_uuid();
+    CHECK_EQUAL(memory.create(shared_memory_name(id), 8192, -1), 0);
+    hf3fs_iov iov{};
+    for (const std::size_t link_block_size : {std::size_t{0}, std::size_t{4096}}) {
+        const std::string link = mount.link(link_name(id, link_block_size, nullptr));
+        for (const std::size_t block_size : {std::size_t{0}, std::size_t{100}, std::size_t{4096}}) {
+            CHECK_EQUAL(symlink(("/dev/shm" + shared_memory_name(id)).c_str(), link.c_str()), 0);
+            CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, block_size, -1), 0);
+            CHECK_EQUAL(iov.block_size, link_block_size);
+            CHECK_EQUAL(agent.publications.load(), 1);
+            hf3fs_iovdestroy(&iov);
+            CHECK_EQUAL(agent.publications.load(), 0);
+            unlink(link.c_str());
+        }
+    }
+    // A link whose name only begins like that of the memory is another publication, such as a ring.
+    CHECK_EQUAL(symlink("/dev/shm/other", mount.link(to_string(id) + ".r0").c_str()), 0);
+    CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
 }
 
 void test_ring_name_contains_its_attributes() {
@@ -335,6 +359,7 @@ void test_link_without_agent_is_removed_when_next_agent_dies() {
 int main() {
     test_iov_is_published_and_removed();
     test_wrapped_memory_is_published_by_its_link();
+    test_wrapped_memory_has_the_block_size_of_its_link();
     test_ring_name_contains_its_attributes();
     test_files_are_registered();
     test_mount_point_is_found();

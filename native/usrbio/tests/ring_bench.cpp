@@ -215,9 +215,7 @@ class Library final : public Variant {
 public:
     Library(test::Mount& mount, std::int64_t spin_ns, unsigned in_flight)
         : mount_(mount), spin_ns_(spin_ns), in_flight_(in_flight) {
-        buffer_.resize(1 << 20);
-        const Uuid id = random_uuid();
-        CHECK_EQUAL(hf3fs_iovwrap(&iov_, buffer_.data(), id.data(), mount.path(), buffer_.size(), 0, -1), 0);
+        CHECK_EQUAL(hf3fs_iovcreate(&iov_, mount.path(), 1 << 20, 0, -1), 0);
         CHECK_EQUAL(AgentRing::attach(memory_.data, memory_.bytes, 0, 0, agent_), 0);
         CHECK_EQUAL(hf3fs_iorwrap(&ior_, memory_.data, mount.path(), memory_.bytes, true, 0, 0, 0, 0), 0);
         CHECK(file_table().set(fake_fd, {.inode = 1, .access = FileAccess::both}));
@@ -228,6 +226,7 @@ public:
         sem_post(mount_.submit_semaphore(1));
         thread_.join();
         hf3fs_iordestroy(&ior_);
+        hf3fs_iovdestroy(&iov_);
         hf3fs_iovdestroy(&iov_);
     }
     void run(unsigned batch_count) override {
@@ -298,7 +297,6 @@ private:
     std::int64_t spin_ns_;
     unsigned in_flight_; // Number of batches in flight.
     std::array<hf3fs_cqe, batch_size> cqes_;
-    std::vector<std::uint8_t> buffer_;
     RingMemory memory_;
     hf3fs_iov iov_{};
     hf3fs_ior ior_{};

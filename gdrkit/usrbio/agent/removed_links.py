@@ -1,0 +1,77 @@
+"""A thread that ends publications whose links were removed, as 3FS does.
+
+Programs for 3FS end the publication of their own memory by removing its link, without another word to the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from typing import TYPE_CHECKING
+
+from gdrkit.children import join_threads
+from gdrkit.host import read_removed_names, watch_removed_names
+from gdrkit.usrbio.agent.agent_error import AgentError
+
+if TYPE_CHECKING:
+    from gdrkit.usrbio.agent.client import Client
+    from gdrkit.usrbio.agent.mount import LinkFolder
+    from gdrkit.usrbio.agent.service import Service
+
+__all__ = ["RemovedLinks"]
+
+# Limit of the wait for the thread, which may wait for operations in flight.
+_END_TIMEOUT_S = 60.0
+_LOG = logging.getLogger(__name__)
+
+
+class RemovedLinks:
+    """The watch of the folder of links, from now until :meth:`close`.
+
+    Parameters
+    ----------
+    links : LinkFolder
+        The links.
+    service : Service
+        The clients, whose publications end.
+    """
+
+    def __init__(self, links: LinkFolder, service: Service) -> None:
+        self._service = service
+        self._watch = watch_removed_names(links.fd)
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name="agent-links", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread.
+
+        Raises
+        ------
+        BrokenResource
+            ``TIMEOUT``: the thread still removes a publication. Another close waits again.
+        """
+        os.write(self._wake_writer, b"x")
+        join_threads([self._thread], timeout_s=_END_TIMEOUT_S)
+        for fd in (self._watch, self._wake_reader, self._wake_writer):
+            os.close(fd)
+
+    def _run(self) -> None:
+        poller = select.poll()
+        for fd in (self._watch, self._wake_reader):
+            poller.register(fd, select.POLLIN)
+        while self._wake_reader not in {fd for fd, _ in poller.poll()}:
+            names = read_removed_names(self._watch)
+            for client in tuple(self._service.clients.values()):
+                _end_removed(client, client.published_names() if names is None else names)
+
+
+def _end_removed(client: Client, names: list[str]) -> None:
+    """End the publications of a client with these names whose links are removed."""
+    for name in names:
+        try:
+            client.end_removed(name)
+        except AgentError as error:
+            _LOG.warning("the link %s was removed, but its publication does not end: %s", name, error)
