@@ -16,6 +16,7 @@ from gdrkit.install_paths import install_paths
 from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.report import CaseReason, Record, SeenLibrary, Verdict, substrate_of
 from gdrkit.report.record import REFUSED, SCHEMA_VERSION
+from gdrkit.report.routes import why_not_hardware
 from gdrkit.report.substrate import combine
 
 if TYPE_CHECKING:
@@ -135,16 +136,30 @@ class Case:
         tracebacks = f"{earlier_tracebacks}\n\n{details}".strip()
         self.evidence.values["traceback"] = tracebacks[-_TRACEBACK_CHARACTERS_MAX:]
 
+    def check_hardware_claim(self, session: Session) -> None:
+        """Record why the case proves nothing about the hardware about which it claims something."""
+        if self.evidence.hardware_apis:
+            apis = [api.value for api in self.evidence.hardware_apis]
+            cause = why_not_hardware(self._substrates(session, self._processes()), apis)
+            if cause:
+                self.evidence.unproven(cause)
+
+    def _processes(self) -> list[tuple[str, tuple[LoadedLibrary, ...]]]:
+        """Return the name and the libraries of this process and of each peer process."""
+        return [("case", tuple(identifying_libraries(evidence.libraries()))), *self.peers]
+
+    def _substrates(
+        self, session: Session, processes: Iterable[tuple[str, tuple[LoadedLibrary, ...]]]
+    ) -> dict[str, str]:
+        """Return the substrate of each API that these processes have loaded."""
+        substrates = combine(substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes)
+        return {api: substrate.value for api, substrate in sorted(substrates.items())}
+
     def record(self, session: Session) -> Record:
         """Return the record of the case."""
-        processes = [("case", tuple(identifying_libraries(evidence.libraries()))), *self.peers]
         is_not_run = self.verdict is Verdict.NOT_RUN
-        if is_not_run and not self.refused:
-            processes = []
-        combined_substrates = combine(
-            substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes
-        )
-        substrates = {api: substrate.value for api, substrate in sorted(combined_substrates.items())}
+        processes = [] if is_not_run and not self.refused else self._processes()
+        substrates = self._substrates(session, processes)
         reasons = {
             Verdict.FAIL: tuple(self.failures),
             Verdict.NOT_RUN: (

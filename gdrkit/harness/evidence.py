@@ -14,6 +14,7 @@ from gdrkit.verdict import RouteOutcome
 if TYPE_CHECKING:
     import enum
 
+    from gdrkit.errors import Api
     from gdrkit.registration import Reach
 
 __all__ = ["Evidence"]
@@ -70,6 +71,8 @@ class Evidence:
         The routes between devices and file systems.
     missing : list of CaseReason
         Sentences that say what the case could not prove.
+    hardware_apis : tuple of Api
+        The APIs about whose hardware the case claims something; see :meth:`claim_hardware`.
     """
 
     def __init__(self) -> None:
@@ -78,6 +81,7 @@ class Evidence:
         self.routes: list[ClaimedRoute] = []
         self.files: list[ClaimedFile] = []
         self.missing: list[CaseReason] = []
+        self.hardware_apis: tuple[Api, ...] = ()
 
     def __setitem__(self, key: str, value: object) -> None:
         self.values[key] = serialization.to_json_data(value)
@@ -110,6 +114,13 @@ class Evidence:
     def unproven(self, missing: str) -> None:
         """Record that the data is correct, but `missing` was not proven. The verdict becomes ``unproven``."""
         self.missing.append(CaseReason(text=missing))
+
+    def claim_hardware(self, *apis: Api) -> None:
+        """Record that the case claims something about the hardware of these APIs.
+
+        If one of them ran on other than hardware, the verdict becomes ``unproven``, with the substrate as the reason.
+        """
+        self.hardware_apis = apis
 
     def route(
         self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str, reach: Reach | None = None

@@ -214,6 +214,8 @@ def pytest_runtest_makereport(
     elif report.outcome == "failed":
         text = report.longreprtext if call.excinfo is None else _error_text(call.excinfo.value)
         case.record_failure(report.when or "call", text, report.longreprtext)
+    elif report.when == "call":
+        case.check_hardware_claim(item.config.stash[SESSION])
     report.user_properties.append(("gdrkit_verdict", case.verdict.value))
     return report
 

@@ -50,6 +50,10 @@ def test_fail(evidence):
 def test_unproven(evidence):
     evidence.unproven("no counter moved")
 
+@needs(verbs.nic())
+def test_claims_something_about_hardware(nic, evidence):
+    evidence.claim_hardware(Api.VERBS)
+
 @needs(verbs.nic(count_min=99), cuda.device(count_min=99))
 def test_all_unmet_needs_are_collected(nics):
     raise AssertionError("must not run")
@@ -179,7 +183,13 @@ def test_record_of_a_failed_case_has_the_reason_and_no_numbers(run: ChildRun) ->
 def test_case_that_declares_itself_unproven_is_unproven(run: ChildRun) -> None:
     assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
     assert reason_texts(run, "test_unproven") == ["no counter moved"]
-    assert "1 unproven" in run.output
+    assert "2 unproven" in run.output
+
+
+@NEEDS_TWINS
+def test_claim_about_hardware_is_unproven_on_twins(run: ChildRun) -> None:
+    assert run.records["test_claims_something_about_hardware"].verdict is Verdict.UNPROVEN
+    assert reason_texts(run, "test_claims_something_about_hardware") == ["ran on software twins"]
 
 
 @NEEDS_TWINS

@@ -1,79 +1,250 @@
-"""Litmus cases of visibility: a NIC writes to GPU memory, and after its completion the GPU reads the memory.
+"""Litmus cases of visibility: NICs write data and then a flag to GPU memory, and work of the GPU reads both.
 
 ``python -m rdma.litmus`` runs all of them in a process of its own, for example on GPUs with another write ordering. It
-prints, for each case, whether a stream saw the new bytes before and after :meth:`Ordering.make_visible`.
+prints, for each shape and method, whether the GPU saw the new flag and the new data.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import json
 import sys
+import time
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from gdrkit import cuda, pattern, verbs
+from rdma.gpu_reader import WORD_BYTES, ReaderTarget, new_words, open_reader
+
+from gdrkit import cuda, verbs
 from gdrkit.registration import Ordering, register
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from rdma.gpu_reader import Reading
 
     from gdrkit.cuda import Device, DeviceMemory
     from gdrkit.registration import Registration
-    from gdrkit.verbs import Nic, QueuePair, Region
+    from gdrkit.verbs import Nic, QueuePair
 
-__all__ = ["CASES", "Litmus"]
+__all__ = ["SHAPES", "DataOperation", "FlagPlace", "Litmus", "Method", "Observation", "Shape"]
 
-LENGTH_BYTES, FLAG_BYTES = 64 * KIB, 8
-FLAG = b"\x01" * FLAG_BYTES
+WORDS_COUNT = 64 * KIB // WORD_BYTES
+LENGTH_BYTES = WORDS_COUNT * WORD_BYTES
 _TIMEOUT_MS = 10_000.0
 
 
+class DataOperation(enum.Enum):
+    """The operation by which a NIC puts the data into the memory of the GPU."""
+
+    WRITE = "write"
+    READ = "read"
+    SEND = "send"
+
+
+class FlagPlace(enum.Enum):
+    """The place of the flag, which an RDMA WRITE sets."""
+
+    SAME_REGION = "same_region"
+    OTHER_REGION = "other_region"
+    OTHER_NIC = "other_nic"  # in another region, and another NIC writes it
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How the data and the flag come into the memory of the GPU."""
+
+    data_operation: DataOperation
+    flag_place: FlagPlace
+
+    @property
+    def name(self) -> str:
+        """The name in ids and messages."""
+        return f"{self.data_operation.value}-{self.flag_place.value}"
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the queue pair orders the flag after the data, so that both can be posted at once.
+
+        Another queue pair does not, nor does the same one after a READ.
+        """
+        return self.flag_place is not FlagPlace.OTHER_NIC and self.data_operation is not DataOperation.READ
+
+
+SHAPES = tuple(itertools.starmap(Shape, itertools.product(DataOperation, FlagPlace)))
+
+
+class Method(enum.Enum):
+    """How the read of the GPU comes after the writes of the NICs."""
+
+    NO_FLUSH = "no_flush"  # The read starts after the completions.
+    MAKE_VISIBLE = "make_visible"  # The read starts after the completions and Ordering.make_visible.
+    HOST_FLUSH = "host_flush"  # The read starts after the completions and cuFlushGPUDirectRDMAWrites.
+    STREAM_FLUSH = "stream_flush"  # The stream of the read flushes first: CU_STREAM_WAIT_VALUE_FLUSH.
+    POLLING = "polling"  # The read polls the flag while the NICs write. Its loads and fence alone keep the order.
+
+
+@dataclass(slots=True)
+class Observation:
+    """The observations of the reader in all rounds of a method.
+
+    Attributes
+    ----------
+    reader : str
+        What read the memory: ``kernel`` or ``stream_copy``.
+    rounds_count : int
+        Number of rounds.
+    overlapping_rounds_count : int
+        Number of rounds in which the reader began before all data was there.
+    unseen_flags_count : int
+        Number of rounds in which the reader gave up before it saw the flag. The first one is the last round.
+    stale_reads_count : int
+        Number of words that were old after the flag was seen.
+    polls_count_max : int
+        Largest number of polls in a round.
+    """
+
+    reader: str
+    rounds_count: int = 0
+    overlapping_rounds_count: int = 0
+    unseen_flags_count: int = 0
+    stale_reads_count: int = 0
+    polls_count_max: int = 0
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether every round showed the new flag and the new data."""
+        return self.rounds_count > 0 and not self.unseen_flags_count and not self.stale_reads_count
+
+    def add(self, reading: Reading) -> None:
+        """Add a round."""
+        self.rounds_count += 1
+        self.overlapping_rounds_count += reading.early_words_count < WORDS_COUNT
+        self.unseen_flags_count += not reading.is_flag_seen
+        self.stale_reads_count += reading.stale_words_count
+        self.polls_count_max = max(self.polls_count_max, reading.polls_count)
+
+
 class Litmus:
-    """Memory of a GPU for data, and separate memory for a flag. Two NICs, or one, can write both. A context manager."""
+    """Memory of a GPU for the data and the flag of a shape, NICs that write it, and a reader. A context manager."""
 
-    def __init__(self, device: Device, nics: tuple[Nic, ...], *, seed: int) -> None:
-        self.device, self.first, self.second = device, nics[0], nics[-1]
-        self._stack = ExitStack()
-        self.data = pattern.payload(LENGTH_BYTES, seed=seed)
-        self.memory, self.registration = self._registered(LENGTH_BYTES + FLAG_BYTES)
-        self.flag_memory, self.flag_registration = self._registered(FLAG_BYTES)
+    def __init__(self, device: Device, nics: tuple[Nic, ...], shape: Shape) -> None:
+        self.device, self.shape = device, shape
+        self._nic = nics[0]
+        self._flag_nic = nics[-1] if shape.flag_place is FlagPlace.OTHER_NIC else self._nic
+        self._round_number = 0
+        with ExitStack() as stack:
+            self._memory, self._registration = self._registered(stack, LENGTH_BYTES + WORD_BYTES)
+            self._flag_memory, self._flag_registration, flag_offset_bytes = (
+                (self._memory, self._registration, LENGTH_BYTES)
+                if shape.flag_place is FlagPlace.SAME_REGION
+                else (*self._registered(stack, WORD_BYTES), 0)
+            )
+            self._flag_offset_bytes = flag_offset_bytes
+            self._zero = stack.enter_context(device.allocate(WORD_BYTES))
+            self._zero.fill(0)
+            self._requester, self._responder = self._connected_pairs(stack, self._nic)
+            self._flag_requester = (
+                self._requester if self._flag_nic is self._nic else self._connected_pairs(stack, self._flag_nic)[0]
+            )
+            self._data, self._flag = bytearray(LENGTH_BYTES), bytearray(WORD_BYTES)
+            self._source = stack.enter_context(self._nic.register_host(self._data))
+            self._flag_source = stack.enter_context(self._flag_nic.register_host(self._flag))
+            target = ReaderTarget(self._memory, WORDS_COUNT, self._flag_memory, flag_offset_bytes)
+            self.reader = stack.enter_context(open_reader(device, target))
+            self._stack = stack.pop_all()
 
-    def _registered(self, length_bytes: int) -> tuple[DeviceMemory, Registration]:
-        memory = self._stack.enter_context(self.device.allocate(length_bytes))
+    def run(self, method: Method, *, duration_s: float = 0.0) -> Observation:
+        """Repeat the shape for `duration_s`, but at least once, and return what the reader observed."""
+        observation = Observation(self.reader.type_name)
+        end_s = time.monotonic() + duration_s
+        while not observation.unseen_flags_count:
+            observation.add(self._run_round(method))
+            if time.monotonic() >= end_s:
+                break
+        return observation
+
+    def _run_round(self, method: Method) -> Reading:
+        self._round_number += 1
+        self._data[:] = new_words(self._round_number, WORDS_COUNT).tobytes()
+        self._flag[:] = self._round_number.to_bytes(WORD_BYTES, "little")
+        if method is Method.POLLING:
+            self.reader.start(self._round_number, is_polling=True)
+            self._transfer()
+        else:
+            self._transfer()
+            self._flush(method)
+            self.reader.start(self._round_number, is_polling=False)
+        return self.reader.finish()
+
+    def _transfer(self) -> None:
+        """Move the data and then the flag, and wait for the completions."""
+        self._post_data()
+        if self.shape.is_in_order:
+            self._post_flag()
+            self._wait_for_data()
+        else:
+            self._wait_for_data()
+            self._post_flag()
+        self._flag_requester.wait(_TIMEOUT_MS).expect()
+
+    def _post_data(self) -> None:
+        region = self._registration.region(self._nic)
+        match self.shape.data_operation:
+            case DataOperation.WRITE:
+                self._requester.post_write(self._source, region.remote(length_bytes=LENGTH_BYTES), work_id=1)
+            case DataOperation.READ:
+                self._requester.post_read(region, self._source.remote(), work_id=1, length_bytes=LENGTH_BYTES)
+            case DataOperation.SEND:
+                self._responder.post_receive(region, work_id=2, length_bytes=LENGTH_BYTES)
+                self._requester.post_send(self._source, work_id=1)
+
+    def _wait_for_data(self) -> None:
+        if self.shape.data_operation is DataOperation.SEND:
+            self._responder.wait_received(_TIMEOUT_MS).expect()
+        self._requester.wait(_TIMEOUT_MS).expect()
+
+    def _post_flag(self) -> None:
+        remote = self._flag_registration.remote(
+            self._flag_nic, offset_bytes=self._flag_offset_bytes, length_bytes=WORD_BYTES
+        )
+        self._flag_requester.post_write(self._flag_source, remote, work_id=3)
+
+    def _flush(self, method: Method) -> None:
+        if method is Method.MAKE_VISIBLE:
+            Ordering.of(self.device).make_visible(self.device)
+        elif method is Method.HOST_FLUSH:
+            self.device.flush_remote_writes()
+        elif method is Method.STREAM_FLUSH:
+            self._flush_in_stream()
+
+    def _flush_in_stream(self) -> None:
+        """Queue a wait for a word that is 0 already, with a flush: it ends at once, and the flush comes after it."""
+        from cuda.bindings import driver
+
+        conditions = driver.CUstreamWaitValue_flags
+        flags = conditions.CU_STREAM_WAIT_VALUE_EQ | conditions.CU_STREAM_WAIT_VALUE_FLUSH
+        stream = self.reader.stream
+        with stream.current():
+            (result,) = driver.cuStreamWaitValue32(driver.CUstream(stream.handle), self._zero.address, 0, int(flags))
+        assert int(result) == 0, f"cuStreamWaitValue32: {result.name}"
+
+    def _registered(self, stack: ExitStack, length_bytes: int) -> tuple[DeviceMemory, Registration]:
+        memory = stack.enter_context(self.device.allocate(length_bytes))
         memory.fill(0)
-        nics = dict.fromkeys([self.first, self.second])
-        return memory, self._stack.enter_context(register(memory, list(nics)))
+        nics = dict.fromkeys([self._nic, self._flag_nic])
+        return memory, stack.enter_context(register(memory, list(nics)))
 
-    def pair(self, nic: Nic) -> tuple[QueuePair, QueuePair]:
-        """Return two connected queue pairs of a NIC."""
-        pairs = [
-            self._stack.enter_context(nic.queue_pair(self._stack.enter_context(nic.completion_queue())))
-            for _ in range(2)
-        ]
-        pairs[0].connect(pairs[1].endpoint())
-        pairs[1].connect(pairs[0].endpoint())
-        return pairs[0], pairs[1]
-
-    def host_region(self, nic: Nic, data: bytes) -> Region:
-        """Return registered host memory with these bytes."""
-        return self._stack.enter_context(nic.register_host(bytearray(data)))
-
-    def write(self, nic: Nic, data: bytes, registration: Registration, offset_bytes: int) -> None:
-        """Write bytes by RDMA WRITE, and wait for the completion."""
-        remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=len(data))
-        requester, _ = self.pair(nic)
-        requester.post_write(self.host_region(nic, data), remote, work_id=1)
-        requester.wait(_TIMEOUT_MS).expect()
-
-    def sees_all(self, flag_memory: DeviceMemory, flag_offset_bytes: int) -> bool:
-        """Return whether a stream reads the new data and the new flag, the flag first."""
-        flag, data = bytearray(FLAG_BYTES), bytearray(LENGTH_BYTES)
-        with self.device.stream() as stream:
-            stream.read_into(flag_memory, flag, offset_bytes=flag_offset_bytes)
-            stream.read_into(self.memory, data)
-            stream.synchronize()
-        return flag == FLAG and data == self.data
+    @staticmethod
+    def _connected_pairs(stack: ExitStack, nic: Nic) -> tuple[QueuePair, QueuePair]:
+        """Return two queue pairs of a NIC that are connected to each other."""
+        first, second = (
+            stack.enter_context(nic.queue_pair(stack.enter_context(nic.completion_queue()))) for _ in range(2)
+        )
+        first.connect(second.endpoint())
+        second.connect(first.endpoint())
+        return first, second
 
     def __enter__(self) -> Self:
         return self
@@ -82,66 +253,14 @@ class Litmus:
         self._stack.close()
 
 
-def flag_in_the_region(litmus: Litmus) -> Callable[[], bool]:
-    """The flag is behind the data, in the same region, and a second WRITE sets it."""
-    litmus.write(litmus.first, litmus.data, litmus.registration, 0)
-    litmus.write(litmus.first, FLAG, litmus.registration, LENGTH_BYTES)
-    return lambda: litmus.sees_all(litmus.memory, LENGTH_BYTES)
-
-
-def flag_in_another_region(litmus: Litmus) -> Callable[[], bool]:
-    """The flag is in another allocation."""
-    litmus.write(litmus.first, litmus.data, litmus.registration, 0)
-    litmus.write(litmus.first, FLAG, litmus.flag_registration, 0)
-    return lambda: litmus.sees_all(litmus.flag_memory, 0)
-
-
-def flag_by_another_nic(litmus: Litmus) -> Callable[[], bool]:
-    """Another NIC sets the flag after the completion of the data."""
-    litmus.write(litmus.first, litmus.data, litmus.registration, 0)
-    litmus.write(litmus.second, FLAG, litmus.flag_registration, 0)
-    return lambda: litmus.sees_all(litmus.flag_memory, 0)
-
-
-def data_by_read(litmus: Litmus) -> Callable[[], bool]:
-    """The NIC of the GPU fetches the data by RDMA READ."""
-    requester, _ = litmus.pair(litmus.first)
-    source = litmus.host_region(litmus.first, litmus.data)
-    target = litmus.registration.region(litmus.first)
-    requester.post_read(target, source.remote(), work_id=1, length_bytes=LENGTH_BYTES)
-    requester.wait(_TIMEOUT_MS).expect()
-    litmus.write(litmus.first, FLAG, litmus.registration, LENGTH_BYTES)
-    return lambda: litmus.sees_all(litmus.memory, LENGTH_BYTES)
-
-
-def data_by_send(litmus: Litmus) -> Callable[[], bool]:
-    """A peer sends the data, and a posted receive puts it into the GPU's memory."""
-    sender, receiver = litmus.pair(litmus.first)
-    receiver.post_receive(litmus.registration.region(litmus.first), work_id=1, length_bytes=LENGTH_BYTES)
-    sender.post_send(litmus.host_region(litmus.first, litmus.data), work_id=2)
-    receiver.wait_received(_TIMEOUT_MS).expect()
-    sender.wait(_TIMEOUT_MS).expect()
-    litmus.write(litmus.first, FLAG, litmus.registration, LENGTH_BYTES)
-    return lambda: litmus.sees_all(litmus.memory, LENGTH_BYTES)
-
-
-CASES: dict[str, Callable[[Litmus], Callable[[], bool]]] = {
-    case.__name__: case
-    for case in (flag_in_the_region, flag_in_another_region, flag_by_another_nic, data_by_read, data_by_send)
-}
-
-
 def _main() -> None:
-    results: dict[str, tuple[bool, bool]] = {}
+    results: dict[str, dict[str, bool]] = {}
     with ExitStack() as stack:
         device = stack.enter_context(cuda.Device(0))
         nics = tuple(stack.enter_context(nic) for nic in verbs.open_active_nics())
-        for name, case in CASES.items():
-            with Litmus(device, nics, seed=1) as litmus:
-                sees = case(litmus)
-                before = sees()
-                Ordering.of(device).make_visible(device)
-                results[name] = before, sees()
+        for shape in SHAPES:
+            with Litmus(device, nics, shape) as litmus:
+                results[shape.name] = {method.value: litmus.run(method).is_visible for method in Method}
     sys.stdout.write(json.dumps(results) + "\n")
 
 

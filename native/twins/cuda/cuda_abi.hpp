@@ -59,6 +59,12 @@ enum ContextFlags : std::uint32_t {
 
 // CUstream_flags, CUevent_flags, CUevent_record_flags
 enum StreamFlags : std::uint32_t { stream_non_blocking = 1 };
+
+// CUstreamWaitValue_flags. The first four are conditions, and exclude each other.
+enum WaitValueFlags : std::uint32_t { wait_geq = 0, wait_eq = 1, wait_and = 2, wait_nor = 3, wait_flush = 1U << 30 };
+
+// CUflushGPUDirectRDMAWritesOptions
+enum FlushOptions : int { flush_option_host = 1, flush_option_memops = 2 };
 enum EventFlags : std::uint32_t { event_blocking_sync = 1, event_disable_timing = 2, event_interprocess = 4 };
 enum EventRecordFlags : std::uint32_t { event_record_external = 1 };
 

@@ -67,7 +67,6 @@ constexpr AttributeValue attribute_values[] = {
     {device_read_only_host_register_supported, 1},
     {device_memory_pools_supported, 1},
     {device_gpu_direct_rdma_supported, 1},
-    {device_flush_writes_options, 1},
     {device_dmabuf_supported, 1},
     {device_numa_id, -1},
 };
@@ -78,6 +77,9 @@ int attribute_of(Device device, int attribute) {
     }
     if (attribute == device_writes_ordering) {
         return config().writes_ordering;
+    }
+    if (attribute == device_flush_writes_options) {
+        return config().flush_options;
     }
     const auto* const found = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
     return found == std::end(attribute_values) ? 0 : found->value;

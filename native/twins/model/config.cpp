@@ -137,6 +137,8 @@ Config read_config() {
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_SHARE", config.late_share_percent, 100));
     config.writes_ordering =
         static_cast<int>(read_number(&config, "GDRKIT_TWINS_WRITES_ORDERING", config.writes_ordering, 200));
+    config.flush_options =
+        static_cast<int>(read_number(&config, "GDRKIT_TWINS_FLUSH_OPTIONS", config.flush_options, 3));
     if (const char* path = std::getenv("GDRKIT_TWINS_FAULTS"); path != nullptr) {
         config.fault_plan_path = path;
     }

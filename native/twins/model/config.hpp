@@ -29,6 +29,7 @@ struct Config {
     bool peermem = true;               // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
     bool udev_knows_all_disks = false; // true: behave as if udev's database described every disk
     int writes_ordering = 100;         // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
+    int flush_options = 1;             // attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs
     std::string fault_plan_path;
     unsigned max_delay_us = 300; // largest random delay of a completion or of a stream's work
     // Share of the completions, and of the work in streams, that is delayed at random. A small share is enough to find

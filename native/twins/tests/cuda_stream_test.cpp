@@ -233,6 +233,29 @@ void test_stream_queries_return_properties() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
+// A stream waits for a word of device memory that another stream writes. This GPU has no flush in a stream.
+void test_stream_waits_for_a_value() {
+    const Handle stream = create_stream(stream_non_blocking), writer = create_stream(stream_non_blocking);
+    const u64 memory = allocate(8);
+    write_device(memory, std::vector<unsigned char>(8, 0));
+    EXPECT_SUCCESS("cuStreamWaitValue32_v2", stream, memory, 7U, unsigned{wait_eq});
+    EXPECT_SUCCESS("cuMemsetD8Async", memory + 4, static_cast<unsigned char>(5), u64{1}, stream);
+    EXPECT_RESULT(not_ready, "cuStreamQuery", stream);
+    EXPECT_SUCCESS("cuMemsetD32Async", memory, 7U, u64{1}, writer);
+    EXPECT_SUCCESS("cuStreamSynchronize", stream);
+    CHECK(read_device(memory + 4, 1)[0] == 5);
+    for (const auto& [value, flags] : {std::pair{6U, wait_geq}, std::pair{2U, wait_and}, std::pair{0U, wait_nor}}) {
+        EXPECT_SUCCESS("cuStreamWaitValue32_v2", stream, memory, value, unsigned{flags});
+    }
+    EXPECT_SUCCESS("cuStreamSynchronize", stream);
+    EXPECT_RESULT(not_supported, "cuStreamWaitValue32_v2", stream, memory, 7U, unsigned{wait_flush});
+    EXPECT_RESULT(invalid_value, "cuStreamWaitValue32_v2", stream, memory + 1, 7U, unsigned{wait_eq});
+    EXPECT_RESULT(invalid_value, "cuStreamWaitValue32_v2", stream, memory, 7U, 4U);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", writer);
+}
+
 // Queued work is carried out after the stream is destroyed, and the context still waits for it.
 void test_destroyed_stream_finishes() {
     const Handle stream = create_stream(stream_non_blocking);
@@ -260,5 +283,6 @@ int main() {
     test_event_completes_after_earlier_work();
     test_host_function_must_not_call_driver();
     test_stream_queries_return_properties();
+    test_stream_waits_for_a_value();
     test_destroyed_stream_finishes();
 }

@@ -1,0 +1,74 @@
+// cuStreamWaitValue32: a stream waits for a word of device memory. It can flush the writes of NICs then.
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+#include "cuda/entry.hpp"
+#include "cuda/gpu_view.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/stream.hpp"
+#include "model/config.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+bool is_satisfied(std::uint32_t word, std::uint32_t value, std::uint32_t condition) {
+    switch (condition) {
+    case wait_geq:
+        return static_cast<std::int32_t>(word - value) >= 0;
+    case wait_eq:
+        return word == value;
+    case wait_and:
+        return (word & value) != 0;
+    default:
+        return ~(word | value) != 0;
+    }
+}
+
+// Return the word at an address as the GPU sees it.
+std::uint32_t read_word(const Range& range, std::uint64_t address) {
+    const auto lock = lock_views();
+    const std::byte* const bytes = range.bytes(address);
+    const std::byte* const view = range.memory ? range.memory->view_of(bytes) : nullptr;
+    std::uint32_t word = 0;
+    std::memcpy(&word, view == nullptr ? bytes : view, sizeof word);
+    return word;
+}
+
+Result enqueue_wait(const ContextRef& context, const StreamRef& stream, DevicePointer address, std::uint32_t value,
+                    std::uint32_t flags) {
+    const bool is_flushing = (flags & wait_flush) != 0;
+    const std::uint32_t condition = flags & ~wait_flush;
+    const RangeRef range = find_range(address);
+    if (condition > wait_nor || address % sizeof value != 0 || !range || range->is_host() ||
+        (access_of(*range, context->device) & access_read) == 0) {
+        return invalid_value;
+    }
+    if (is_flushing && (config().flush_options & flush_option_memops) == 0) {
+        return not_supported;
+    }
+    const auto wait = [=] {
+        constexpr std::chrono::microseconds poll_interval(50);
+        while (!is_satisfied(read_word(*range, address), value, condition)) {
+            std::this_thread::sleep_for(poll_interval);
+        }
+        if (is_flushing) {
+            flush_remote_writes();
+        }
+    };
+    enqueue(stream, wait, Timing::delayed);
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuStreamWaitValue32_v2(Handle handle, DevicePointer address, std::uint32_t value,
+                                                unsigned flags) {
+    return entry_in_context("cuStreamWaitValue32_v2", [&](const ContextRef& context) {
+        StreamRef stream;
+        const Result result = find_stream(handle, context, &stream);
+        return result == success ? enqueue_wait(context, stream, address, value, flags) : result;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,315 @@
+"""Readers of GPU memory that a NIC writes: a kernel of the GPU or, if the driver runs no kernels, copies of a stream.
+
+A reader waits for a flag, and then counts the words of the data that are still old. The driver compiles the kernel from
+PTX, so no toolkit is needed. The kernel polls a limited number of times, so it always ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device, DeviceMemory, Stream
+
+__all__ = ["WORD_BYTES", "CopyReader", "KernelReader", "Reader", "ReaderTarget", "Reading", "new_words", "open_reader"]
+
+WORD_BYTES = 8
+# Number of polls after which a kernel gives up.
+POLLS_MAX = 2_000_000
+_THREADS = 256
+_JIT_LOG_BYTES = 8192
+# The results of cuModuleLoadDataEx that say that the driver runs no kernels that are given as PTX. Any other result
+# says that this kernel is wrong.
+_NO_KERNELS = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "CUDA_ERROR_JIT_COMPILATION_DISABLED")
+
+_KERNEL = "read_after_flag"
+PTX = """
+.version 7.0
+.target sm_70
+.address_size 64
+
+// Each thread reads its words of the data, polls the flag, and reads its words again. A word is new if it is first_word
+// plus its index. The result has four words: threads that did not see the flag, words that are old after the flag,
+// words that were new before it, and the largest number of polls of a thread.
+.visible .entry read_after_flag(
+    .param .u64 flag_address,
+    .param .u64 flag_value,
+    .param .u64 data_address,
+    .param .u64 words_count,
+    .param .u64 first_word,
+    .param .u64 polls_max,
+    .param .u64 result_address
+)
+{
+    .reg .pred is_end, is_counted, is_seen;
+    .reg .u32 narrow;
+    .reg .u64 flag, expected_flag, data, count, first, limit, result;
+    .reg .u64 thread, threads, index, address, word, expected, polls, early, stale, unseen;
+
+    ld.param.u64 flag, [flag_address];
+    ld.param.u64 expected_flag, [flag_value];
+    ld.param.u64 data, [data_address];
+    ld.param.u64 count, [words_count];
+    ld.param.u64 first, [first_word];
+    ld.param.u64 limit, [polls_max];
+    ld.param.u64 result, [result_address];
+    cvta.to.global.u64 flag, flag;
+    cvta.to.global.u64 data, data;
+    cvta.to.global.u64 result, result;
+    mov.u32 narrow, %tid.x;
+    cvt.u64.u32 thread, narrow;
+    mov.u32 narrow, %ntid.x;
+    cvt.u64.u32 threads, narrow;
+    mov.u64 polls, 0;
+    mov.u64 early, 0;
+    mov.u64 stale, 0;
+    mov.u64 unseen, 0;
+
+    // This loop leaves old data in the caches. It must not be read after the flag.
+    mov.u64 index, thread;
+read_before:
+    setp.ge.u64 is_end, index, count;
+    @is_end bra poll;
+    shl.b64 address, index, 3;
+    add.u64 address, address, data;
+    ld.global.u64 word, [address];
+    add.u64 expected, first, index;
+    setp.eq.u64 is_counted, word, expected;
+    @is_counted add.u64 early, early, 1;
+    add.u64 index, index, threads;
+    bra read_before;
+
+poll:
+    add.u64 polls, polls, 1;
+    ld.acquire.sys.global.u64 word, [flag];
+    setp.eq.u64 is_seen, word, expected_flag;
+    @is_seen bra seen;
+    setp.lt.u64 is_end, polls, limit;
+    @is_end bra poll;
+    mov.u64 unseen, 1;
+    bra done;
+
+seen:
+    fence.acq_rel.sys;
+    mov.u64 index, thread;
+read_after:
+    setp.ge.u64 is_end, index, count;
+    @is_end bra done;
+    shl.b64 address, index, 3;
+    add.u64 address, address, data;
+    ld.global.u64 word, [address];
+    add.u64 expected, first, index;
+    setp.ne.u64 is_counted, word, expected;
+    @is_counted add.u64 stale, stale, 1;
+    add.u64 index, index, threads;
+    bra read_after;
+
+done:
+    red.global.add.u64 [result], unseen;
+    red.global.add.u64 [result + 8], stale;
+    red.global.add.u64 [result + 16], early;
+    red.global.max.u64 [result + 24], polls;
+    ret;
+}
+"""
+_RESULT_WORDS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """The observation of a reader in one round.
+
+    Attributes
+    ----------
+    is_flag_seen : bool
+        Whether the flag had the value of the round before the reader gave up.
+    stale_words_count : int
+        Number of words of the data that were old after the flag was seen.
+    early_words_count : int
+        Number of words that were new before the first poll. It is less than all if the reader began before the writes.
+    polls_count : int
+        How often the flag was read.
+    """
+
+    is_flag_seen: bool
+    stale_words_count: int
+    early_words_count: int
+    polls_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderTarget:
+    """The words of the data, which begin at the first byte of `memory`, and the flag, which is one word."""
+
+    memory: DeviceMemory
+    words_count: int
+    flag_memory: DeviceMemory
+    flag_offset_bytes: int
+
+
+class Reader(Protocol):
+    """Reads in `stream`. `obstacle` says why it is no kernel, and is empty for a kernel. A context manager."""
+
+    type_name: str
+    stream: Stream
+    obstacle: str
+
+    def start(self, round_number: int, *, is_polling: bool) -> None:
+        """Queue the read of a round. With `is_polling`, the flag may come later; otherwise it is read once."""
+
+    def finish(self) -> Reading:
+        """Wait for the read and return what it observed."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class NoKernelsError(Exception):
+    """The driver runs no kernels that are given as PTX."""
+
+
+def new_words(round_number: int, words_count: int) -> array[int]:
+    """Return the words of the data in a round. No word is the same in another round or at another index."""
+    first_word = _first_word(round_number)
+    return array("Q", range(first_word, first_word + words_count))
+
+
+def _first_word(round_number: int) -> int:
+    return round_number << 32
+
+
+def open_reader(device: Device, target: ReaderTarget) -> Reader:
+    """Return a kernel that reads, or copies of a stream if the driver runs no kernels."""
+    try:
+        return KernelReader(device, target)
+    except NoKernelsError as error:
+        return CopyReader(device, target, obstacle=str(error))
+
+
+class KernelReader:
+    """Reads by a kernel of one block."""
+
+    type_name = "kernel"
+    obstacle = ""
+
+    def __init__(self, device: Device, target: ReaderTarget) -> None:
+        self._target = target
+        with ExitStack() as stack:
+            self._function = _load(device, stack)
+            self.stream = stack.enter_context(device.stream())
+            self._result = stack.enter_context(device.allocate(_RESULT_WORDS * WORD_BYTES))
+            self._stack = stack.pop_all()
+
+    def start(self, round_number: int, *, is_polling: bool) -> None:
+        """Launch the kernel."""
+        from cuda.bindings import driver
+
+        target = self._target
+        arguments = (
+            target.flag_memory.address + target.flag_offset_bytes,
+            round_number,
+            target.memory.address,
+            target.words_count,
+            _first_word(round_number),
+            POLLS_MAX if is_polling else 1,
+            self._result.address,
+        )
+        self.stream.fill(self._result, 0)
+        parameters = (arguments, (ctypes.c_uint64,) * len(arguments))
+        stream = driver.CUstream(self.stream.handle)
+        with self.stream.current():
+            launched = driver.cuLaunchKernel(self._function, 1, 1, 1, _THREADS, 1, 1, 0, stream, parameters, 0)
+        _checked(launched, "cuLaunchKernel")
+
+    def finish(self) -> Reading:
+        """Wait for the kernel and return what it counted."""
+        # This copy is not queued by start(): a copy to pageable memory returns only after the kernel has ended.
+        result = bytearray(_RESULT_WORDS * WORD_BYTES)
+        self.stream.read_into(self._result, result)
+        self.stream.synchronize()
+        unseen, stale, early, polls = array("Q", bytes(result))
+        return Reading(unseen == 0, stale, early, polls)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+class CopyReader:
+    """Reads by copies of a stream to the host, the flag first. It begins when :meth:`finish` is called."""
+
+    type_name = "stream_copy"
+
+    def __init__(self, device: Device, target: ReaderTarget, *, obstacle: str) -> None:
+        self._target = target
+        self._round_number = 0
+        self.obstacle = obstacle
+        self.stream = device.stream()
+
+    def start(self, round_number: int, *, is_polling: bool) -> None:  # noqa: ARG002 - the flag is there at finish().
+        """Set the round."""
+        self._round_number = round_number
+
+    def finish(self) -> Reading:
+        """Copy the flag once, and the data if the flag is that of the round."""
+        target = self._target
+        flag, data = bytearray(WORD_BYTES), bytearray(target.words_count * WORD_BYTES)
+        self.stream.read_into(target.flag_memory, flag, offset_bytes=target.flag_offset_bytes)
+        self.stream.synchronize()
+        if int.from_bytes(flag, "little") != self._round_number:
+            return Reading(is_flag_seen=False, stale_words_count=0, early_words_count=0, polls_count=1)
+        self.stream.read_into(target.memory, data)
+        self.stream.synchronize()
+        expected_words = new_words(self._round_number, target.words_count)
+        stale_count = 0
+        if data != expected_words.tobytes():
+            words = array("Q", bytes(data))
+            stale_count = sum(word != expected for word, expected in zip(words, expected_words, strict=True))
+        return Reading(
+            is_flag_seen=True, stale_words_count=stale_count, early_words_count=target.words_count, polls_count=1
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+
+def _load(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the bindings have no types.
+    """Compile the kernel and return its function. `stack` unloads it."""
+    from cuda.bindings import driver
+
+    log = bytearray(_JIT_LOG_BYTES)
+    options = {
+        driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER: log,
+        driver.CUjit_option.CU_JIT_ERROR_LOG_BUFFER_SIZE_BYTES: len(log),
+    }
+    with device.current():
+        result, module = driver.cuModuleLoadDataEx(
+            PTX.encode() + b"\0", len(options), list(options), list(options.values())
+        )
+        if result.name in _NO_KERNELS:
+            message = f"cuModuleLoadDataEx: {result.name}"
+            raise NoKernelsError(message)
+        _checked((result,), f"cuModuleLoadDataEx: {log.partition(bytes(1))[0].decode(errors='replace').strip()}")
+        stack.callback(_unload, device, module)
+        return _checked(driver.cuModuleGetFunction(module, _KERNEL.encode()), "cuModuleGetFunction")
+
+
+def _unload(device: Device, module: Any) -> None:  # noqa: ANN401
+    from cuda.bindings import driver
+
+    with device.current():
+        _checked(driver.cuModuleUnload(module), "cuModuleUnload")
+
+
+def _checked(result: tuple[Any, ...], operation: str) -> Any:  # noqa: ANN401
+    assert int(result[0]) == 0, f"{operation}: {result[0].name}"
+    return result[1] if len(result) > 1 else None
