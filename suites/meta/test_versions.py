@@ -12,6 +12,7 @@ import gdrkit
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 PYPROJECTS = [tomllib.loads((PROJECT_ROOT / folder / "pyproject.toml").read_text()) for folder in ("", "native/twins")]
 PRODUCT, TWINS = (pyproject["project"] for pyproject in PYPROJECTS)
+HF3FS = tomllib.loads((PROJECT_ROOT / "deploy" / "hf3fs" / "pyproject.toml").read_text())["project"]
 
 
 def test_package_and_metadata_agree() -> None:
@@ -21,6 +22,11 @@ def test_package_and_metadata_agree() -> None:
 def test_software_extra_requires_the_twins_of_this_tree() -> None:
     assert PRODUCT["optional-dependencies"]["software"] == [f"{TWINS['name']}=={TWINS['version']}"]
     assert TWINS["version"] == PRODUCT["version"]
+
+
+def test_hf3fs_names_require_the_product_of_this_tree() -> None:
+    assert HF3FS["version"] == PRODUCT["version"]
+    assert HF3FS["dependencies"] == [f"{PRODUCT['name']}=={PRODUCT['version']}"]
 
 
 def test_changelog_has_the_version() -> None:

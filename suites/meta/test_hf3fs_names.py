@@ -1,0 +1,89 @@
+"""The distribution gdrkit-hf3fs: the names that programs for 3FS import, and its refusal beside the package of 3FS."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from gdrkit import pattern
+from gdrkit.harness.needs import host, needs
+from gdrkit.units import KIB
+
+SOURCES = Path(__file__).resolve().parents[2] / "deploy" / "hf3fs"
+# The calls of SGLang's client, which does not import multiprocessing.shared_memory: rings first, then memory whose
+# name is removed while it is published.
+PROGRAM = """
+import datetime, multiprocessing, os, subprocess, sys
+from hf3fs_fuse.io import deregister_fd, extract_mount_point, make_ioring, make_iovec, register_fd
+folder, length = sys.argv[1], int(sys.argv[2])
+command = [sys.executable, "-m", "gdrkit", "agent", folder, "--store", folder]
+agent = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+assert agent.stdout.readline().startswith(b"ready")
+path = os.path.join(folder, "file")
+file = os.open(path, os.O_RDWR | os.O_CREAT)
+os.ftruncate(file, 4 * length)
+register_fd(file)
+mount = extract_mount_point(path)
+blocks = [multiprocessing.shared_memory.SharedMemory(size=2 * length, create=True) for _ in range(2)]
+rings = [make_ioring(mount, 2, for_read=for_read, timeout=1, numa=-1) for for_read in (False, True)]
+iovs = [make_iovec(block, mount) for block in blocks]
+for block in blocks:
+    block.unlink()
+blocks[0].buf[:] = sys.stdin.buffer.read(2 * length)
+for ring, iov, for_read in zip(rings, iovs, (False, True)):
+    for number in range(2):
+        ring.prepare(iov[number * length : (number + 1) * length], for_read, file, 2 * number * length)
+    done = ring.submit().wait(min_results=2, timeout=datetime.timedelta(seconds=30))
+    assert [iov.result for iov in done] == [length, length], [iov.result for iov in done]
+sys.stdout.buffer.write(bytes(blocks[1].buf))
+sys.stdout.flush()
+deregister_fd(file)
+del rings, ring, iov, iovs, done
+for block in blocks:
+    block.close()
+agent.terminate()
+assert agent.wait() == 0
+"""
+ON_TWINS = ("-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--", sys.executable)
+
+
+def run(folder: Path, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+    """Run Python with the modules in a folder."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run([sys.executable, *arguments], input=data, env=environ, capture_output=True, check=False)
+
+
+def test_names_of_3fs_write_and_read_blocks(tmp_path: Path) -> None:
+    payload = pattern.payload(128 * KIB, seed=6)
+    result = run(SOURCES, *ON_TWINS, "-c", PROGRAM, str(tmp_path), str(64 * KIB), data=payload)
+    assert result.returncode == 0, result.stderr.decode()
+    assert result.stdout == payload
+    written = (tmp_path / "file").read_bytes()
+    assert written[: 64 * KIB] + written[128 * KIB : 192 * KIB] == payload
+
+
+def test_names_beside_the_native_module_are_refused(tmp_path: Path) -> None:
+    shutil.copytree(SOURCES, tmp_path / "both", ignore=shutil.ignore_patterns("__pycache__"))
+    # The importer prefers a package to a module, as it prefers the native module of 3FS.
+    (tmp_path / "both" / "hf3fs_py_usrbio").mkdir()
+    (tmp_path / "both" / "hf3fs_py_usrbio" / "__init__.py").touch()
+    result = run(tmp_path / "both", "-c", "import hf3fs_fuse.io")
+    assert result.returncode == 1
+    assert b"ImportError: gdrkit-hf3fs and the package of 3FS are both installed" in result.stderr
+
+
+@needs(host.module("setuptools"))
+def test_build_beside_the_package_of_3fs_is_refused(tmp_path: Path) -> None:
+    program = (
+        "import sys, sysconfig; sysconfig.get_path = lambda name: sys.argv[1]\n"
+        "import backend; backend.build_wheel(sys.argv[2])"
+    )
+    installed = tmp_path / "site" / "hf3fs_py_usrbio-1.2.9.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hf3fs_py_usrbio\nVersion: 1.2.9\n")
+    result = run(SOURCES, "-c", program, str(tmp_path / "site"), str(tmp_path))
+    assert b"hf3fs_py_usrbio 1.2.9 of 3FS is installed" in result.stderr
+    assert not list(tmp_path.glob("*.whl"))
