@@ -9,13 +9,13 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_usrbio import AgentProcess, RawClient, RawRing, Refusal
+from support.raw_usrbio import AgentProcess, LinkClient, RawClient, RawRing, Refusal
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda.pointer import address_range
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda as cuda_needs
-from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.harness.needs import host, needs, software, verbs
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -68,6 +68,31 @@ def test_link_alone_registers_memory_by_its_address(
         assert [result for _, result, _ in ring.wait(1)] == [64 * KIB]
         client.unpublish(name)
     assert agent.process.returncode == 0, agent.error_output
+    pattern.check(memory.read(offset_bytes=4097, length_bytes=64 * KIB), seed=seed, offset_bytes=17)
+    assert memory.read(length_bytes=4097) == b"\xa5" * 4097
+    assert memory.read(offset_bytes=4097 + 64 * KIB, length_bytes=64) == b"\xa5" * 64
+
+
+@needs(verbs.peer_memory, host.fuse)
+def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.DeviceMemory, seed: int) -> None:
+    mount, store = tmp_path / "mount", tmp_path / "store"
+    mount.mkdir()
+    store.mkdir()
+    (store / "file").write_bytes(pattern.payload(MIB, seed=seed))
+    identity, name, target = link_of(memory)
+    memory.fill(0xA5)
+    with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
+        client = LinkClient(mount)
+        os.symlink(target, client.links / name)  # noqa: PTH211 - a Path would change gdr://.
+        with contextlib.closing(RawRing(4, for_read=True)) as ring, (mount / "file").open("rb") as file:
+            client.publish_ring(ring)
+            inode = os.fstat(file.fileno()).st_ino
+            ring.prepare(identity.bytes, inode=inode, length=64 * KIB, buffer_offset=4097, file_offset=17)
+            ring.submit()
+            assert [result for _, result, _ in ring.wait(1)] == [64 * KIB]
+            client.unpublish(ring.link)
+        client.unpublish(name)
+        assert agent.terminate() == 0, agent.error_output
     pattern.check(memory.read(offset_bytes=4097, length_bytes=64 * KIB), seed=seed, offset_bytes=17)
     assert memory.read(length_bytes=4097) == b"\xa5" * 4097
     assert memory.read(offset_bytes=4097 + 64 * KIB, length_bytes=64) == b"\xa5" * 64
