@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import random
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -226,6 +227,31 @@ def test_recursive_rm_removes_the_open_folder(fuse_folder: Path) -> None:
         finally:
             os.close(fd)
         assert error.value.errno == expected_errno
+
+
+def test_random_ioctls_change_nothing(fuse_folder: Path, seed: int) -> None:
+    random_source = random.Random(seed)
+    (fuse_folder / "folder").mkdir()
+    (fuse_folder / "folder" / "file").write_bytes(b"content")
+    requests = (virtual.PUNCH_HOLE, virtual.MOVE, virtual.REMOVE, virtual.FSYNC, virtual.GET_MAGIC)
+    fds = [os.open(fuse_folder / name, os.O_RDONLY) for name in ("", "folder", "folder/file", "3fs-virt")]
+    inodes = [os.fstat(fd).st_ino for fd in fds]
+    try:
+        for _ in range(500):
+            request = random_source.choice(requests)
+            argument = bytearray(random_source.randbytes(request >> 16 & 0x3FFF))
+            if random_source.random() < 0.5:
+                # The first field of most arguments is the inode of a folder. HARDLINK could succeed with a random name.
+                argument[:8] = random_source.choice(inodes).to_bytes(8, "little")[: len(argument)]
+            with contextlib.suppress(OSError):
+                fcntl.ioctl(random_source.choice(fds), request, argument)
+        assert fcntl.ioctl(fds[0], virtual.GET_MAGIC, RESULT) == virtual.MAGIC.to_bytes(4, "little")
+    finally:
+        for fd in fds:
+            os.close(fd)
+    assert {path.name for path in fuse_folder.iterdir()} == {"3fs-virt", "folder"}
+    assert [path.name for path in (fuse_folder / "folder").iterdir()] == ["file"]
+    assert (fuse_folder / "folder" / "file").read_bytes() == b"content"
 
 
 def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:
