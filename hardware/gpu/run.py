@@ -74,6 +74,7 @@ PARTS: dict[str, Part] = {
     "first-light": Part(
         ("suites/rdma/test_first_light.py", "suites/rdma/test_reach.py", "suites/rdma/test_stale_keys.py")
     ),
+    "visibility": Part(("suites/rdma/test_visibility.py",)),
     "usrbio": Part(("suites/usrbio/test_end_to_end.py", "suites/usrbio/test_bare_links.py"), limit_s=240),
     "registration": Part(("suites/registration",), limit_s=180),
     "throughput": Part(

@@ -199,17 +199,19 @@ def test_numpy_takes_a_tensor_that_outlives_its_file(tmp_path: Path, seed: int) 
 
 @needs(cuda.device())
 def test_memory_lives_as_long_as_a_dlpack_consumer(tmp_path: Path, seed: int, device: Device) -> None:
-    model = write_model(tmp_path / "model", [("a", "U8", (MIB,))], seed=seed)
+    length_bytes = 64 * MIB
+    model = write_model(tmp_path / "model", [("a", "U8", (length_bytes,))], seed=seed)
     free_bytes = device.memory_info().free_bytes
     tensor = load_file(model.path, device.index, framework="dlpack")["a"]
     capsule, address = tensor.__dlpack__(max_version=(1, 0)), tensor.address
     del tensor
-    with borrow(device, address, length_bytes=MIB) as memory:
+    with borrow(device, address, length_bytes=length_bytes) as memory:
         assert memory.read() == model.tensors["a"]
-    assert device.memory_info().free_bytes < free_bytes
+    assert device.memory_info().free_bytes <= free_bytes - length_bytes
     del capsule
     gds.close_engines()
-    assert device.memory_info().free_bytes == free_bytes
+    # A real driver keeps some memory of its own after the first copies.
+    assert device.memory_info().free_bytes > free_bytes - length_bytes // 2
 
 
 @ON_EVERY_DEVICE
