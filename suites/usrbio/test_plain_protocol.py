@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import multiprocessing
 import os
 import random
 from pathlib import Path
@@ -22,6 +23,7 @@ from gdrkit.usrbio import virtual
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.connection import Connection
 
 pytestmark = needs(verbs.nic(), host.fuse)
 RESULT = bytes(4)
@@ -134,6 +136,55 @@ def test_operation_errors_without_the_socket(fuse_folder: Path) -> None:
 
         # The kernel tells the agent some time after close(2).
         wait_until(lambda: result_after_close() == -errno.EBADF, "the closed file is refused", timeout_s=10)
+
+
+def read_until_killed(mount: Path, progress: Connection) -> None:
+    """Read a file by a ring again and again, and send a message after each batch."""
+    with (
+        contextlib.closing(RawIov(MIB)) as iov,
+        opened(mount / "file", os.O_RDONLY) as inode,
+        rings(LinkClient(mount), iov) as (reads, _),
+    ):
+        while True:
+            for _ in range(8):
+                reads.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
+            reads.submit()
+            assert {result for _, result, _ in reads.wait(8)} == {64 * KIB}
+            progress.send(None)
+
+
+def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> None:
+    random_source = random.Random(seed)
+    (fuse_folder / "file").write_bytes(pattern.payload(MIB, seed=7))
+    client = LinkClient(fuse_folder)
+    fork = multiprocessing.get_context("fork")
+    with (
+        contextlib.closing(RawIov(64 * KIB)) as iov,
+        opened(fuse_folder / "file", os.O_RDONLY) as inode,
+        rings(client, iov) as (reads, _),
+    ):
+        own_links = set(client.links.iterdir())
+        for _ in range(8):
+            progress, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=read_until_killed, args=(fuse_folder, sender))
+            process.start()
+            for _ in range(random_source.randrange(1, 40)):
+                assert progress.poll(30)
+                progress.recv()
+            links = set(client.links.iterdir()) - own_links
+            assert len(links) == 3
+            memory = [link.readlink() for link in links]
+            process.kill()
+            process.join()
+            progress.close()
+            sender.close()
+            wait_until(lambda: set(client.links.iterdir()) == own_links, "the end of the links", timeout_s=30)
+            assert not any(path.exists() for path in memory)
+            iov.memory[:] = bytes(64 * KIB)
+            reads.prepare(iov.id.bytes, inode=inode, length=64 * KIB)
+            reads.submit()
+            assert [result for _, result, _ in reads.wait(1)] == [64 * KIB]
+            pattern.check(iov.memory[:], seed=7)
 
 
 def test_iov_of_any_length_is_used_to_its_end(fuse_folder: Path) -> None:
