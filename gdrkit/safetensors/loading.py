@@ -17,7 +17,7 @@ from gdrkit.buffers import MemoryKind
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.gds import HOST, File, Route, TransferBuffer, transfer_ranges
 from gdrkit.safetensors._torch import TorchMaker, has_torch
-from gdrkit.safetensors.header import read_header
+from gdrkit.safetensors.header import collector_paused, read_header
 from gdrkit.safetensors.layout import Layout, file_share, layout_of
 from gdrkit.safetensors.tensors import DlpackMaker
 
@@ -346,12 +346,13 @@ def start_load(
     if not files:
         message = "paths must name at least one file"
         raise UsageError(message)
-    headers = [read_header(file) for file in files]
-    _check_names(files, headers)
-    for header in headers:
-        layout = layout_of(header, select)
-        for one in devices:
-            one.place(layout)
+    with collector_paused():
+        headers = [read_header(file) for file in files]
+        _check_names(files, headers)
+        for header in headers:
+            layout = layout_of(header, select)
+            for one in devices:
+                one.place(layout)
     indices = [one.device_index for one in devices]
     is_shared = len(indices) > 1 and (_have_peer_access(indices) if share is None else share)
     shares_count = len(indices) if is_shared else 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import UsageError
 from gdrkit.gds import File, TransferBuffer, transfer_ranges
-from gdrkit.safetensors.header import read_header
+from gdrkit.safetensors.header import collector_paused, read_header
 from gdrkit.safetensors.layout import EVERYTHING, layout_of
 from gdrkit.safetensors.loading import DeviceLoad, maker_of, start_load
 
@@ -64,7 +64,8 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         self._loaded: LoadedTensors | None = None
         self._file = File(filename, direct="never")
         try:
-            self._header = read_header(self._file)
+            with collector_paused():
+                self._header = read_header(self._file)
         except BaseException:
             self._file.close()
             raise
