@@ -1,6 +1,7 @@
-"""MPI jobs of ``gdrkit qualify``: four ranks on two emulated machines, or two ranks on this machine.
+"""MPI jobs of ``gdrkit qualify``: four ranks on two or four emulated machines, or two ranks on this machine.
 
-An emulated machine is a network namespace with its own host name. A veth pair connects the two namespaces.
+An emulated machine is a network namespace with its own host name. A veth pair connects two namespaces. Four namespaces
+are connected by a bridge in a fifth one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["GDRKIT", "MpiJob", "job_on_this_machine", "job_on_two_machines"]
+__all__ = ["GDRKIT", "MpiJob", "job_on_four_machines", "job_on_this_machine", "job_on_two_machines"]
 
 _MARKER = "GDRKIT_SUITES_JOB"
 GDRKIT = (sys.executable, "-m", "gdrkit")
@@ -85,7 +86,8 @@ class MpiJob:
         return self._process_of(rank, b"qualify\0")
 
     def _process_of(self, rank: int, command_part: bytes) -> int:
-        for process_id, environment in self.processes().items():
+        # The process that MPI has started is the parent of the one that measures. It has the lower id.
+        for process_id, environment in sorted(self.processes().items(), reverse=True):
             # A process may have ended since processes() returned.
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{process_id}/cmdline").read_bytes()
@@ -112,25 +114,57 @@ def job_on_two_machines(output: Path) -> Iterator[MpiJob]:
     hosts = [f"gk{secrets.token_hex(4)}{index}" for index in (1, 2)]
     try:
         _connect(hosts)
-        with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
-            remote_shell = Path(folder, "remote_shell")
-            remote_shell.write_text(_REMOTE_SHELL)
-            remote_shell.chmod(0o700)
-            options = ["--mca", "plm_rsh_agent", str(remote_shell), "--mca", "plm_rsh_no_tree_spawn", "1"]
-            ranks = ["--host", ",".join(f"{host}:2" for host in hosts), "-np", "4"]
-            line = shlex.join(_mpirun(Path(folder), [*options, *ranks, *_qualify(GDRKIT, output)]))
-            set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
-            fabric = {
-                "GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24",
-                "GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16),
-                # Every completion is late, so that a job is still measuring when a case kills it.
-                "GDRKIT_TWINS_LATE_SHARE": "100",
-            }
-            with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
-                yield job
+        # Every completion is late, so that a job is still measuring when a case kills it.
+        twins = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24", "GDRKIT_TWINS_LATE_SHARE": "100"}
+        with _job_on(hosts, GDRKIT, output, ranks_per_host=2, variables=twins) as job:
+            yield job
     finally:
         for host in hosts:
             subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def job_on_four_machines(
+    output: Path, *, command: Sequence[str] = GDRKIT, variables: Mapping[str, str] | None = None
+) -> Iterator[MpiJob]:
+    """Run ``command qualify --mpi`` with a rank in each of four namespaces, and remove everything at the end."""
+    prefix = f"gk{secrets.token_hex(4)}"
+    hosts, switch = [f"{prefix}{index}" for index in range(1, 5)], f"{prefix}0"
+    try:
+        _ip("netns", "add", switch)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        for index, host in enumerate(hosts, start=1):
+            _ip("netns", "add", host)
+            _ip("-n", host, "link", "set", "lo", "up")
+            _ip("link", "add", host, "netns", host, "type", "veth", "peer", "name", host, "netns", switch)
+            _ip("-n", switch, "link", "set", host, "master", "bridge", "up")
+            _ip("-n", host, "addr", "add", f"10.77.0.{index}/24", "dev", host)
+            _ip("-n", host, "link", "set", host, "up")
+        twins = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24", "GDRKIT_TWINS_GPUS": "1", **(variables or {})}
+        with _job_on(hosts, command, output, ranks_per_host=1, variables=twins) as job:
+            yield job
+    finally:
+        for host in (*hosts, switch):
+            subprocess.run(["ip", "netns", "del", host], check=False, capture_output=True)
+
+
+@contextlib.contextmanager
+def _job_on(
+    hosts: Sequence[str], command: Sequence[str], output: Path, *, ranks_per_host: int, variables: Mapping[str, str]
+) -> Iterator[MpiJob]:
+    with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
+        remote_shell = Path(folder, "remote_shell")
+        remote_shell.write_text(_REMOTE_SHELL)
+        remote_shell.chmod(0o700)
+        options = ["--mca", "plm_rsh_agent", str(remote_shell), "--mca", "plm_rsh_no_tree_spawn", "1"]
+        slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
+        ranks = ["--host", slots, "-np", str(len(hosts) * ranks_per_host)]
+        line = shlex.join(_mpirun(Path(folder), [*options, *ranks, *_qualify(command, output)]))
+        set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
+        fabric = {"GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16), **variables}
+        with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
+            yield job
 
 
 @contextlib.contextmanager

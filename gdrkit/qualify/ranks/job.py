@@ -30,7 +30,8 @@ from gdrkit.qualify.outcome import decide
 from gdrkit.qualify.plan import CasePlan, PlannedCase
 from gdrkit.qualify.ranks._mpi import exchange_texts
 from gdrkit.qualify.ranks.admission import RankHello, admit_ranks
-from gdrkit.qualify.ranks.pairs import pair_name, plan_pairs
+from gdrkit.qualify.ranks.balance import measure_round
+from gdrkit.qualify.ranks.pairs import pair_name, plan_pairs, plan_rounds
 from gdrkit.qualify.ranks.rank import join, serve
 from gdrkit.qualify.ranks.recorder import PairRecorder
 from gdrkit.report import Run, RunFolder, read_records
@@ -91,10 +92,10 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
         facts = probe(environment=environment)
         return serve(join(rank0_contact, hello), facts, environment)
 
+    _detach_from_mpi()
     if rank != 0:
         listener.close()
         return join_and_measure()
-    _detach_from_mpi()
     with listener:
         # Rank 0 also measures, like every other rank.
         local_rank = _LocalRank(join_and_measure)
@@ -109,7 +110,8 @@ def _detach_from_mpi() -> None:
     """Continue in a child process in a new session, which MPI does not kill.
 
     If one process of a job dies, MPI kills all others one second later. The child process of rank 0 can then still
-    write the report. The process that MPI has started waits for the child and exits with its exit code.
+    write the report, and those of the other ranks still measure. The process that MPI has started waits for the child
+    and exits with its exit code. If rank 0 ends, the children end too, because their connections to it are closed.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -215,15 +217,22 @@ class _Job:
         recorder = PairRecorder(
             self.folder.records, ranks[0].rank_facts, profile=profile, options=self._options, progress=self._progress
         )
-        pairs = plan_pairs([proxy.rank_facts for proxy in ranks.values()], within_hosts=self._within_hosts)
+        rank_facts = [proxy.rank_facts for proxy in ranks.values()]
+        pairs = plan_pairs(rank_facts, within_hosts=self._within_hosts)
+        rounds = () if self._within_hosts else plan_rounds(rank_facts)
         self._progress.print_line(f"{len(ranks)} of {count} ranks; the report will be {self.folder.index}")
-        planned = [PlannedCase(pair_name(pair), "", (), ()) for pair in pairs]
-        self._progress.begin_cases(CasePlan(profile=profile.name, cases=tuple(planned)))
+        names = [pair_name(pair) for pair in pairs]
+        names += [pair_name(pair, f"balance/{plan.name}") for plan in rounds for pair in plan.pairs]
+        planned = tuple(PlannedCase(name, "", (), ()) for name in names)
+        self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned))
         try:
             for rank, reason in self._missing_ranks(admitted, count):
                 recorder.record_missing_rank(rank, reason)
             for pair in pairs:
                 recorder.measure(pair, ranks)
+            for plan in rounds:
+                for result in measure_round(plan, ranks, seed=self._options.seed or 0):
+                    recorder.append(result)
         finally:
             self._progress.close()
         records = read_records(self.folder.records) if self.folder.records.exists() else ()

@@ -12,6 +12,7 @@ import os
 import socket
 import statistics
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import evidence, pattern
@@ -33,6 +34,8 @@ __all__ = ["main"]
 _SEND_TIMEOUT_S = 60.0
 _QUEUE_DEPTH, _WORK_REQUESTS_PER_POST = 32, 8
 _WARM_UP_ROUNDS = 2
+# Number of transfers in one burst of a balance. A burst covers all of the memory, whose parts have this length.
+_BURST_OPERATIONS = 16
 
 
 class _Operations:
@@ -75,8 +78,12 @@ class _Operations:
         self._target.connect(Endpoint.from_dict(endpoint), reads_max=16)
 
     def open_initiator(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
-        """Create the initiator and connect it to `endpoint`, which `open_target` of the other rank has returned."""
-        self.close()
+        """Create the initiator and connect it to `endpoint`, which `open_target` of the other rank has returned.
+
+        The target of this process stays open: in a balance, each process has a target and an initiator.
+        """
+        if self._target is None:
+            self.close()
         self._open_nic(nic)
         initiator = self._objects.enter_context(Initiator(nic, memory_bytes=length_bytes))
         initiator.connect([Endpoint.from_dict(endpoint)], reads_max=initiator.reads_max)
@@ -113,6 +120,32 @@ class _Operations:
         median = statistics.median(rates[_WARM_UP_ROUNDS:])
         spread_percent = (upper_quartile - lower_quartile) / median * 100
         return {"median": median, "spread_percent": spread_percent, "moved_bytes": moved_bytes}
+
+    def balance(self, remote: dict[str, Any], seed: int, duration_s: float) -> dict[str, Any]:
+        """Transfer the pattern of the seed for `duration_s`, by WRITE and READ in turn, and check the read data.
+
+        Return how many bytes moved in each direction, and the elapsed time.
+        """
+        if self._initiator is None:
+            message = "balance is allowed only after open_initiator"
+            raise UsageError(message)
+        remote_range = RemoteRange.from_dict(remote)
+        self._initiator.write(pattern.payload(remote_range.length_bytes, seed=seed))
+        started_s, moved_bytes = time.monotonic(), 0
+        while not moved_bytes or time.monotonic() - started_s < duration_s:
+            # A burst of each direction moves all of the memory once.
+            for direction in (Direction.WRITE, Direction.READ):
+                self._initiator.run(
+                    direction,
+                    remote_range,
+                    length_bytes=remote_range.length_bytes // _BURST_OPERATIONS,
+                    operations=_BURST_OPERATIONS,
+                    depth=_WORK_REQUESTS_PER_POST,
+                )
+            moved_bytes += remote_range.length_bytes
+        elapsed_s = time.monotonic() - started_s
+        pattern.check(self._initiator.read(), seed=seed)
+        return {"moved_bytes": moved_bytes, "elapsed_s": elapsed_s}
 
     def fill(self, seed: int) -> None:
         """Write the pattern of the seed into the device memory."""
@@ -154,7 +187,7 @@ def main() -> None:
         operation.__name__: operation
         for operation in (
             *(objects.open_target, objects.open_initiator, objects.connect, objects.run),
-            *(objects.fill, objects.check, objects.counters, objects.libraries, objects.close),
+            *(objects.balance, objects.fill, objects.check, objects.counters, objects.libraries, objects.close),
         )
     }
     with contextlib.suppress(PeerGone):

@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-__all__ = ["Pair", "RankFacts", "pair_name", "plan_pairs"]
+__all__ = ["Pair", "RankFacts", "Round", "pair_name", "plan_pairs", "plan_rounds"]
+
+# With two hosts, a balance would have no other pair to compare a pair with.
+_BALANCE_HOSTS_MIN = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,18 @@ class Pair:
     device: int
 
 
-def pair_name(pair: Pair) -> str:
-    """Return the case id of a pair in records."""
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Pairs that transfer at the same time. Each rank is in one pair the initiator, and in another the target."""
+
+    name: str
+    pairs: tuple[Pair, ...]
+
+
+def pair_name(pair: Pair, group: str = "pairs") -> str:
+    """Return the case id of a pair in records. `group` is the part of the id before the first slash."""
     target = f"rank{pair.target}-{pair.target_nic}-gpu{pair.device}"
-    return f"pairs/rank{pair.initiator}-{pair.initiator_nic}-to-{target}"
+    return f"{group}/rank{pair.initiator}-{pair.initiator_nic}-to-{target}"
 
 
 def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair, ...]:
@@ -98,3 +109,34 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
                 initiator_nic = initiator.nics[position % len(initiator.nics)]
                 pairs.append(Pair(initiator.rank, initiator_nic, target.rank, nic, device))
     return tuple(pairs)
+
+
+def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
+    """Return the rounds of a balance over hosts: for each rail, a ring and a permutation that crosses half of the ring.
+
+    The first rank of each host that has a GPU and a NIC takes part. The result is empty for fewer than three hosts.
+    """
+    first_ranks: dict[str, RankFacts] = {}
+    for candidate in ranks:
+        if candidate.nics and candidate.devices:
+            first_ranks.setdefault(candidate.host, candidate)
+    members = tuple(first_ranks.values())
+    if len(members) < _BALANCE_HOSTS_MIN:
+        return ()
+    shifts = {"ring": 1, "permutation": (len(members) + 1) // 2}
+    return tuple(
+        Round(
+            f"{name}-rail{rail}",
+            tuple(
+                _pair_on_rail(member, members[(position + shift) % len(members)], rail)
+                for position, member in enumerate(members)
+            ),
+        )
+        for rail in range(min(len(member.nics) for member in members))
+        for name, shift in shifts.items()
+    )
+
+
+def _pair_on_rail(initiator: RankFacts, target: RankFacts, rail: int) -> Pair:
+    device = target.devices[rail % len(target.devices)]
+    return Pair(initiator.rank, initiator.nics[rail], target.rank, target.nics[rail], device)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gdrkit.qualify.ranks.proxy import RankProxy
     from gdrkit.qualify.run import Options, Progress
 
-__all__ = ["PairRecorder"]
+__all__ = ["PairRecorder", "PairResult", "TargetReply", "close_objects"]
 
 _MEMORY_BYTES, _TRANSFER_BYTES, _OPERATION_COUNT, _ROUND_COUNT = 64 * MIB, MIB, 1024, 10
 # Smaller sizes for software, whose rates say nothing about a machine.
@@ -44,7 +44,9 @@ _APIS = ("cuda", "verbs")
 
 # The replies of the ranks. A reply of any other form fails the measurement of the pair.
 @dataclass(frozen=True, slots=True)
-class _TargetReply:
+class TargetReply:
+    """The target of a pair: its endpoint, the address and key of its memory, and the method of the registration."""
+
     endpoint: dict[str, Any]
     remote: dict[str, Any]
     way: str
@@ -68,14 +70,16 @@ class _LibrariesReply:
 
 
 @dataclass
-class _PairResult:
+class PairResult:
     """The result of measuring a pair, from which a record is made. An empty `failure` means that it succeeded.
 
     `libraries` has, for each rank of the pair: its role, its facts, and the libraries that its child had loaded.
+    `unproven` says what the measurement did not prove, although the data was right.
     """
 
     case: str
     failure: str = ""
+    unproven: str = ""
     evidence: dict[str, Any] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
     libraries: list[tuple[str, RankFacts, tuple[LoadedLibrary, ...]]] = field(default_factory=list)
@@ -86,6 +90,19 @@ class _PairResult:
     def substrate(self) -> dict[str, Substrate]:
         """The weakest substrate of each API over the processes of both ranks."""
         return combine(substrate_of(libraries, rank_facts.facts) for _, rank_facts, libraries in self.libraries)
+
+    def read_libraries(self, target: RankProxy, initiator: RankProxy) -> None:
+        """Ask both ranks which libraries their children have loaded.
+
+        Raises
+        ------
+        StepFailed
+            A rank does not reply.
+        """
+        for role, rank in (("target", target), ("initiator", initiator)):
+            reply = {"libraries": rank.request("libraries", {})}
+            libraries = serialization.from_json_data(_LibrariesReply, reply, where=role).libraries
+            self.libraries.append((role, rank.rank_facts, libraries))
 
 
 class PairRecorder:
@@ -112,27 +129,24 @@ class PairRecorder:
 
     def record_missing_rank(self, rank: int, reason: str) -> None:
         """Append a failed record for a rank that does not take part."""
-        self._append(_PairResult(f"ranks/{rank}", reason))
+        self.append(PairResult(f"ranks/{rank}", reason))
 
     def measure(self, pair: Pair, ranks: Mapping[int, RankProxy]) -> None:
         """Measure RDMA WRITE into the GPU memory of a pair and RDMA READ from it, and check the data of both."""
         target, initiator = ranks[pair.target], ranks[pair.initiator]
-        result = _PairResult(pair_name(pair))
+        result = PairResult(pair_name(pair))
         result.evidence |= {"pair": serialization.to_json_data(pair), "measured_apis": list(_APIS)}
         result.evidence["hosts"] = {"initiator": initiator.rank_facts.host, "target": target.rank_facts.host}
         try:
             self._transfer(pair, target, initiator, result)
-            for role, rank in (("target", target), ("initiator", initiator)):
-                reply = {"libraries": rank.request("libraries", {})}
-                libraries = serialization.from_json_data(_LibrariesReply, reply, where=role).libraries
-                result.libraries.append((role, rank.rank_facts, libraries))
+            result.read_libraries(target, initiator)
             result.failure = self._check_numbers(result)
         except (StepFailed, UsageError) as error:
             result.failure = error.message
         # If the child of one rank crashes, the other rank reports an error too, and its error may be the first. The
         # errors of the clean-up also name the rank with the crashed child.
         result.failure = "; ".join(
-            filter(None, [result.failure, *dict.fromkeys(map(_close_objects, (initiator, target)))])
+            filter(None, [result.failure, *dict.fromkeys(map(close_objects, (initiator, target)))])
         )
         if target.rank_facts.host == self._rank0_facts.host and not result.failure:
             # The table of routes in the report describes only the machine of rank 0.
@@ -140,9 +154,9 @@ class PairRecorder:
             unproven = str(result.evidence["unproven"]) or None
             claim = ClaimedRoute(pair.device, pair.target_nic, way, None, path.value, pair.initiator_nic, unproven)
             result.routes = (claim,)
-        self._append(result)
+        self.append(result)
 
-    def _transfer(self, pair: Pair, target: RankProxy, initiator: RankProxy, result: _PairResult) -> None:
+    def _transfer(self, pair: Pair, target: RankProxy, initiator: RankProxy, result: PairResult) -> None:
         is_hardware = all(
             ran_on_hardware([api], substrate_of(rank.rank_facts.facts.api_libraries(api), rank.rank_facts.facts))
             for rank in (target, initiator)
@@ -158,7 +172,7 @@ class PairRecorder:
         reply = target.request(
             "open_target", {"nic": pair.target_nic, "device": pair.device, "length_bytes": memory_bytes}
         )
-        target_reply = serialization.from_json_data(_TargetReply, reply, where="open_target")
+        target_reply = serialization.from_json_data(TargetReply, reply, where="open_target")
         result.evidence["way"] = target_reply.way
         endpoint = initiator.request(
             "open_initiator",
@@ -192,7 +206,7 @@ class PairRecorder:
         result.evidence["path"], result.evidence["unproven"] = path.value, unproven
         result.evidence["port_growth"] = serialization.to_json_data(growth_of)
 
-    def _check_numbers(self, result: _PairResult) -> str:
+    def _check_numbers(self, result: PairResult) -> str:
         """Compare rates of hardware with the profile. Return a text about unexpected rates, or an empty text."""
         if not ran_on_hardware(_APIS, result.substrate):
             return ""
@@ -200,14 +214,15 @@ class PairRecorder:
         result.evidence["judged"] = serialization.to_json_data(checks)
         return "; ".join(check.text for check in checks if check.verdict is Verdict.FAIL)
 
-    def _append(self, result: _PairResult) -> None:
+    def append(self, result: PairResult) -> None:
+        """Append the record of a pair, and show it."""
         substrate = result.substrate
         record = Record(
             schema_version=SCHEMA_VERSION,
             case=result.case,
             title="WRITE into and READ from the memory of a GPU, by the NICs of two ranks",
-            verdict=Verdict.FAIL if result.failure else Verdict.PASS,
-            reasons=(CaseReason(text=result.failure),) if result.failure else (),
+            verdict=Verdict.FAIL if result.failure else Verdict.UNPROVEN if result.unproven else Verdict.PASS,
+            reasons=tuple(CaseReason(text=text) for text in (result.failure or result.unproven,) if text),
             profile=self._profile.name,
             facts_digest=self._rank0_facts.facts.digest,
             substrate={api: substrate[api].value for api in sorted(substrate)},
@@ -243,7 +258,7 @@ def _port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCounters
     ]
 
 
-def _close_objects(rank: RankProxy) -> str:
+def close_objects(rank: RankProxy) -> str:
     """Make the child of a rank close its objects. Return the error message, or an empty string."""
     try:
         rank.request("close", {})
