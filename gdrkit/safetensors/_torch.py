@@ -17,6 +17,8 @@ from gdrkit.gds import HOST, TransferBuffer
 from gdrkit.safetensors.header import ELEMENT_TYPES
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from gdrkit.safetensors.layout import Placement
 
 __all__ = ["TorchMaker", "has_torch", "names_to_replace"]
@@ -88,19 +90,22 @@ class TorchMaker:
         size_bytes = max(-(-length_bytes // 8) * 8, 8)
         if device_index == HOST:
             return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-        return self._empty(device_index, size_bytes, torch.uint8)
+        return self._empty_tensors(device_index, [(size_bytes, torch.uint8)])[0]
 
-    def _empty(self, device_index: int, sizes: Any, dtype: Any) -> Any:
-        device = "cpu" if device_index == HOST else f"cuda:{device_index}"
+    def _empty_tensors(self, device_index: int, kinds: Iterable[tuple[Any, Any]]) -> list[Any]:
+        """Return a new tensor for each pair of sizes and type."""
+        # The device is passed as an object, because torch would parse its name for each tensor.
+        device = self._torch.device("cpu") if device_index == HOST else self._torch.device("cuda", device_index)
+        empty = self._torch.empty
         try:
-            return self._torch.empty(sizes, dtype=dtype, device=device)
+            return [empty(sizes, dtype=dtype, device=device) for sizes, dtype in kinds]
         except self._torch.cuda.OutOfMemoryError as error:
             raise ApiError(
                 api=Api.CUDA,
                 operation="torch.empty",
                 status=2,
                 status_name="CUDA_ERROR_OUT_OF_MEMORY",
-                arguments={"device_index": device_index, "sizes": sizes},
+                arguments={"device_index": device_index},
                 reason=Reason.OUT_OF_MEMORY,
                 what_to_do="free device memory, or load fewer files or slices at a time",
                 detail=str(error).partition("\n")[0],
@@ -132,10 +137,13 @@ class TorchMaker:
     def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
         dtypes = self._dtypes_of(placements)
-        tensors = []
-        for _name, dtype, shape, _offset_bytes, length_bytes in placements:
-            sizes = _packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
-            tensors.append(self._empty(device_index, sizes, dtypes[dtype]))
+        tensors = self._empty_tensors(
+            device_index,
+            (
+                (_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape, dtypes[dtype])
+                for _name, dtype, shape, _offset_bytes, length_bytes in placements
+            ),
+        )
         return tensors, [tensor.data_ptr() for tensor in tensors]
 
     def _dtypes_of(self, placements: list[Placement]) -> dict[str, Any]:

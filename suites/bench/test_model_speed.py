@@ -23,7 +23,7 @@ import pytest
 from bench.model_loaders import loaders
 from bench.storage_speed import Series, drop_cache, log_progress, measure_in_turn, pinned_copier
 
-from gdrkit import gds, safetensors
+from gdrkit import cuda, gds, safetensors
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import host, needs, without_twin
@@ -80,6 +80,8 @@ def started_loaders() -> None:
         create_model(path, [(64, 64)])
         for load in loaders().values():
             load([path]).clear()
+        for index in range(cuda.device_count()):
+            safetensors.load_file(path, index).clear()
 
 
 @pytest.fixture
