@@ -27,7 +27,7 @@ TRANSFER_BYTES, OPERATIONS, DEPTH = MIB, 8, 2
 def test_port_counts_the_packets_of_the_path_mtu(
     nics: tuple[Nic, ...], seed: int, evidence: Evidence, position: int, direction: Direction
 ) -> None:
-    """Both ends are one NIC, because the kernel does not route packets between two rxe devices of one host."""
+    """Both ends are one NIC, because a READ from one rxe device of the lab to the other did not complete."""
     nic = nics[position]
     data, is_write = pattern.payload(TRANSFER_BYTES, seed=seed), direction is Direction.WRITE
     memory = bytearray(TRANSFER_BYTES) if is_write else bytearray(data)
