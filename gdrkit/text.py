@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["escape_controls", "markdown_cell", "single_line"]
+__all__ = ["escape_controls", "markdown_cell", "shorten_identifier", "single_line"]
 
 _UNESCAPED = frozenset("\n\t")
 # The Unicode categories of controls, formats (which set the direction of writing) and surrogates, and of the two line
@@ -49,3 +49,9 @@ def _escape(character: str) -> str:
     if code_point > 0xFFFF:  # noqa: PLR2004 - the largest number with four hexadecimal digits.
         return f"\\U{code_point:08x}"
     return f"\\x{code_point:02x}" if code_point <= 0xFF else f"\\u{code_point:04x}"  # noqa: PLR2004 - two digits.
+
+
+def shorten_identifier(identifier: str) -> str:
+    """Return the first 12 digits of a digest or commit, followed by its suffix, such as ``-dirty``."""
+    digits, dash, suffix = identifier.removeprefix("sha256:").partition("-")
+    return digits[:12] + dash + suffix

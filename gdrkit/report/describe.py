@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit.install_paths import install_paths
 from gdrkit.report.routes import route_name
 from gdrkit.report.substrate import Substrate, describe, substrates_of_facts
+from gdrkit.text import shorten_identifier
 from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from gdrkit.evidence import DeviceNode
     from gdrkit.inventory import ApiFailure, Facts
+    from gdrkit.inventory.facts import LibraryFacts
 
 __all__ = ["describe_facts", "describe_plan", "headline_rows", "host_rows"]
 
@@ -154,16 +156,15 @@ def host_rows(facts: Facts) -> list[tuple[str, str]]:
         ("Python", facts.python),
         ("Packages", ", ".join(f"{item.name} {item.version}" for item in facts.packages if item.version) or "none"),
     ]
-    rows += [
-        (
-            library.soname,
-            f"{install_paths().portable(library.path)} ({library.error or library.build_id or 'no build id'})",
-        )
-        for library in facts.libraries
-        if library.path is not None
-    ]
+    rows += [(library.soname, _describe_library(library)) for library in facts.libraries if library.path is not None]
     rows += [("Not readable", f"{install_paths().portable(item.path)}: {item.errno_name}") for item in facts.unreadable]
     return rows
+
+
+def _describe_library(library: LibraryFacts) -> str:
+    """Return the path of a library, and the first digits of its build ID or why it has none."""
+    identity = library.error or shorten_identifier(library.build_id or "no build id")
+    return f"{install_paths().portable(library.path or '')} ({identity})"
 
 
 def _describe_iommu(facts: Facts) -> str:

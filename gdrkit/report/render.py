@@ -20,7 +20,7 @@ from gdrkit.report.junit import render_junit
 from gdrkit.report.metrics import render_metrics
 from gdrkit.report.run import RunFolder, make_folder, write_atomically
 from gdrkit.report.view import make_view
-from gdrkit.text import escape_controls, markdown_cell
+from gdrkit.text import escape_controls, markdown_cell, shorten_identifier
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -115,7 +115,7 @@ def environment(*, escaped: bool) -> Environment:
     templates.globals["script_digest"] = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     templates.filters["cell"] = markdown_cell
     templates.filters["seconds"] = _format_duration
-    templates.filters["short"] = _shorten_identifier
+    templates.filters["short"] = shorten_identifier
     return templates
 
 
@@ -123,9 +123,3 @@ def _format_duration(duration_ms: float) -> str:
     if duration_ms < 1000:  # noqa: PLR2004 - durations from 1 s on are shown in seconds.
         return f"{duration_ms:.0f} ms"
     return f"{duration_ms / 1000:.1f} s"
-
-
-def _shorten_identifier(identifier: str) -> str:
-    """Return the first 12 digits of a digest or commit, followed by its suffix, such as ``-dirty``."""
-    digits, dash, suffix = identifier.removeprefix("sha256:").partition("-")
-    return digits[:12] + dash + suffix
