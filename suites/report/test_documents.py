@@ -181,7 +181,7 @@ def test_tables_have_captions_and_cases_have_details() -> None:
     record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
     facts = facts_of(routes=[route("dmabuf"), route("peer_memory", possible=False)])
     page = read_page(render_html(run_of(substrate=ON_TWINS), facts, [record]))
-    assert page.tags.count("table") == page.tags.count("caption") == 6
+    assert page.tags.count("table") == page.tags.count("caption") == 7
     assert page.tags.count("h1") == 1
     for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
         assert any(text in line for line in page.lines), text
