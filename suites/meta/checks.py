@@ -6,14 +6,15 @@ Each function yields one line for every violation in the tree at ``root``. It pa
 from __future__ import annotations
 
 import ast
+import os
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meta.levels import IMPORT_CIRCLES, IMPORT_LEVELS, IMPORTS_WITHIN_A_LEVEL, SEAMS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 __all__ = [
     "CATCH_ALL_FILES",
@@ -360,10 +361,15 @@ def missing_docstrings_and_all(root: Path) -> Iterator[str]:
 
 def unfinished_work(root: Path) -> Iterator[str]:
     """Yield the notes about unfinished work in the sources."""
-    generated = ("build/", "reports/runs/")
-    for path in sorted(root.rglob("*")):
+    # The folders are not searched that other cases fill and remove at the same time.
+    generated = {"build", "runs"}
+    paths = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in generated and not name.startswith(".")]
+        paths += [Path(folder, name) for name in names if not name.startswith(".")]
+    for path in sorted(paths):
         relative_path = path.relative_to(root).as_posix()
-        if path.suffix not in _SUFFIXES or relative_path.startswith((".", *generated)):
+        if path.suffix not in _SUFFIXES:
             continue
         for number, line in enumerate(path.read_text().splitlines(), start=1):
             yield from (f"{relative_path}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))

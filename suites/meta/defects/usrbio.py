@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 from typing import Any
 
 from meta.defects.defect import NativeDefect
@@ -87,6 +88,9 @@ def publish_as_host(gpu: Any) -> None:
     def _wrap(mount: str, memory: Any, *, block_size: int, device: int, owner: object) -> Any:
         del device, owner
         view = (ctypes.c_ubyte * memory.length_bytes).from_address(memory.address)
-        return gpu.native().iovec(view, str(uuid.uuid4()), mount, block_size)
+        identity = str(uuid.uuid4())
+        # hf3fs_iovwrap needs the link of the memory.
+        Path(mount, "3fs-virt", "iovs", identity).symlink_to(f"/dev/shm/hf3fs-iov-{identity}")  # noqa: S108
+        return gpu.native().iovec(view, identity, mount, block_size)
 
     gpu._wrap = _wrap
