@@ -1,8 +1,8 @@
 """Comparison of two runs of the same cases: one on the software twins, one on a kernel's RDMA stack.
 
 A case about device memory passes on the twin, and must be refused by the kernel with the error that the profile states.
-Any other case that ran in both runs must pass in both. If the outcomes differ, either the twin or the kernel violates
-the man page, or the case requires more than the man page states.
+Any other case that ran in both runs must pass in both. Unproven counts as passed here. If the outcomes differ, either
+the twin or the kernel violates the man page, or the case requires more than the man page states.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["REFUSED", "Pair", "compare", "find_missing_refusals", "find_wrong_substrates", "format_table"]
 
 _NO_RECORD = "absent"
-_PASS = Verdict.PASS.value
+# The data of a case is right in both verdicts. A case that claims something about hardware is unproven on a twin.
+_RIGHT = frozenset({Verdict.PASS.value, Verdict.UNPROVEN.value})
 # An outcome that exists only in this comparison: the record of the case is not_run and has the error that the profile
 # requires.
 REFUSED = "refused"
@@ -42,13 +43,13 @@ class Pair:
 
     @property
     def agrees(self) -> bool:
-        """Whether the case passed in both runs."""
-        return self.twin == self.kernel == _PASS
+        """Whether the data of the case was right in both runs."""
+        return {self.twin, self.kernel} <= _RIGHT
 
     @property
     def refused(self) -> bool:
-        """Whether the case passed on the twin, and the kernel refused it as expected."""
-        return (self.twin, self.kernel) == (_PASS, REFUSED)
+        """Whether the data was right on the twin, and the kernel refused the case as expected."""
+        return self.twin in _RIGHT and self.kernel == REFUSED
 
     @property
     def differs(self) -> bool:

@@ -175,11 +175,13 @@ def test_pair_agrees_only_if_it_passes_on_both() -> None:
         Pair("d", "not_run", "not_run"),
         Pair("e", "pass", "absent"),
         Pair("f", "pass", "refused"),
+        Pair("i", "unproven", "refused"),
+        Pair("j", "unproven", "pass"),
         Pair("g", "fail", "refused"),
         Pair("h", "fail", "fail"),
     ]
-    assert [pair.case for pair in pairs if pair.agrees] == ["a"]
-    assert [pair.case for pair in pairs if pair.refused] == ["f"]
+    assert [pair.case for pair in pairs if pair.agrees] == ["a", "j"]
+    assert [pair.case for pair in pairs if pair.refused] == ["f", "i"]
     assert [pair.case for pair in pairs if pair.differs] == ["b", "e", "g", "h"]
     marked = [line.split()[0] for line in format_table(pairs).splitlines() if line.endswith("DIFFERS")]
     assert marked == ["b", "e", "g", "h"]
