@@ -13,7 +13,7 @@ import threading
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import gdrkit
-from gdrkit import verbs
+from gdrkit import forks, verbs
 from gdrkit.buffers import DeviceBuffer
 from gdrkit.cuda import CudaMemory
 from gdrkit.errors import BrokenResource, ClosedResource, GdrkitError, Reason, UsageError
@@ -45,6 +45,8 @@ _Reply = TypeVar("_Reply")
 
 class StorageClient:
     """A session with a storage server. It is thread-safe: concurrent calls run one after another.
+
+    In a forked child the client is closed and releases nothing: the session, NICs and memory belong to the parent.
 
     Parameters
     ----------
@@ -105,6 +107,7 @@ class StorageClient:
         # Operations on host memory use the queue pairs in turn.
         self._host_nics_in_turn = itertools.cycle(self._queue_pair_of)
         self._handle = Handle("storage.client")
+        forks.register(self)
 
     @property
     def limits(self) -> messages.SessionLimits:
@@ -254,6 +257,18 @@ class StorageClient:
             self._on_close.run()
             self._closed = True
             self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Mark the client as closed in a forked child: its connection and memory belong to the parent.
+
+        Two processes that use one connection would mix up their requests, and a registration is not valid in the child.
+        """
+        # Another thread of the parent may have held the lock during the fork.
+        self._lock = threading.RLock()
+        # The child must not release the objects of the parent, so it keeps references to them.
+        self._inherited = self._on_close
+        self._on_close = ReleaseStack()
+        self._closed = True
 
     def _open_nics(self) -> tuple[verbs.Nic, ...]:
         nics = verbs.open_active_nics()

@@ -1,0 +1,41 @@
+"""A child process that is forked while the parent uses a storage client."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from support.forked import held_by_another_thread, lock_of, wait_status_of_child
+
+from gdrkit.errors import ClosedResource
+from gdrkit.host import HostAllocator
+from gdrkit.storage.client import IORequest
+
+if TYPE_CHECKING:
+    from gdrkit.storage.client import StorageClient
+
+
+def test_client_is_closed_in_a_forked_child(client: StorageClient) -> None:
+    with (
+        client.open("file", write=True, create=True) as file,
+        client.allocate(HostAllocator(), 4096) as buffer,
+    ):
+        request = IORequest(file, 0, buffer)
+
+        def child() -> None:
+            assert client.closed
+            for refused in (
+                lambda: client.batch_write([request]),
+                lambda: client.allocate(HostAllocator(), 4096),
+                lambda: client.stat("file"),
+            ):
+                with pytest.raises(ClosedResource):
+                    refused()
+            buffer.close()
+            client.close()
+
+        with held_by_another_thread(lock_of(client)):
+            assert wait_status_of_child(child) == 0
+        # The session of the parent goes on, and its buffer is still registered.
+        client.batch_write([request])
+        assert client.stat("file").size_bytes == 4096
