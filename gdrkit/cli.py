@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 import gdrkit
-from gdrkit import cli_files, cli_inventory, cli_report, cli_serve, cli_tiers
+from gdrkit import cli_files, cli_inventory, cli_observe, cli_report, cli_serve, cli_tiers
 from gdrkit.errors import Api, ApiError, GdrkitError, UsageError
 from gdrkit.exit_code import ExitCode
 from gdrkit.text import escape_controls
@@ -62,6 +62,7 @@ class _Commands(click.Group):
         "  gdrkit qualify                       run the cases that fit this machine and write a report\n"
         "  gdrkit doctor                        find the reasons why transfers are not direct\n"
         "  gdrkit topology                      show which GPU is near to which NIC and NVMe controller\n"
+        "  gdrkit observe -- COMMAND            show which path the bytes of a program took\n"
         "  gdrkit run --software -- COMMAND     run a program on software twins (drop-in libraries that\n"
         "                                       emulate the hardware)\n\n"
         "`gdrkit COMMAND --help` describes a command. A command that fails prints one line: the API, the call, the "
@@ -328,8 +329,9 @@ def plan(software: bool, profile: str | None, as_json: bool) -> int:
     return 0
 
 
-for _command in (*cli_inventory.COMMANDS, *cli_report.COMMANDS, *cli_files.COMMANDS, *cli_serve.COMMANDS):
-    cli.add_command(_command)
+for _module in (cli_inventory, cli_observe, cli_report, cli_files, cli_serve):
+    for _command in _module.COMMANDS:
+        cli.add_command(_command)
 
 
 @cli.command()

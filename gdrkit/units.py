@@ -8,7 +8,17 @@ from __future__ import annotations
 
 import mmap
 
-__all__ = ["GIB", "GPU_RDMA_PAGE_BYTES", "HOST_PAGE_BYTES", "KIB", "MIB", "align_down", "align_up", "format_bytes"]
+__all__ = [
+    "GIB",
+    "GPU_RDMA_PAGE_BYTES",
+    "HOST_PAGE_BYTES",
+    "KIB",
+    "MIB",
+    "align_down",
+    "align_up",
+    "format_bytes",
+    "rounded_bytes",
+]
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -46,3 +56,13 @@ def format_bytes(length_bytes: int) -> str:
         if unit_count and remainder_bytes < KIB:
             return f"{unit_count} {name} + {remainder_bytes} B"
     return f"{length_bytes} B"
+
+
+def rounded_bytes(length_bytes: int) -> str:
+    """Return a size in decimal units with three digits, such as ``1.34 GB``."""
+    value = float(length_bytes)
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(value) < 1000:  # noqa: PLR2004 - the next unit.
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.4g} TB"

@@ -5,7 +5,7 @@ This package only reports observations. :mod:`gdrkit.report.substrate` derives f
 
 from __future__ import annotations
 
-from gdrkit.evidence.descriptors import descriptors, device_nodes
+from gdrkit.evidence.descriptors import HeldDmabuf, descriptors, device_nodes, held_dmabufs
 from gdrkit.evidence.elf import ElfFile, ElfNote, parse_elf, read_elf
 from gdrkit.evidence.genuine_files import DeviceNode
 from gdrkit.evidence.kernel_devices import (
@@ -17,6 +17,14 @@ from gdrkit.evidence.kernel_devices import (
 )
 from gdrkit.evidence.kernel_log import KernelLog, kernel_log
 from gdrkit.evidence.libraries import LoadedLibrary, describe_library, libraries
+from gdrkit.evidence.netlink import (
+    RdmaQueuePair,
+    RdmaRegion,
+    TcpSocket,
+    rdma_queue_pairs,
+    rdma_regions,
+    tcp_sockets,
+)
 
 __all__ = [
     "SOFTWARE_DRIVERS",
@@ -24,16 +32,24 @@ __all__ = [
     "ElfFile",
     "ElfNote",
     "GpuEvidence",
+    "HeldDmabuf",
     "KernelEvidence",
     "KernelLog",
     "LoadedLibrary",
     "RdmaEvidence",
+    "RdmaQueuePair",
+    "RdmaRegion",
+    "TcpSocket",
     "describe_library",
     "descriptors",
     "device_nodes",
+    "held_dmabufs",
     "kernel_evidence",
     "kernel_log",
     "libraries",
     "parse_elf",
+    "rdma_queue_pairs",
+    "rdma_regions",
     "read_elf",
+    "tcp_sockets",
 ]

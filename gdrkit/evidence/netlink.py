@@ -1,7 +1,8 @@
-"""Query of RDMA devices from the kernel over netlink (NETLINK_RDMA, client NLDEV).
+"""Queries of the kernel over netlink: RDMA devices, queue pairs and memory regions, and the bytes of TCP sockets.
 
 The replies come from the kernel and not from a file or a library, so a mount over /sys or a replaced libibverbs cannot
-change them. The constants are those of include/uapi/rdma/rdma_netlink.h and drivers/infiniband/core/nldev.c of Linux.
+change them. The constants are those of include/uapi/rdma/rdma_netlink.h, include/uapi/linux/inet_diag.h and
+drivers/infiniband/core/nldev.c of Linux.
 """
 
 from __future__ import annotations
@@ -17,15 +18,48 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["NetlinkDevice", "rdma_netlink_devices"]
+__all__ = [
+    "NetlinkDevice",
+    "RdmaQueuePair",
+    "RdmaRegion",
+    "TcpSocket",
+    "rdma_netlink_devices",
+    "rdma_queue_pairs",
+    "rdma_regions",
+    "tcp_sockets",
+]
 
-_NETLINK_RDMA = 20
+_NETLINK_SOCK_DIAG, _NETLINK_RDMA = 4, 20
 _NLMSG_ERROR, _NLMSG_DONE = 2, 3
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_DUMP = 0x1, 0x4, 0x300
 # The message type is (RDMA_NL_NLDEV << 10) + command.
-_DEVICE_GET, _CHARDEV_GET = (5 << 10) + 1, (5 << 10) + 15
+_DEVICE_GET, _QUEUE_PAIR_GET, _REGION_GET, _CHARDEV_GET = ((5 << 10) + command for command in (1, 10, 13, 15))
 _DEV_INDEX, _DEV_NAME, _NODE_GUID = 1, 2, 6
 _CHARDEV_TYPE, _CHARDEV_NAME, _CHARDEV, _UVERBS_DRIVER_ID = 69, 70, 72, 73
+_PORT_INDEX, _LOCAL_NUMBER, _REMOTE_NUMBER, _TYPE, _STATE, _PROCESS_ID = 3, 21, 22, 26, 27, 28
+_LENGTH_BYTES, _REGION_NUMBER = 45, 62
+# A reply about queue pairs or regions has a table, which has one entry for each object.
+_QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY, _REGION_TABLE, _REGION_ENTRY = 19, 20, 40, 41
+# enum ib_qp_type and enum ib_qp_state of include/rdma/ib_verbs.h.
+_TYPE_NAMES = {
+    0: "SMI",
+    1: "GSI",
+    2: "RC",
+    3: "UC",
+    4: "UD",
+    8: "RAW_PACKET",
+    9: "XRC_INI",
+    10: "XRC_TGT",
+    0xFF: "DRIVER",
+}
+_STATE_NAMES = ("RESET", "INIT", "RTR", "RTS", "SQD", "SQE", "ERR")
+# struct inet_diag_req_v2: family, protocol, extensions, padding, states, and a socket of 48 bytes that a dump ignores.
+_SOCKET_REQUEST = struct.Struct("=BBBBI48x")
+_SOCKETS_GET, _TCP_INFO, _ALL_STATES = 20, 2, 0xFFFF_FFFF
+# struct inet_diag_msg: family, state, timer, retransmits, ports in network byte order, addresses, ..., inode.
+_SOCKET = struct.Struct("=BBBB2s2s16s16s28xI")
+# The offsets of tcpi_bytes_acked and tcpi_bytes_received in struct tcp_info (Linux 4.1 and newer).
+_TCP_BYTES = struct.Struct("=120xQQ")
 _TYPE_MASK = 0x3FFF
 _HEADER = struct.Struct("=IHHII")
 _ATTRIBUTE = struct.Struct("=HH")
@@ -69,11 +103,174 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
         EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. Other errors are
         those of socket(7).
     """
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _NETLINK_RDMA) as netlink:
-        netlink.settimeout(_TIMEOUT_S)
-        netlink.bind((0, 0))
+    with _open_netlink(_NETLINK_RDMA) as netlink:
         device_attribute_maps = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
         return tuple(_device(netlink, device_attributes) for device_attributes in device_attribute_maps)
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaQueuePair:
+    """A queue pair of the kernel's RDMA subsystem.
+
+    Attributes
+    ----------
+    device : str
+        Device name, e.g. ``mlx5_0``.
+    port : int or None
+        Port number; None before the queue pair has one.
+    number, remote_number : int or None
+        Number of the queue pair and of its peer. The peer is None if the type has none or it is not connected.
+    type, state : str
+        Names as in rdma-tool, e.g. ``RC`` and ``RTS``.
+    process_id : int or None
+        The process that created the queue pair; None if the kernel did.
+    """
+
+    device: str
+    port: int | None
+    number: int
+    remote_number: int | None
+    type: str
+    state: str
+    process_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaRegion:
+    """A memory region of the kernel's RDMA subsystem. The kernel does not report its keys to unprivileged users.
+
+    Attributes
+    ----------
+    device : str
+        Device name.
+    number : int or None
+        Number by which the kernel identifies the region; None before Linux 5.0.
+    length_bytes : int
+        Length of the region.
+    process_id : int or None
+        The process that registered the region; None if the kernel did.
+    """
+
+    device: str
+    number: int | None
+    length_bytes: int
+    process_id: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class TcpSocket:
+    """A TCP socket of this network namespace.
+
+    Attributes
+    ----------
+    inode : int
+        Inode of the socket, which the descriptors of its process show as ``socket:[inode]``.
+    is_loopback : bool
+        Whether both addresses are the same one, or loopback addresses.
+    sent_bytes, received_bytes : int
+        Payload that the peer acknowledged, and payload that arrived.
+    """
+
+    inode: int
+    is_loopback: bool
+    sent_bytes: int
+    received_bytes: int
+
+
+def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
+    """Query the queue pairs of all RDMA devices in this PID namespace. This needs no privilege.
+
+    Raises
+    ------
+    OSError
+        See :func:`rdma_netlink_devices`.
+    """
+    return tuple(
+        RdmaQueuePair(
+            device=device,
+            port=_integer_attribute(entry, _PORT_INDEX),
+            number=_required(entry, _LOCAL_NUMBER),
+            remote_number=_integer_attribute(entry, _REMOTE_NUMBER) or None,
+            type=_TYPE_NAMES.get(_required(entry, _TYPE), f"type {_required(entry, _TYPE)}"),
+            state=_state_name(_required(entry, _STATE)),
+            process_id=_integer_attribute(entry, _PROCESS_ID),
+        )
+        for device, entry in _resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
+    )
+
+
+def rdma_regions() -> tuple[RdmaRegion, ...]:
+    """Query the memory regions of all RDMA devices in this PID namespace. This needs no privilege.
+
+    Raises
+    ------
+    OSError
+        See :func:`rdma_netlink_devices`.
+    """
+    return tuple(
+        RdmaRegion(
+            device=device,
+            number=_integer_attribute(entry, _REGION_NUMBER),
+            length_bytes=_required(entry, _LENGTH_BYTES),
+            process_id=_integer_attribute(entry, _PROCESS_ID),
+        )
+        for device, entry in _resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
+    )
+
+
+def tcp_sockets() -> tuple[TcpSocket, ...]:
+    """Query the TCP sockets of this network namespace with the bytes that they moved. This needs no privilege.
+
+    Raises
+    ------
+    OSError
+        EBADMSG: a reply is malformed. Other errors are those of socket(7).
+    """
+    sockets = []
+    with _open_netlink(_NETLINK_SOCK_DIAG) as netlink:
+        for family in (socket.AF_INET, socket.AF_INET6):
+            extensions = 1 << (_TCP_INFO - 1)
+            request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
+            for reply in _request(netlink, _SOCKETS_GET, request, dump=True):
+                data = _checked_slice(reply, 0, _SOCKET.size, 0)
+                *_, source, destination, inode = _SOCKET.unpack(data)
+                information = _parse_attributes(reply[_SOCKET.size :]).get(_TCP_INFO, b"")
+                # A listening or closed socket has moved nothing, and a kernel before 4.1 does not count bytes.
+                if inode and len(information) >= _TCP_BYTES.size:
+                    sent_bytes, received_bytes = _TCP_BYTES.unpack_from(information)
+                    sockets.append(TcpSocket(inode, source == destination, sent_bytes, received_bytes))
+    return tuple(sockets)
+
+
+def _resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
+    """Yield the device name and the attributes of each object that a dump of `command` reports."""
+    with _open_netlink(_NETLINK_RDMA) as netlink:
+        devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
+        for device in devices:
+            request = _pack_attribute(_DEV_INDEX, device.get(_DEV_INDEX, b""))
+            for reply in _request(netlink, command, request, dump=True):
+                table = _parse_attributes(reply).get(table_type, b"")
+                for attribute_type, entry in _list_attributes(table):
+                    if attribute_type == entry_type:
+                        yield _text(device.get(_DEV_NAME, b"")), _parse_attributes(entry)
+
+
+def _required(attributes: dict[int, bytes], attribute_type: int) -> int:
+    value = _integer_attribute(attributes, attribute_type)
+    if value is None:
+        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
+    return value
+
+
+def _state_name(state: int) -> str:
+    return _STATE_NAMES[state] if state < len(_STATE_NAMES) else f"state {state}"
+
+
+def _open_netlink(protocol: int) -> socket.socket:
+    netlink = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, protocol)
+    netlink.settimeout(_TIMEOUT_S)
+    netlink.bind((0, 0))
+    return netlink
 
 
 def _device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
@@ -130,13 +327,15 @@ def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def _parse_attributes(data: bytes) -> dict[int, bytes]:
-    attributes: dict[int, bytes] = {}
+    return dict(_list_attributes(data))
+
+
+def _list_attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _ATTRIBUTE.size <= len(data):
         length, attribute_type = _ATTRIBUTE.unpack_from(data, offset)
-        attributes[attribute_type & _TYPE_MASK] = _checked_slice(data, offset, length, _ATTRIBUTE.size)
+        yield attribute_type & _TYPE_MASK, _checked_slice(data, offset, length, _ATTRIBUTE.size)
         offset += (length + 3) & ~3
-    return attributes
 
 
 def _checked_slice(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:

@@ -18,6 +18,7 @@ from gdrkit.host._libc import (
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
 from gdrkit.host.container import container_hints, virtual_machine
 from gdrkit.host.distance import Distance, pci_distance, pci_path
+from gdrkit.host.gpu_traffic import GpuTraffic, GpuTrafficCounter, WrappingCounter
 from gdrkit.host.identity import DMI_NAMES, HostIdentity, dmi_strings, host_identity
 from gdrkit.host.infiniband import PortFacts, RdmaDevice, rdma_devices
 from gdrkit.host.kernel import KernelFacts, kernel_facts, nvidia_driver_version
@@ -39,7 +40,14 @@ from gdrkit.host.pci import (
 )
 from gdrkit.host.port_counters import PortCounters, PortGrowth, port_counters, port_growth, read_port
 from gdrkit.host.private import PrivateFolder
-from gdrkit.host.process import ProcessIdentity, is_running, process_identity, starved_s, this_process
+from gdrkit.host.process import (
+    ProcessIdentity,
+    descendants,
+    is_running,
+    process_identity,
+    starved_s,
+    this_process,
+)
 from gdrkit.host.state import STATE_VARIABLE, state_folder
 from gdrkit.host.tree import DiskFiles, Files, HostTree, Unreadable
 
@@ -55,6 +63,8 @@ __all__ = [
     "Files",
     "GpuHealth",
     "GpuLink",
+    "GpuTraffic",
+    "GpuTrafficCounter",
     "HostAllocator",
     "HostBuffer",
     "HostIdentity",
@@ -76,10 +86,12 @@ __all__ = [
     "ProcessIdentity",
     "RdmaDevice",
     "Unreadable",
+    "WrappingCounter",
     "block_device",
     "cached_libraries",
     "config_space",
     "container_hints",
+    "descendants",
     "die_with_parent",
     "dmi_strings",
     "file_system_type",

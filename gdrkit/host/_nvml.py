@@ -17,8 +17,9 @@ from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["call", "call_if_supported", "initialized", "pci_bus_id"]
+__all__ = ["LINKS_MAX", "call", "call_if_supported", "initialized", "pci_bus_id"]
 
+LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS of nvml.h 13.
 _SONAME = "libnvidia-ml.so.1"
 _DLOPEN = f"dlopen {_SONAME}"
 _REASONS = {

@@ -14,7 +14,7 @@ from gdrkit.host import _nvml
 
 __all__ = ["GpuHealth", "GpuLink", "NvmlFacts", "nvml_facts"]
 
-_LINKS_MAX = 36  # NVML_NVLINK_MAX_LINKS of nvml.h 13.
+
 _CORRECTED, _UNCORRECTED = 0, 1  # nvmlMemoryErrorType_t
 _VOLATILE_ECC = 0  # nvmlEccCounterType_t: errors since the driver was loaded.
 
@@ -153,7 +153,7 @@ def _error_count(handle: object, error_type: int) -> int | None:
 
 def _count_active_nvlinks(handle: object) -> int:
     active_count = 0
-    for link in range(_LINKS_MAX):
+    for link in range(_nvml.LINKS_MAX):
         try:
             state = _nvml.call_if_supported("nvmlDeviceGetNvLinkState", handle, link)
         except ApiError as error:

@@ -1,4 +1,4 @@
-"""Identity of a process that another process can check.
+"""Identity of a process that another process can check, and the descendants of a process.
 
 The kernel reuses process IDs. A process ID together with the start time of the process and the boot ID of the machine
 is unique.
@@ -13,13 +13,22 @@ from dataclasses import dataclass
 
 from gdrkit.host.tree import HostTree
 
-__all__ = ["BOOT_ID_BYTES", "ProcessIdentity", "is_running", "process_identity", "starved_s", "this_process"]
+__all__ = [
+    "BOOT_ID_BYTES",
+    "ProcessIdentity",
+    "descendants",
+    "is_running",
+    "process_identity",
+    "starved_s",
+    "this_process",
+]
 
 BOOT_ID_BYTES = 16
 
 # Numbers of fields of /proc/<pid>/stat, counted from 1 as in proc(5). The first field after the name is the state.
 _START_TIME_FIELD = 22
 _FIRST_FIELD_AFTER_NAME = 3
+_PARENT_FIELD = 4
 _ENDED_STATES = frozenset("ZXx")  # A process in such a state (zombie, dead) has closed its descriptors.
 
 
@@ -83,6 +92,33 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     if started_ticks is not None:
         return started_ticks == identity.started_ticks and state not in _ENDED_STATES
     return _exists(identity.process_id)
+
+
+def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None) -> dict[int, str]:
+    """Return the names of the programs of a process and of its descendants, by process ID.
+
+    Parameters
+    ----------
+    tree : HostTree
+        The host whose /proc is read.
+    process_id : int
+        The process. If it has ended, the result contains its descendants only if they have the marker.
+    marker : bytes or None
+        An entry of the environment, such as ``NAME=value``. A process with this entry counts as a descendant, so that a
+        daemon that has left the tree is found.
+    """
+    programs: dict[int, str] = {}
+    # A child has a larger process ID than its parent, unless the numbers have wrapped around.
+    for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
+        text = tree.text(f"/proc/{name}/stat") or ""
+        program, _, rest = text.partition("(")[2].rpartition(")")
+        fields = rest.split()
+        if not fields or int(name) == os.getpid():
+            continue
+        is_member = int(name) == process_id or int(fields[_PARENT_FIELD - _FIRST_FIELD_AFTER_NAME]) in programs
+        if is_member or (marker is not None and marker in (tree.data(f"/proc/{name}/environ") or b"").split(b"\0")):
+            programs[int(name)] = program
+    return programs
 
 
 def starved_s(process_id: int, tree: HostTree | None = None) -> float:

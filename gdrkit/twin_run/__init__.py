@@ -8,5 +8,7 @@ that the processes have mapped (`loaded`).
 from __future__ import annotations
 
 from gdrkit.twin_run.command import run_on_twins
+from gdrkit.twin_run.supervisor import exit_like, supervise
+from gdrkit.twin_run.usage import ProcessUse, read_usage
 
-__all__ = ["run_on_twins"]
+__all__ = ["ProcessUse", "exit_like", "read_usage", "run_on_twins", "supervise"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import secrets
@@ -11,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING, NoReturn
 
 from gdrkit import launch
-from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
+from gdrkit.errors import Api, UsageError
 from gdrkit.text import escape_controls
 from gdrkit.twin_run.domain_state import joined_domain, write_devices
 from gdrkit.twin_run.loaded import LoadedLibraries
@@ -78,7 +77,7 @@ def run_on_twins(
             environment = launch.with_state(environment, options, state=folder, usage_file=usage_file)
         libraries = LoadedLibraries(options.software, str(usage_file))
         try:
-            status = _supervise(command, environment, libraries)
+            status = supervise(command, environment, libraries.observe)
             uses = [] if usage_file is None else read_usage(usage_file)
         finally:
             # Another run may still use the folder.
@@ -117,23 +116,6 @@ def _shared_state(options: launch.Launch, environment: dict[str, str]) -> Iterat
             if reason is not None:
                 _warn(f"programs do not see the devices in /sys and /dev: {reason}")
         yield folder
-
-
-def _supervise(command: Sequence[str], environment: dict[str, str], libraries: LoadedLibraries) -> int:
-    try:
-        return supervise(command, environment, libraries.observe)
-    except OSError as error:
-        error_number = error.errno or errno.EIO
-        raise ApiError(
-            api=Api.KERNEL,
-            operation="execvp",
-            status=error_number,
-            status_name=errno_name(error_number),
-            errno=error_number,
-            arguments={"command": command[0]},
-            reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
-            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
-        ) from error
 
 
 def _warn(line: str) -> None:

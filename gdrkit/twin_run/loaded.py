@@ -6,13 +6,12 @@ that clears the environment, a program with the set-user-ID bit, and a C library
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gdrkit import launch
-from gdrkit.host import HostTree
+from gdrkit.host import HostTree, descendants
 
 if TYPE_CHECKING:
     from gdrkit.errors import Api
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["LoadedLibraries", "RealLibrary"]
 
 _EXECUTABLE_MAPPING = re.compile(r"^\S+ ..x. \S+ \S+ \S+\s+(/.*\.so.*)$", re.MULTILINE)
-# The fields of /proc/<pid>/stat after the name of the program, which may contain spaces (proc(5)).
-_PARENT_FIELD = 1
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -55,24 +52,10 @@ class LoadedLibraries:
     def observe(self, command: int) -> None:
         """Look at the command with this process ID, at its descendants, and at all processes with its environment."""
         marker = f"{launch.USAGE_VARIABLE}={self.usage_file}".encode()
-        members = {command}
-        # A child has a larger process ID than its parent, unless the numbers have wrapped around.
-        for name in sorted(filter(str.isdecimal, self._tree.names("/proc")), key=int):
-            process_id = int(name)
-            stat = self._tree.text(f"/proc/{name}/stat") or ""
-            fields = stat.rpartition(")")[2].split()
-            if not fields or process_id == os.getpid():
-                continue
-            is_descendant = int(fields[_PARENT_FIELD]) in members
-            if not is_descendant and process_id != command:
-                data = self._tree.data(f"/proc/{name}/environ") or b""
-                is_descendant = marker in data.split(b"\0")
-            if is_descendant or process_id == command:
-                members.add(process_id)
-                self._observe_process(process_id, stat)
+        for process_id, program in descendants(self._tree, command, marker=marker).items():
+            self._observe_process(process_id, program)
 
-    def _observe_process(self, process_id: int, stat: str) -> None:
-        program = stat.partition("(")[2].rpartition(")")[0]
+    def _observe_process(self, process_id: int, program: str) -> None:
         maps = self._tree.text(f"/proc/{process_id}/maps") or ""
         for path in dict.fromkeys(_EXECUTABLE_MAPPING.findall(maps)):
             api = self._replaced_api(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api
+from gdrkit.units import rounded_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -82,18 +83,8 @@ def _line(api: Api, uses: Sequence[ProcessUse]) -> str:
     if objects_count == 0:
         return f"{api.value}: twin opened by {programs}, but not used: no {one}"
     objects = f"{objects_count} {one if objects_count == 1 else several}"
-    moved = f"; {_rounded(moved_bytes)} moved" if moved_bytes else ""
+    moved = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
     return f"{api.value}: twin opened by {programs}; {objects}{moved}"
-
-
-def _rounded(length_bytes: int) -> str:
-    """Return a size in decimal units, such as ``1.3 GB``."""
-    value = float(length_bytes)
-    for unit in ("B", "kB", "MB", "GB"):
-        if value < 1000:  # noqa: PLR2004 - the next unit.
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.4g} TB"
 
 
 def _programs(processes: Sequence[tuple[str, int]]) -> str:

@@ -8,6 +8,7 @@ this process is forwarded. If this process is killed, the kernel kills the comma
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import resource
 import signal
@@ -15,6 +16,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, NoReturn
 
+from gdrkit.errors import Api, ApiError, Reason, errno_name
 from gdrkit.host import die_with_parent
 
 if TYPE_CHECKING:
@@ -32,7 +34,13 @@ _OBSERVE_FIRST_S, _OBSERVE_LATEST_S = 0.02, 2.0
 _EXEC_FAILED = 127
 
 
-def supervise(command: Sequence[str], environment: Mapping[str, str], observe: Callable[[int], None]) -> int:
+def supervise(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    observe: Callable[[int], None],
+    *,
+    latest_s: float = _OBSERVE_LATEST_S,
+) -> int:
     """Run a command and return its wait status, as os.waitpid does.
 
     Parameters
@@ -43,12 +51,14 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], observe: C
         The environment of the command.
     observe : callable
         Called with the process ID of the command while it runs: first after 20 ms, then at intervals that double up to
-        2 s.
+        `latest_s`, and once when a child has ended, before this process reads its status.
+    latest_s : float
+        The longest interval between two calls of `observe`, in seconds.
 
     Raises
     ------
-    OSError
-        The command cannot be started: the error of execvp(3).
+    ApiError
+        The command cannot be started: ENOENT (not found), EACCES (not executable) or another errno of execvp(3).
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -65,8 +75,17 @@ def supervise(command: Sequence[str], environment: Mapping[str, str], observe: C
         os.waitpid(child, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         error_number = int(error_text)
-        raise OSError(error_number, os.strerror(error_number), command[0])
-    return _wait(child, observe)
+        raise ApiError(
+            api=Api.KERNEL,
+            operation="execvp",
+            status=error_number,
+            status_name=errno_name(error_number),
+            errno=error_number,
+            arguments={"command": command[0]},
+            reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
+            what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
+        )
+    return _wait(child, observe, latest_s)
 
 
 def _execute(
@@ -86,16 +105,17 @@ def _execute(
         os._exit(_EXEC_FAILED)
 
 
-def _wait(child: int, observe: Callable[[int], None]) -> int:
+def _wait(child: int, observe: Callable[[int], None], latest_s: float) -> int:
     interval_s = _OBSERVE_FIRST_S
     next_observation_s = time.monotonic() + interval_s
     while True:
         details = signal.sigtimedwait(_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
         if details is None:
             observe(child)
-            interval_s = min(2 * interval_s, _OBSERVE_LATEST_S)
+            interval_s = min(2 * interval_s, latest_s)
             next_observation_s = time.monotonic() + interval_s
         elif details.si_signo == signal.SIGCHLD:
+            observe(child)
             if (status := _collect(child)) is not None:
                 return status
         elif details.si_code != _SI_KERNEL:

@@ -1,0 +1,222 @@
+"""Bytes that crossed the PCIe link and the NVLinks of each GPU, from the counters of NVML.
+
+The counters are those of the GPU, so they include all processes, and PCIe bytes include the headers of the packets. The
+PCIe counters have 32 bits: at the rate of a fast link they wrap every 70 ms. :class:`GpuTrafficCounter` reads them in a
+thread more often than that, and reports how often it was late.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+from gdrkit.errors import GdrkitError
+from gdrkit.host import _nvml
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+__all__ = ["GpuTraffic", "GpuTrafficCounter", "WrappingCounter"]
+
+# Field identifiers of nvml.h. The PCIe fields count bytes, and the NVLink fields count KiB of each link.
+_PCIE_SENT, _PCIE_RECEIVED = 197, 198
+_NVLINK_SENT, _NVLINK_RECEIVED = 138, 139
+_KIB = 1 << 10
+_WRAP_BYTES = 1 << 32
+_PERIOD_S = 0.02
+# A link of PCIe 5.0 with 16 lanes moves at most 63 GB/s, so it needs longer than this for 2**32 bytes.
+_LATE_S = 0.065
+_UNSIGNED_LONG = (2, 3)  # nvmlValueType_t: unsigned long, unsigned long long.
+
+
+@dataclass(slots=True)
+class WrappingCounter:
+    """The growth of a counter that continues at 0 when it reaches 2**32.
+
+    Attributes
+    ----------
+    growth : int
+        By how much the counter grew since the first value.
+    late_count : int
+        How often the time between two values was so long that the counter may have wrapped more than once.
+    """
+
+    growth: int = 0
+    late_count: int = 0
+    _last: int | None = None
+    _last_s: float = 0.0
+
+    def add(self, value: int, now_s: float) -> None:
+        """Add a value of the counter that was read at the time `now_s`."""
+        if self._last is not None:
+            step = value - self._last
+            self.growth += step if step >= 0 else step + _WRAP_BYTES
+            self.late_count += bool(step) and now_s - self._last_s > _LATE_S
+        self._last, self._last_s = value, now_s
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTraffic:
+    """The growth of the counters of one GPU. A counter that the GPU does not have is None.
+
+    Attributes
+    ----------
+    pci_bus_id : str
+        PCI address as sysfs writes it.
+    minor : int
+        Number of the device node, ``/dev/nvidia<minor>``.
+    pcie_received_bytes, pcie_sent_bytes : int or None
+        Bytes of packets that the GPU received and sent over PCIe, with their headers.
+    nvlink_received_bytes, nvlink_sent_bytes : int or None
+        Payload bytes that the GPU received and sent over all NVLinks.
+    late_count : int
+        How often the PCIe counters may have wrapped more than once between two readings. If it is not 0, the PCIe bytes
+        are lower bounds.
+    process_ids : tuple of int
+        Processes that NVML listed as users of the GPU, in the PID namespace of the driver.
+    """
+
+    pci_bus_id: str
+    minor: int
+    pcie_received_bytes: int | None
+    pcie_sent_bytes: int | None
+    nvlink_received_bytes: int | None
+    nvlink_sent_bytes: int | None
+    late_count: int
+    process_ids: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class _Gpu:
+    handle: Any
+    pci_bus_id: str
+    minor: int
+    received: WrappingCounter = field(default_factory=WrappingCounter)
+    sent: WrappingCounter = field(default_factory=WrappingCounter)
+    has_pcie: bool = False
+    nvlink_first: tuple[int, int] | None = None
+    process_ids: set[int] = field(default_factory=set)
+
+
+class GpuTrafficCounter:
+    """Counter of the traffic of all GPUs while its context is open.
+
+    If NVML cannot be used, there are no GPUs, and :attr:`failure` has the error.
+
+    Attributes
+    ----------
+    failure : GdrkitError or None
+        The reason why there are no counters.
+    """
+
+    def __init__(self) -> None:
+        self.failure: GdrkitError | None = None
+        self._gpus: list[_Gpu] = []
+        self._nvml = _nvml.initialized()
+        self._is_open = False
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self._nvml.__enter__()
+            self._is_open = True
+            for index in range(_nvml.call("nvmlDeviceGetCount")):
+                handle = _nvml.call("nvmlDeviceGetHandleByIndex", index)
+                minor = int(_nvml.call("nvmlDeviceGetMinorNumber", handle))
+                gpu = _Gpu(handle, _nvml.pci_bus_id(handle), minor)
+                gpu.nvlink_first = _read_nvlinks(handle)
+                self._gpus.append(gpu)
+            self._read_pcie()
+        except GdrkitError as error:
+            self.failure = error
+            self._gpus = []
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._is_open:
+            self._nvml.__exit__(None, None, None)
+
+    def start(self) -> None:
+        """Start the thread, if there is something to read. A process that still has to fork calls this afterwards."""
+        if self._thread is None and any(gpu.has_pcie for gpu in self._gpus):
+            self._thread = threading.Thread(target=self._run, name="gdrkit-gpu-traffic", daemon=True)
+            self._thread.start()
+
+    def read_processes(self) -> None:
+        """Add the processes that use each GPU now."""
+        for gpu in self._gpus:
+            processes = _nvml.call_if_supported("nvmlDeviceGetComputeRunningProcesses", gpu.handle) or ()
+            gpu.process_ids.update(int(process.pid) for process in processes)
+
+    def traffic(self) -> tuple[GpuTraffic, ...]:
+        """Return the growth of all counters until now."""
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join()
+            self._thread = None
+        self._read_pcie()
+        return tuple(map(_traffic_of, self._gpus))
+
+    def _run(self) -> None:
+        while not self._stop.wait(_PERIOD_S):
+            self._read_pcie()
+
+    def _read_pcie(self) -> None:
+        for gpu in self._gpus:
+            sent, received = _read_fields(gpu.handle, [(_PCIE_SENT, 0), (_PCIE_RECEIVED, 0)])
+            if sent is None or received is None:
+                continue
+            now_s = time.monotonic()
+            gpu.has_pcie = True
+            gpu.sent.add(sent, now_s)
+            gpu.received.add(received, now_s)
+
+
+def _traffic_of(gpu: _Gpu) -> GpuTraffic:
+    nvlink_last = _read_nvlinks(gpu.handle)
+    sent_bytes = received_bytes = None
+    if gpu.nvlink_first is not None and nvlink_last is not None:
+        sent_bytes, received_bytes = (
+            (last - first) * _KIB for first, last in zip(gpu.nvlink_first, nvlink_last, strict=True)
+        )
+    return GpuTraffic(
+        pci_bus_id=gpu.pci_bus_id,
+        minor=gpu.minor,
+        pcie_received_bytes=gpu.received.growth if gpu.has_pcie else None,
+        pcie_sent_bytes=gpu.sent.growth if gpu.has_pcie else None,
+        nvlink_received_bytes=received_bytes,
+        nvlink_sent_bytes=sent_bytes,
+        late_count=max(gpu.received.late_count, gpu.sent.late_count),
+        process_ids=tuple(sorted(gpu.process_ids)),
+    )
+
+
+def _read_nvlinks(handle: object) -> tuple[int, int] | None:
+    """Return the KiB that all NVLinks of a GPU sent and received, or None if the GPU has no NVLink counters."""
+    links = range(_nvml.LINKS_MAX)
+    values = _read_fields(handle, [(field_id, link) for field_id in (_NVLINK_SENT, _NVLINK_RECEIVED) for link in links])
+    sent, received = values[: len(links)], values[len(links) :]
+    if all(value is None for value in values):
+        return None
+    return sum(value or 0 for value in sent), sum(value or 0 for value in received)
+
+
+def _read_fields(handle: object, fields: list[tuple[int, int]]) -> list[int | None]:
+    """Return the values of fields, each a pair of identifier and scope. A value that NVML does not have is None."""
+    values = _nvml.call_if_supported("nvmlDeviceGetFieldValues", handle, fields)
+    if values is None:
+        return [None] * len(fields)
+    return [_unsigned(value) if value.nvmlReturn == 0 else None for value in values]
+
+
+def _unsigned(value: Any) -> int:  # noqa: ANN401 - a structure of pynvml, which has no types.
+    # An unsigned long has 8 bytes on Linux, like an unsigned long long.
+    return int(value.value.ullVal if value.valueType in _UNSIGNED_LONG else value.value.uiVal)

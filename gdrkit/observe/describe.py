@@ -1,0 +1,57 @@
+"""An observation as text for a terminal, and as an HTML page."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gdrkit.report.render import environment
+from gdrkit.text import escape_controls
+from gdrkit.units import rounded_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.observe.observation import Observation, ObservedProcess, ObservedRoute
+
+__all__ = ["describe_observation", "render_page"]
+
+
+def describe_observation(observation: Observation) -> str:
+    """Return the verdicts with their evidence, the libraries, and what could not be seen, as lines of text."""
+    return escape_controls("\n".join(_lines(observation)))
+
+
+def render_page(observation: Observation) -> str:
+    """Return the observation as a self-contained HTML page."""
+    view = {
+        "title": " ".join(observation.command),
+        "observation": observation,
+        "verdicts": [_verdict(route) for route in observation.routes],
+        "libraries": [(process, list(_libraries(process))) for process in observation.processes],
+    }
+    return environment(escaped=True).get_template("observation.html.j2").render(view)
+
+
+def _lines(observation: Observation) -> Iterator[str]:
+    for route in observation.routes:
+        yield _verdict(route)
+        if route.cause:
+            yield f"  because {route.cause}"
+        for sentence in route.evidence:
+            yield f"  {sentence}"
+    for process in observation.processes:
+        for line in _libraries(process):
+            yield f"library: {line}"
+    for sentence in observation.not_seen:
+        yield f"not seen: {sentence}"
+
+
+def _verdict(route: ObservedRoute) -> str:
+    moved = "" if not route.moved_bytes else f", {rounded_bytes(route.moved_bytes)}"
+    return f"{route.route}: {route.outcome.value.replace('_', ' ')}{moved}"
+
+
+def _libraries(process: ObservedProcess) -> Iterator[str]:
+    for library in process.libraries:
+        twin = " (software twin)" if library.is_twin else ""
+        yield f"{process.program} (pid {process.process_id}): {library.name}{twin}, {library.path}"

@@ -1,0 +1,200 @@
+"""The result of an observation, as it is written to JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Self
+
+from gdrkit import serialization
+from gdrkit.evidence import HeldDmabuf, RdmaQueuePair, RdmaRegion  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.host import GpuTraffic  # noqa: TC001 - see above.
+from gdrkit.verdict import RouteOutcome  # noqa: TC001 - see above.
+
+__all__ = ["SCHEMA_VERSION", "Observation", "ObservedLibrary", "ObservedProcess", "ObservedRoute", "PortTraffic"]
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedLibrary:
+    """A library that can move bytes or that names their path.
+
+    Attributes
+    ----------
+    name : str
+        Short name, e.g. ``verbs``, ``cuda``, ``cufile``, ``nccl`` or ``ucx``.
+    path : str
+        The file that the process has mapped.
+    build_id : str or None
+        The GNU build id in hexadecimal digits.
+    is_twin : bool
+        Whether the file is a software twin, a drop-in library that emulates the hardware.
+    """
+
+    name: str
+    path: str
+    build_id: str | None
+    is_twin: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedProcess:
+    """What one process had while it was observed. Objects that lived only between two samples are missing.
+
+    Attributes
+    ----------
+    process_id : int
+        Process ID.
+    program : str
+        Name of the program, as in /proc/<pid>/stat.
+    libraries : tuple of ObservedLibrary
+        The libraries that it had mapped.
+    queue_pairs, regions : tuple
+        RDMA objects that the kernel attributes to the process.
+    dmabufs : tuple of HeldDmabuf
+        dma-bufs of which it had a descriptor open.
+    nodes : tuple of str
+        Device nodes that it had open, such as ``/dev/nvidia0``.
+    read_bytes, written_bytes : int or None
+        Bytes of its read and write calls, of files, pipes and terminals. None if they could not be read.
+    storage_read_bytes : int or None
+        Bytes that were fetched from a storage device for the process.
+    mapped_file_bytes : int
+        Total size of the parts of data files that it had mapped.
+    loopback_sent_bytes, remote_sent_bytes, loopback_received_bytes, remote_received_bytes : int
+        Payload of its TCP sockets, to this machine and to others.
+    twin_objects, twin_bytes : mapping
+        By API, the objects that it created and the bytes that it moved on software twins.
+    """
+
+    process_id: int
+    program: str
+    libraries: tuple[ObservedLibrary, ...]
+    queue_pairs: tuple[RdmaQueuePair, ...]
+    regions: tuple[RdmaRegion, ...]
+    dmabufs: tuple[HeldDmabuf, ...]
+    nodes: tuple[str, ...]
+    read_bytes: int | None
+    written_bytes: int | None
+    storage_read_bytes: int | None
+    mapped_file_bytes: int
+    loopback_sent_bytes: int
+    remote_sent_bytes: int
+    loopback_received_bytes: int
+    remote_received_bytes: int
+    twin_objects: dict[str, int]
+    twin_bytes: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class PortTraffic:
+    """By how much the counters of an RDMA port grew. A counter that the driver lacks, or that went back, is None."""
+
+    device: str
+    port: int
+    sent_bytes: int | None
+    received_bytes: int | None
+    sent_packets: int | None
+    received_packets: int | None
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether any counter of the port grew."""
+        return any((self.sent_bytes, self.received_bytes, self.sent_packets, self.received_packets))
+
+
+@dataclass(frozen=True, slots=True)
+class ObservedRoute:
+    """The verdict about one route.
+
+    Attributes
+    ----------
+    route : str
+        ``rdma``, ``tcp``, ``nvlink``, ``p2p``, ``nvfs``, ``posix``, ``engine`` or ``unknown``.
+    outcome : RouteOutcome
+        PROVEN: the bytes took the route. FELL_BACK: the program can use the route, and its bytes took another one.
+    moved_bytes : int or None
+        Bytes that took the route, as the evidence counts them; None if nothing counts them.
+    evidence : tuple of str
+        One sentence for each observation.
+    cause : str or None
+        Why the outcome is not PROVEN.
+    """
+
+    route: str
+    outcome: RouteOutcome
+    moved_bytes: int | None
+    evidence: tuple[str, ...]
+    cause: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """Everything that was seen of a process and its descendants.
+
+    Attributes
+    ----------
+    command : tuple of str
+        The observed command, or the program and ID of an observed process.
+    duration_s : float
+        Duration of the observation.
+    exit_code : int or None
+        Exit code of the command, or the negative number of the signal that ended it; None if it did not end.
+    processes : tuple of ObservedProcess
+        The processes, by process ID.
+    ports : tuple of PortTraffic
+        The RDMA ports of the machine. Their counters include all processes.
+    gpus : tuple of GpuTraffic
+        The GPUs of the machine. Their counters include all processes.
+    nvidia_fs : mapping or None
+        By how much the counters of nvidia-fs grew; None if it is not loaded.
+    other_queue_pairs : tuple of RdmaQueuePair
+        Queue pairs of other processes and of the kernel on the same devices.
+    log : tuple of str
+        Lines of NCCL and UCX that name their transports.
+    routes : tuple of ObservedRoute
+        The verdicts.
+    not_seen : tuple of str
+        What could not be observed, each with the reason.
+    """
+
+    schema_version: int
+    command: tuple[str, ...]
+    duration_s: float
+    exit_code: int | None
+    processes: tuple[ObservedProcess, ...]
+    ports: tuple[PortTraffic, ...]
+    gpus: tuple[GpuTraffic, ...]
+    nvidia_fs: dict[str, int] | None
+    other_queue_pairs: tuple[RdmaQueuePair, ...]
+    log: tuple[str, ...]
+    routes: tuple[ObservedRoute, ...]
+    not_seen: tuple[str, ...]
+
+    @property
+    def tcp_bytes(self) -> int:
+        """Payload that the processes moved over TCP. Bytes between two of the processes count once."""
+        loopback_sent_bytes = sum(process.loopback_sent_bytes for process in self.processes)
+        loopback_received_bytes = sum(process.loopback_received_bytes for process in self.processes)
+        remote_bytes = sum(process.remote_sent_bytes + process.remote_received_bytes for process in self.processes)
+        return max(loopback_sent_bytes, loopback_received_bytes) + remote_bytes
+
+    def to_json(self) -> str:
+        """Return the observation as indented JSON."""
+        return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, where: str = "observation") -> Self:
+        """Parse the output of :meth:`to_json`. `where` names the text in errors.
+
+        Raises
+        ------
+        UsageError
+            ``MALFORMED``: the text is not JSON, has another version, or has an invalid field.
+        """
+        return serialization.parse_versioned(cls, text, version=SCHEMA_VERSION, where=where)
+
+    def route(self, name: str) -> ObservedRoute | None:
+        """Return the verdict about a route, or None if nothing shows that the program can use it."""
+        return next((route for route in self.routes if route.route == name), None)

@@ -1,0 +1,256 @@
+"""The verdicts: from the evidence of an observation to the state of each route.
+
+A counter of a NIC, a GPU or nvidia-fs includes every process of the machine. So it proves a route of the observed
+processes only if no other process could have moved the bytes; otherwise the route is unproven, and the cause names the
+others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from gdrkit.observe.observation import ObservedRoute
+from gdrkit.units import rounded_bytes
+from gdrkit.verdict import RouteOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.host import GpuTraffic
+    from gdrkit.observe.observation import Observation
+
+__all__ = ["derive_routes"]
+
+# Types of queue pairs that programs move data with. SMI and GSI are for management.
+_MANAGEMENT_TYPES = frozenset({"SMI", "GSI"})
+# Libraries that use RDMA where it is possible, and otherwise TCP.
+_CHOOSING_LIBRARIES = frozenset({"nccl", "ucx", "libfabric", "nixl"})
+# A program that only connects and says hello has not moved its data over TCP.
+_TCP_BYTES_MIN = 64 << 10
+# Programs read their code and settings, so fewer bytes are not the transfer of a file to a GPU.
+_FILE_BYTES_MIN = 16 << 20
+# Relative to the bytes of a file: headers add about 8 % at 256 bytes per packet, and a program also moves other bytes.
+_PCIE_RATIO_MIN, _PCIE_RATIO_MAX = 0.98, 1.25
+
+
+def derive_routes(observation: Observation) -> Observation:
+    """Return the observation with one verdict for each route that the processes used or could have used."""
+    routes = tuple(
+        route
+        for derive in (_rdma_route, _nvlink_route, _file_route, _tcp_route)
+        if (route := derive(observation)) is not None
+    )
+    if not routes:
+        cause = "no queue pair, no TCP payload, no traffic of a GPU and no read file was seen"
+        routes = (ObservedRoute("unknown", RouteOutcome.UNPROVEN, None, (), cause),)
+    return dataclasses.replace(observation, routes=routes)
+
+
+def _library_names(observation: Observation) -> set[str]:
+    return {library.name for process in observation.processes for library in process.libraries}
+
+
+def _rdma_route(observation: Observation) -> ObservedRoute | None:
+    evidence = list(_queue_pair_evidence(observation))
+    if evidence:
+        return _used_rdma_route(observation, evidence)
+    names = _library_names(observation)
+    can_choose = names & _CHOOSING_LIBRARIES
+    tcp_bytes = observation.tcp_bytes
+    if not can_choose and "verbs" not in names:
+        return None
+    reason = "no queue pair was created" if observation.ports else "the kernel has no RDMA device"
+    if can_choose and tcp_bytes >= _TCP_BYTES_MIN:
+        cause = f"{reason}; {rounded_bytes(tcp_bytes)} went over TCP"
+        evidence = [f"{', '.join(sorted(can_choose))} would use RDMA where it is possible", *observation.log]
+        return ObservedRoute("rdma", RouteOutcome.FELL_BACK, 0, tuple(evidence), cause)
+    if not observation.ports and "verbs" in names:
+        return ObservedRoute("rdma", RouteOutcome.NOT_POSSIBLE, 0, ("libibverbs is loaded",), reason)
+    return None
+
+
+def _queue_pair_evidence(observation: Observation) -> Iterator[str]:
+    for process in observation.processes:
+        by_device: dict[tuple[str, str], int] = {}
+        for pair in process.queue_pairs:
+            if pair.type not in _MANAGEMENT_TYPES:
+                by_device[pair.device, pair.type] = by_device.get((pair.device, pair.type), 0) + 1
+        for (device, pair_type), count in by_device.items():
+            yield f"{process.program} (pid {process.process_id}): {_count(count, 'queue pair')} {pair_type} on {device}"
+        twin_count = process.twin_objects.get("verbs", 0)
+        if twin_count:
+            moved = rounded_bytes(process.twin_bytes.get("verbs", 0))
+            pairs = _count(twin_count, "queue pair")
+            yield f"{process.program} (pid {process.process_id}): {pairs} on the software twin, which moved {moved}"
+    for process in observation.processes:
+        if process.regions:
+            total = rounded_bytes(sum(region.length_bytes for region in process.regions))
+            regions = _count(len(process.regions), "memory region")
+            yield f"{process.program} (pid {process.process_id}): {regions}, {total}"
+        for dmabuf in process.dmabufs:
+            size = rounded_bytes(dmabuf.size_bytes)
+            yield f"{process.program} (pid {process.process_id}): dma-buf of {dmabuf.exporter}, {size}"
+
+
+def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedRoute:
+    twin_bytes = sum(process.twin_bytes.get("verbs", 0) for process in observation.processes)
+    pairs = [
+        pair for process in observation.processes for pair in process.queue_pairs if pair.type not in _MANAGEMENT_TYPES
+    ]
+    devices = {pair.device for pair in pairs}
+    # The twins have no queue pairs in the kernel, so all ports of a twin's domain count.
+    ports = [port for port in observation.ports if port.device in devices or (twin_bytes and not devices)]
+    for port in ports:
+        if port.has_grown:
+            numbers = [f"{port.sent_packets} packets sent, {port.received_packets} received"]
+            if port.sent_bytes is not None and port.received_bytes is not None:
+                numbers.insert(
+                    0, f"{rounded_bytes(port.sent_bytes)} sent, {rounded_bytes(port.received_bytes)} received"
+                )
+            evidence.append(f"{port.device} port {port.port}: {'; '.join(numbers)}")
+    sums = [bytes_ for port in ports for bytes_ in (port.sent_bytes, port.received_bytes) if bytes_ is not None]
+    moved_bytes = twin_bytes or (max(sums) if sums else None)
+    evidence += observation.log
+    numbers_of_pairs = {(pair.device, pair.number) for pair in pairs}
+    others = sorted(
+        {
+            "the kernel" if pair.process_id is None else f"pid {pair.process_id}"
+            for pair in observation.other_queue_pairs
+            if pair.device in devices
+            and pair.type not in _MANAGEMENT_TYPES
+            # A peer on this machine moves the bytes of the observed process, and no others by this queue pair.
+            and (pair.device, pair.remote_number) not in numbers_of_pairs
+        }
+    )
+    cause = None
+    if not twin_bytes and not any(port.has_grown for port in ports):
+        cause = "the counters of the ports stood still"
+    elif not twin_bytes and not any(pair.state in {"RTS", "SQD"} for pair in pairs):
+        cause = "no queue pair was seen in a state in which it can send"
+    elif others:
+        cause = f"the counters of the ports also include {', '.join(others)}"
+    outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
+    return ObservedRoute("rdma", outcome, moved_bytes, tuple(evidence), cause)
+
+
+def _tcp_route(observation: Observation) -> ObservedRoute | None:
+    tcp_bytes = observation.tcp_bytes
+    if tcp_bytes < _TCP_BYTES_MIN:
+        return None
+    evidence = []
+    for process in observation.processes:
+        for where in ("loopback", "remote"):
+            sent, received = (getattr(process, f"{where}_{verb}_bytes") for verb in ("sent", "received"))
+            if sent or received:
+                target = "this machine" if where == "loopback" else "other machines"
+                evidence.append(
+                    f"{process.program} (pid {process.process_id}): {rounded_bytes(sent)} sent to {target} and "
+                    f"{rounded_bytes(received)} received, by the sockets that were open at a sample"
+                )
+    return ObservedRoute("tcp", RouteOutcome.PROVEN, tcp_bytes, tuple(evidence))
+
+
+def _used_gpus(observation: Observation) -> list[GpuTraffic]:
+    nodes = {node for process in observation.processes for node in process.nodes}
+    return [gpu for gpu in observation.gpus if f"/dev/nvidia{gpu.minor}" in nodes]
+
+
+def _other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
+    own = {process.process_id for process in observation.processes}
+    # In a container, NVML lists process IDs of another namespace. Then none of the observed processes is among them.
+    listed = {number for gpu in gpus for number in gpu.process_ids}
+    return [f"pid {number}" for number in sorted(listed - own)] if listed & own else []
+
+
+def _nvlink_route(observation: Observation) -> ObservedRoute | None:
+    gpus = [gpu for gpu in _used_gpus(observation) if gpu.nvlink_sent_bytes or gpu.nvlink_received_bytes]
+    if not gpus:
+        return None
+    evidence = [
+        f"GPU {gpu.minor} ({gpu.pci_bus_id}): {rounded_bytes(gpu.nvlink_sent_bytes or 0)} sent and "
+        f"{rounded_bytes(gpu.nvlink_received_bytes or 0)} received over NVLink"
+        for gpu in gpus
+    ]
+    evidence += observation.log
+    others = _other_gpu_processes(observation, gpus)
+    cause = f"the counters of the GPUs also include {', '.join(others)}" if others else None
+    outcome = RouteOutcome.UNPROVEN if cause else RouteOutcome.PROVEN
+    moved_bytes = sum(gpu.nvlink_sent_bytes or 0 for gpu in gpus)
+    return ObservedRoute("nvlink", outcome, moved_bytes, tuple(evidence), cause)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _FileBytes:
+    """Bytes of files that the processes read, and bytes that their GPUs received."""
+
+    read: int
+    from_storage: int
+    mapped: int
+    by_nvidia_fs: int
+    over_pcie: int | None
+
+    @property
+    def counted(self) -> int:
+        """The bytes of files that read calls or nvidia-fs counted."""
+        return max(self.read, self.by_nvidia_fs)
+
+
+def _file_route(observation: Observation) -> ObservedRoute | None:
+    """Return the verdict about files that the processes read into GPU memory."""
+    gpus = _used_gpus(observation)
+    processes = observation.processes
+    pcie_counts = [gpu.pcie_received_bytes for gpu in gpus if gpu.pcie_received_bytes is not None]
+    # The counts of a process include those of its children that have ended, so that a sum would count them twice.
+    sizes = _FileBytes(
+        read=max((process.read_bytes or 0 for process in processes), default=0),
+        from_storage=max((process.storage_read_bytes or 0 for process in processes), default=0),
+        mapped=max((process.mapped_file_bytes for process in processes), default=0),
+        by_nvidia_fs=(observation.nvidia_fs or {}).get("Reads.readMiB", 0) << 20,
+        over_pcie=sum(pcie_counts) if pcie_counts else None,
+    )
+    if not gpus or max(sizes.counted, sizes.mapped) < _FILE_BYTES_MIN:
+        return None
+    read, from_storage, mapped = map(rounded_bytes, (sizes.read, sizes.from_storage, sizes.mapped))
+    evidence = [f"{read} by read calls, {from_storage} of them from a storage device; {mapped} of data files mapped"]
+    for gpu in gpus:
+        received = rounded_bytes(gpu.pcie_received_bytes or 0)
+        evidence.append(f"GPU {gpu.minor} ({gpu.pci_bus_id}): {received} received over PCIe, with headers")
+    if sizes.by_nvidia_fs:
+        evidence.append(f"nvidia-fs read {rounded_bytes(sizes.by_nvidia_fs)} directly into GPU memory")
+    names = _library_names(observation)
+    route, cause = _host_route(names), None
+    if sizes.by_nvidia_fs >= sizes.counted / 2:
+        route = "nvfs"
+    elif "cufile" in names and sizes.from_storage >= sizes.read / 2:
+        # cuFile reads peer to peer only from the storage device. What the page cache held came through host memory.
+        route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
+    others = _other_gpu_processes(observation, gpus)
+    cause = cause or _pcie_gap(sizes, is_late=any(gpu.late_count for gpu in gpus))
+    cause = cause or (f"the counters of the GPUs also include {', '.join(others)}" if others else None)
+    outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
+    return ObservedRoute(route, outcome, sizes.counted, tuple(evidence), cause)
+
+
+def _pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
+    """Return why the bytes over PCIe do not show that the GPUs received the files, or None if they do."""
+    if sizes.over_pcie is None:
+        return "the GPU has no counter of its PCIe traffic"
+    if is_late:
+        return "the PCIe counters were read too late, and may have wrapped more than once"
+    if sizes.counted < _FILE_BYTES_MIN:
+        return f"the files were mapped, and nothing counts which of the {rounded_bytes(sizes.mapped)} were used"
+    ratio = sizes.over_pcie / sizes.counted
+    if not _PCIE_RATIO_MIN <= ratio <= _PCIE_RATIO_MAX:
+        limits = f"{_PCIE_RATIO_MIN} to {_PCIE_RATIO_MAX}"
+        return f"PCIe received {ratio:.2f} times the bytes of the files, not {limits} times"
+    return None
+
+
+def _host_route(names: set[str]) -> str:
+    """Return the name of the route through host memory: by the copy engine of gdrkit, or by read calls."""
+    return "engine" if "gdrkit.gds" in names and "kvikio" not in names else "posix"
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
