@@ -353,7 +353,7 @@ class Observer:
             )
         if "cufile" in names:
             self._add_gap(
-                "statistics of cuFile: they are in the process; gds_stats shows them if cufile.json enables cufile_stats"
+                "statistics of cuFile: they are in the process; gds_stats shows them if cufile.json has cufile_stats"
             )
         for name, title in (("nccl", "NCCL"), ("ucx", "UCX")):
             if name in names and not has_log:

@@ -93,6 +93,7 @@ PARTS: dict[str, Part] = {
     "storage": Part(("suites/bench/test_storage_speed.py",), limit_s=540, is_measuring=True),
     "all-devices": Part(("hardware/throughput/test_all_devices.py",), limit_s=240, is_measuring=True),
     "nccl": Part(("hardware/throughput/test_nccl.py",), limit_s=300, is_measuring=True, is_optional=True),
+    "observe": Part(("suites/observe/test_gpu_programs.py",), limit_s=300),
     "model-files": Part(("suites/models",), limit_s=240),
     "models": Part(("suites/bench/test_model_speed.py",), limit_s=590, is_measuring=True, is_optional=True),
 }

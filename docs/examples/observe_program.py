@@ -1,0 +1,56 @@
+"""Which path the bytes of another program took, as far as it can be seen from outside."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from gdrkit import evidence, host, observe
+
+SENDER = """
+import socket, time
+listener = socket.create_server(("127.0.0.1", 0))
+sender = socket.create_connection(listener.getsockname())
+receiver, _ = listener.accept()
+sender.sendall(bytes(100_000))
+received = 0
+while received < 100_000:
+    received += len(receiver.recv(65536))
+time.sleep(0.5)
+"""
+
+observation, status = observe.run_observed([sys.executable, "-c", SENDER])
+assert os.waitstatus_to_exitcode(status) == 0
+print(observe.describe_observation(observation))
+assert observation.route("tcp") is not None
+assert observe.Observation.from_json(observation.to_json()) == observation
+assert observe.derive_routes(observation).routes == observation.routes
+page = observe.render_page(observation)
+print(len(page), "characters of HTML;", [process.program for process in observation.processes])
+
+# A process that runs already. What it did before does not count.
+with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+    seen = observe.observe_process(child.pid, duration_s=0.2)
+    print(host.descendants(host.HostTree(), child.pid))
+    targets = evidence.descriptors(str(child.pid))
+    print("dma-bufs:", evidence.held_dmabufs(host.HostTree(), str(child.pid), targets))
+    child.kill()
+print(seen.routes[0].route, seen.routes[0].outcome.value)
+
+# The parts of an observation: an observer that the program samples, counters of GPUs, and the kernel's RDMA objects.
+with observe.Observer() as observer:
+    observer.sample(os.getpid())
+    print([port.has_grown for port in observer.finish(["this program"], None).ports])
+with host.GpuTrafficCounter() as counter:
+    counter.start()
+    print(counter.failure or counter.traffic())
+wrapping = host.WrappingCounter()
+for value, now_s in ((0xFFFF_FF00, 0.00), (0x100, 0.02)):
+    wrapping.add(value, now_s)
+assert wrapping.growth == 0x200
+print(len(evidence.tcp_sockets()), "TCP sockets")
+try:
+    print(evidence.rdma_queue_pairs(), evidence.rdma_regions())
+except OSError as error:
+    print("RDMA netlink:", error.strerror)

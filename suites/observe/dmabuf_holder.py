@@ -1,0 +1,16 @@
+"""Program that holds a dma-buf of the kernel, prints a line, and ends when its standard input is closed.
+
+`python -m observe.dmabuf_holder DEVICE LENGTH_BYTES`: DEVICE is a device file of :mod:`support.kernel_exporters`.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from support.kernel_exporters import exported
+
+if __name__ == "__main__":
+    with exported(sys.argv[1], int(sys.argv[2])):
+        sys.stdout.write("ready\n")
+        sys.stdout.flush()
+        sys.stdin.read()

@@ -1,0 +1,182 @@
+"""`gdrkit observe` of real programs: on the verbs twin, over TCP, with dma-bufs of the kernel, and bad input."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM
+from support.other_user import run_program
+from support.processes import LineChild
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import host, needs, software
+from gdrkit.observe import Observation
+from gdrkit.units import MIB
+from gdrkit.verdict import RouteOutcome
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+OBSERVE = [sys.executable, "-m", "gdrkit", "observe"]
+TWIN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
+# The program writes 8 MiB from one queue pair to another, and then waits, so that it is seen before it ends.
+WRITE = """
+import contextlib, time
+from gdrkit.verbs import Nic
+with contextlib.ExitStack() as stack:
+    nic = stack.enter_context(Nic.open("twin0"))
+    queue = stack.enter_context(nic.completion_queue())
+    first, second = (stack.enter_context(nic.queue_pair(queue)) for _ in range(2))
+    first.connect(second.endpoint())
+    second.connect(first.endpoint())
+    region = stack.enter_context(nic.register_host(bytearray(8 << 20)))
+    first.post_write(region, region.remote(), work_id=1)
+    queue.wait(20_000)
+    time.sleep(0.3)
+"""
+# The program sends 4 MiB to itself over TCP, and waits with open sockets.
+SEND = """
+import socket, threading, time
+listener = socket.create_server(("127.0.0.1", 0))
+sender = socket.create_connection(listener.getsockname())
+receiver, _ = listener.accept()
+thread = threading.Thread(target=sender.sendall, args=(bytes(4 << 20),))
+thread.start()
+left = 4 << 20
+while left:
+    left -= len(receiver.recv(65536))
+thread.join()
+time.sleep(0.3)
+"""
+
+
+def observe(
+    report: Path, command: Sequence[str], *, before: Sequence[str] = (), options: Sequence[str] = ()
+) -> Observation:
+    """Observe a command, which must succeed."""
+    full = [*before, *OBSERVE, "--report", str(report), *options, "--", *command]
+    completed = subprocess.run(full, capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == 0, completed.stderr
+    return Observation.from_json(report.read_text())
+
+
+@needs(software(Api.VERBS))
+def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
+    observation = observe(tmp_path / "report", [sys.executable, "-c", WRITE], before=TWIN)
+    route = observation.route("rdma")
+    assert route is not None
+    assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
+    assert "2 queue pairs on the software twin, which moved 8.39 MB" in route.evidence[0]
+    (port,) = [port for port in observation.ports if port.has_grown]
+    # Each packet has at most 4096 bytes of data, and the counters include the headers of the packets.
+    assert 8 * MIB <= (port.sent_bytes or 0) <= 8 * MIB * 1.02
+    assert any(library.name == "verbs" and library.is_twin for p in observation.processes for library in p.libraries)
+
+
+@needs(software(Api.VERBS))
+def test_run_on_twins_can_be_observed_from_outside(tmp_path: Path) -> None:
+    observation = observe(tmp_path / "report", [*TWIN, sys.executable, "-c", WRITE])
+    route = observation.route("rdma")
+    assert route is not None
+    assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
+
+
+def test_payload_over_tcp_is_counted_once(tmp_path: Path) -> None:
+    observation = observe(tmp_path / "report", [sys.executable, "-c", SEND])
+    route = observation.route("tcp")
+    assert route is not None
+    # The kernel counts the connection request as one byte.
+    assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 4 * MIB + 1)
+
+
+@needs(host.program("ucx_perftest"))
+def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
+    server = "ucx_perftest -p 14447 >/dev/null & sleep 0.5;"
+    client = "ucx_perftest 127.0.0.1 -p 14447 -t tag_bw -s 1000000 -n 300 >/dev/null; wait"
+    command = ["env", "UCX_TLS=tcp,self", "sh", "-c", f"{server} {client}"]
+    observation = observe(tmp_path / "report", command, options=["--logs"])
+    rdma, tcp = observation.route("rdma"), observation.route("tcp")
+    assert rdma is not None
+    assert tcp is not None
+    assert (rdma.outcome, tcp.outcome) == (RouteOutcome.FELL_BACK, RouteOutcome.PROVEN)
+    assert (tcp.moved_bytes or 0) >= 100_000_000
+    assert any(re.match(r"UCX: tag\(tcp/", line) for line in observation.log)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(path, marks=needs(host.device_file(path)), id=path) for path in (UDMABUF, DMA_HEAP, VGEM)]
+)
+def test_dmabuf_of_another_process_is_seen(device: str) -> None:
+    with LineChild("observe.dmabuf_holder", device, MIB) as child:
+        child.expect_line("ready")
+        full = [*OBSERVE, "--pid", str(child.process.pid), "--seconds", "0.2", "--json"]
+        completed = subprocess.run(full, capture_output=True, check=True, timeout=60)
+    (process,) = Observation.from_json(completed.stdout).processes
+    (dmabuf,) = process.dmabufs
+    assert (dmabuf.size_bytes, bool(dmabuf.exporter)) == (MIB, True)
+
+
+def test_running_process_is_observed_from_now_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", SEND.replace("sleep(0.3)", "sleep(30)")]) as child:
+        signal.sigtimedwait([signal.SIGCHLD], 1.0)
+        full = [*OBSERVE, "--pid", str(child.pid), "--seconds", "0.2"]
+        completed = subprocess.run(full, capture_output=True, text=True, check=False, timeout=60)
+        child.kill()
+    # What the process sent before the observation does not count.
+    assert (completed.returncode, completed.stdout.splitlines()[0]) == (0, "unknown: unproven"), completed.stderr
+
+
+def test_page_has_the_verdict_and_escapes_the_command(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    observe(tmp_path / "report", [sys.executable, "-c", SEND, "<script>"], options=["--html", str(page)])
+    text = page.read_text()
+    assert "tcp: proven, 4.19 MB" in text
+    assert "&lt;script&gt;" in text
+    assert "<script>" not in text
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_exit_code_is_that_of_the_command(code: int) -> None:
+    full = [*OBSERVE, "--", "sh", "-c", f"exit {code}"]
+    assert subprocess.run(full, capture_output=True, check=False, timeout=60).returncode == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        ([], 2, "needs either --pid PID or a command"),
+        (["--pid", "1", "--", "true"], 2, "needs either --pid PID or a command"),
+        (["--seconds", "1", "--", "true"], 2, "--seconds needs --pid"),
+        (["--pid", "4194304"], 1, r"observe\(pid=4194304\) failed: No such process \(ESRCH\)"),
+        (["--", "/nonexistent"], 127, r"execvp\(command='/nonexistent'\) failed: No such file"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: list[str], code: int, text: str) -> None:
+    completed = subprocess.run([*OBSERVE, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    assert completed.returncode == code
+    (line,) = completed.stderr.splitlines()
+    assert re.search(text, line)
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_process_of_another_user_is_refused() -> None:
+    program = f"""
+import sys
+import gdrkit.cli, gdrkit.observe, importlib.metadata
+from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM
+from support.other_user import become_unprivileged
+become_unprivileged()
+sys.argv = ["gdrkit", "observe", "--pid", "{os.getpid()}"]
+gdrkit.cli.main()
+"""
+    completed = run_program(program)
+    assert completed.returncode == 1
+    (line,) = completed.stderr.splitlines()
+    assert re.search(r"failed: Permission denied \(EACCES\)\. To do: run gdrkit observe with CAP_SYS_PTRACE", line)
