@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gdrkit.report.sweep import Sweep, SweepLine
 
-__all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "make_plot"]
+__all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "make_plot", "three_digits"]
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
@@ -128,6 +128,13 @@ def format_number(value: float) -> str:
     if abs(value) >= _THOUSANDS_GROUPED_FROM:
         return f"{value:,.0f}"
     return f"{value:.5g}"
+
+
+def three_digits(value: float) -> str:
+    """Return a number with three significant digits. From 1,000 on, it has no digits after the point."""
+    if abs(value) < 1000:  # noqa: PLR2004 - from 1,000 on, a number has no digits after the point.
+        return f"{value:#.3g}".rstrip(".")
+    return format_number(float(f"{value:.3g}"))
 
 
 def _make_row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:

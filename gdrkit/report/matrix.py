@@ -1,7 +1,8 @@
-"""The two matrices of the report page: the state of every path from a GPU, and the distances between devices.
+"""The three matrices of the report page: the states of the paths of each GPU, the balance of the NICs, and distances.
 
 The first one answers the questions of ``gdscheck -p`` and of a health check: which GPU reaches which NIC and which
-mount directly, and why not if it does not. The second one is the matrix of ``nvidia-smi topo -m``.
+mount directly, and why not if it does not. The second one shows what each NIC carried while all GPUs and all NICs
+transferred at once. The third one is the matrix of ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -9,17 +10,37 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gdrkit import serialization
+from gdrkit.errors import UsageError
 from gdrkit.host import Distance
+from gdrkit.registration import Balance
 from gdrkit.report.drawing import best_state
+from gdrkit.report.figure import three_digits
 from gdrkit.report.routes import FAILED_CASE_PREFIX
+from gdrkit.report.sweep import describes_hardware
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gdrkit.inventory import Facts, Topology
+    from gdrkit.report.record import Record
     from gdrkit.report.routes import FileStatus, RouteStatus
 
-__all__ = ["DistanceMatrix", "PathCause", "PathCell", "PathColumn", "PathMatrix", "distance_matrix", "path_matrix"]
+__all__ = [
+    "BalanceMatrix",
+    "DistanceMatrix",
+    "PathCause",
+    "PathCell",
+    "PathColumn",
+    "PathMatrix",
+    "balance_matrix",
+    "distance_matrix",
+    "path_matrix",
+]
+
+# The key in the evidence of a record whose value is a measured Balance.
+_BALANCE_KEY = "balance"
+_MEGABYTE, _GIGABYTE = 10**6, 10**9
 
 # With more columns than this, a cell has only the symbol of its state, and the column headings are vertical.
 _COLUMNS_WITH_WORDS_MAX = 5
@@ -95,6 +116,38 @@ class PathMatrix:
 
 
 @dataclass(frozen=True, slots=True)
+class BalanceMatrix:
+    """What each NIC carried while all GPUs and all NICs transferred at the same time.
+
+    Attributes
+    ----------
+    nics : tuple of str
+        Names of the NICs.
+    rows : tuple
+        For each GPU: its name, and for each NIC the moved bytes as a text and the distance of the two devices. The
+        distance is empty if it is unknown.
+    totals : tuple
+        For each quantity of a whole NIC: its name, and its value for each NIC as a text.
+    slow_nics : frozenset of str
+        Names of the NICs that carried less than 70 % of the share of their link.
+    caption : str
+        The duration of the measurement and the source of the shares.
+    caveat : str
+        Why the numbers say nothing about hardware. Empty if all APIs ran on hardware.
+    case : str
+        The case that measured them.
+    """
+
+    nics: tuple[str, ...]
+    rows: tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
+    totals: tuple[tuple[str, tuple[str, ...]], ...]
+    slow_nics: frozenset[str]
+    caption: str
+    caveat: str
+    case: str
+
+
+@dataclass(frozen=True, slots=True)
 class DistanceMatrix:
     """The distances between the devices of a host, with the NUMA node and the PCIe link of each device.
 
@@ -144,6 +197,61 @@ def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[s
         pair_counts[cause] = pair_counts.get(cause, 0) + 1
     number = list(pair_counts).index(cause) + 1 if cause else 0
     return PathCell(state.value, number, case)
+
+
+def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology | None) -> BalanceMatrix | None:
+    """Return the matrix of the last record that measured the balance, or None if no record did."""
+    measured = [(record, balance) for record in records if (balance := _read_balance(record)) is not None]
+    if not measured:
+        return None
+    record, balance = measured[-1]
+    devices = facts.cuda.devices if facts.cuda else ()
+    gpu_names = {device.pci_bus_id.lower(): f"GPU {device.index}" for device in devices}
+    place_names = {place.address.lower(): place.name for place in topology.places} if topology else {}
+    distances = topology.distances if topology else {}
+    loads = balance.loads
+    rows = tuple(
+        (
+            gpu_names.get(gpu.lower(), gpu),
+            tuple(
+                (_bytes_text(moved_bytes), distances.get(place_names.get(gpu.lower(), ""), {}).get(load.nic, ""))
+                for moved_bytes, load in zip(row, loads, strict=False)
+            ),
+        )
+        for gpu, row in zip(balance.gpus, balance.matrix, strict=False)
+    )
+    totals = (
+        ("Counted by the port", tuple(_bytes_text(load.counted_bytes) for load in loads)),
+        ("Share of all bytes", tuple(f"{load.share_percent:.1f} %" for load in loads)),
+        ("Share of the links", tuple(f"{load.expected_percent:.1f} %" for load in loads)),
+        ("Link", tuple(f"{load.link_gbit_per_s:g} Gbit/s" if load.link_gbit_per_s else "unknown" for load in loads)),
+    )
+    source = "port counters" if balance.is_counted else "initiators, because a port has no byte counters"
+    return BalanceMatrix(
+        nics=tuple(load.nic for load in loads),
+        rows=rows,
+        totals=totals,
+        slow_nics=frozenset(balance.slow_nics),
+        caption=f"Moved bytes in both directions within {balance.duration_s:.1f} s; shares by the {source}",
+        caveat="" if describes_hardware(record) else "Not every API ran on hardware, so the bytes are no performance.",
+        case=record.case,
+    )
+
+
+def _read_balance(record: Record) -> Balance | None:
+    """Return the balance in the evidence of a record. The evidence of another version may have another form."""
+    try:
+        return serialization.from_json_data(Balance, record.evidence[_BALANCE_KEY])
+    except (KeyError, UsageError):
+        return None
+
+
+def _bytes_text(length_bytes: int | None) -> str:
+    if length_bytes is None:
+        return "no counter"
+    # Long runs move gigabytes. Below one, megabytes keep the numbers short.
+    is_large = length_bytes >= _GIGABYTE
+    return f"{three_digits(length_bytes / (_GIGABYTE if is_large else _MEGABYTE))} {'GB' if is_large else 'MB'}"
 
 
 def distance_matrix(topology: Topology | None) -> DistanceMatrix | None:

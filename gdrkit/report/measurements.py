@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.report.figure import format_number
+from gdrkit.report.figure import three_digits
 from gdrkit.report.limits import link_limit
 from gdrkit.report.sweep import describes_hardware, parse_depth, parse_parameters, split_number
 from gdrkit.units import format_bytes
@@ -111,11 +111,11 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
     lowest, highest = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
     range_text = ""
     if lowest is not None and highest is not None:
-        range_text = f"{_three_digits(lowest)} to {_three_digits(highest)}"
+        range_text = f"{three_digits(lowest)} to {three_digits(highest)}"
     return Measurement(
         group=group,
         quantity=f"{quantity} {candidate.at}".strip(),
-        value=_three_digits(candidate.value),
+        value=three_digits(candidate.value),
         unit=split_number(name).unit_words,
         range_text=range_text,
         bounds=tuple(_bounds(candidate, facts)),
@@ -134,17 +134,11 @@ def _bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
         if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(text, str):
             has_checks, is_met = True, check.get("verdict") != "fail"
             relation = "at least" if (bound <= candidate.value) is is_met else "at most"
-            yield Bound(relation, _three_digits(bound), text.partition("; ")[2] or text, is_met)
+            yield Bound(relation, three_digits(bound), text.partition("; ")[2] or text, is_met)
     limit = None if has_checks else link_limit(candidate.record, facts)
     if limit is not None and split_number(candidate.name).unit == "gb_per_s":
         is_met = candidate.value <= limit.gb_per_s
-        yield Bound("at most", _three_digits(limit.gb_per_s), limit.why, is_met)
-
-
-def _three_digits(value: float) -> str:
-    if abs(value) < 1000:  # noqa: PLR2004 - from 1,000 on, a number has no digits after the point.
-        return f"{value:#.3g}".rstrip(".")
-    return format_number(float(f"{value:.3g}"))
+        yield Bound("at most", three_digits(limit.gb_per_s), limit.why, is_met)
 
 
 def case_title(case: str) -> str:

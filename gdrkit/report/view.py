@@ -15,7 +15,7 @@ from gdrkit.report.describe import headline_rows, host_rows
 from gdrkit.report.drawing import make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import format_number, make_plot
-from gdrkit.report.matrix import distance_matrix, path_matrix
+from gdrkit.report.matrix import balance_matrix, distance_matrix, path_matrix
 from gdrkit.report.measurements import measurements
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import file_statuses, route_statuses
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gdrkit.report.drawing import Drawing
     from gdrkit.report.failures import Failure
     from gdrkit.report.figure import SweepPlot
-    from gdrkit.report.matrix import DistanceMatrix, PathMatrix
+    from gdrkit.report.matrix import BalanceMatrix, DistanceMatrix, PathMatrix
     from gdrkit.report.measurements import Measurement
     from gdrkit.report.record import SeenLibrary
     from gdrkit.report.routes import FileStatus, RouteStatus
@@ -102,6 +102,7 @@ class View:
     routes: tuple[RouteStatus, ...]
     files: tuple[FileStatus, ...]
     paths: PathMatrix | None
+    balance: BalanceMatrix | None
     distances: DistanceMatrix | None
     diagnosis: Diagnosis | None
     drawing: Drawing | None
@@ -140,6 +141,7 @@ def make_view(contents: Contents) -> View:
         routes=routes,
         files=files,
         paths=path_matrix(facts, routes, files),
+        balance=balance_matrix(facts, records, contents.topology),
         distances=distance_matrix(contents.topology),
         diagnosis=contents.diagnosis,
         drawing=make_drawing(facts, routes),

@@ -9,13 +9,15 @@ import pytest
 from support.hosts import HARDWARE, host_facts, host_records, write_run
 from support.records import facts_of, proven_route, record_of, run_of
 
+from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory import Topology, diagnose, this_machine, topology
 from gdrkit.inventory.topology import TopologyDevice
+from gdrkit.registration import Balance, NicLoad
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verdict
 from gdrkit.report.contents import read_contents
 from gdrkit.report.describe import headline_rows
-from gdrkit.report.matrix import distance_matrix, path_matrix
+from gdrkit.report.matrix import balance_matrix, distance_matrix, path_matrix
 from gdrkit.report.measurements import measurements
 from gdrkit.report.render import render, render_html
 from gdrkit.report.routes import file_statuses, route_statuses
@@ -117,6 +119,39 @@ def test_distances_are_those_of_nvidia_smi() -> None:
     assert matrix.rows[2] == ("mlx5_1", ("SYS", "SYS", ""), "unknown", "unknown", "unknown")
     assert [name for name, _ in matrix.legend] == ["PIX", "SYS"]
     assert distance_matrix(None) is None
+
+
+def sample_balance() -> Balance:
+    loads = (
+        NicLoad("mlx5_0", 400.0, 9_000_000_000, 18_300_000_000, 90.0, 50.0),
+        NicLoad("mlx5_1", 400.0, 1_000_000_000, 2_100_000_000, 10.0, 50.0),
+    )
+    gpus, matrix = ("0000:1B:00.0",), ((9_000_000_000, 1_000_000_000),)
+    return Balance(duration_s=2.0, is_counted=True, loads=loads, gpus=gpus, matrix=matrix)
+
+
+def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
+    evidence: dict[str, object] = {"balance": serialization.to_json_data(sample_balance())}
+    record = record_of(case="a.py::test_balance", evidence=evidence)
+    matrix = balance_matrix(facts_of(), [record], sample_topology())
+    assert matrix is not None
+    assert matrix.rows == (("0000:1B:00.0", (("9.00 GB", "PIX"), ("1.00 GB", "SYS"))),)
+    assert dict(matrix.totals)["Counted by the port"] == ("18.3 GB", "2.10 GB")
+    assert dict(matrix.totals)["Share of all bytes"] == ("90.0 %", "10.0 %")
+    assert matrix.slow_nics == {"mlx5_1"}
+    assert matrix.caveat
+    text = render_html(run_of(), facts_of(), [record])
+    assert text.count('mlx5_1 <span class="state fail">slow</span>') == 1
+    assert "by the port counters" in text
+
+
+@pytest.mark.parametrize(
+    "evidence", [{}, {"balance": "a text"}, {"balance": {"loads": []}}], ids=["none", "text", "part"]
+)
+def test_page_has_no_matrix_without_a_whole_balance(evidence: dict[str, object]) -> None:
+    record = record_of(case="a.py::test_balance", evidence=evidence)
+    assert balance_matrix(facts_of(), [record], None) is None
+    assert 'id="balance"' not in render_html(run_of(), facts_of(), [record])
 
 
 def test_measurement_has_value_unit_limit_and_source() -> None:
