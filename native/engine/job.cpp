@@ -10,8 +10,11 @@
 namespace gdrkit::engine {
 namespace {
 
-// Largest range whose residency in the page cache is queried at a time.
-constexpr std::uint64_t window_max_bytes = 64U << 20U;
+// Largest and smallest range for which one query of its residency in the page cache decides.
+constexpr std::uint64_t window_max_bytes = 128U << 20U;
+constexpr std::uint64_t window_min_bytes = 1U << 20U;
+// If less than this share of a window is cached, the whole window is read with O_DIRECT: one of so many pages.
+constexpr std::uint64_t cold_divisor = 4;
 // The sizes of chunks are multiples of this.
 constexpr std::uint64_t chunk_step_bytes = 64U << 10U;
 // Largest number of short extents in one chunk.
@@ -24,7 +27,7 @@ constexpr std::uint64_t chunks_per_worker = 2;
 Job::Job(Direction direction, Access access, int device, std::vector<std::shared_ptr<File>> files,
          std::vector<Extent> extents, const Tuning& tuning, bool is_durable)
     : direction_(direction), access_(access), device_(device), tuning_(tuning), files_(std::move(files)),
-      extents_(std::move(extents)), is_durable_(is_durable), window_bytes_(window_max_bytes) {
+      extents_(std::move(extents)), is_durable_(is_durable) {
     for (const Extent& extent : extents_) {
         total_bytes_ += extent.length;
         files_[extent.file_index]->add_pending(extent.length);
@@ -116,6 +119,7 @@ bool Job::is_next_direct(Extent& extent) {
         return is_window_direct_;
     }
     File& file = *files_[extent.file_index];
+    const std::uint64_t begin = extent.offset + next_offset_;
     const std::uint64_t left_bytes = extent.length - next_offset_;
     if (file.direct_fd() < 0) {
         window_end_ = extent.length;
@@ -124,14 +128,16 @@ bool Job::is_next_direct(Extent& extent) {
         window_end_ = extent.length;
         is_window_direct_ = true;
     } else {
-        // If cached and uncached ranges are close together, the window shrinks; otherwise it grows again.
-        std::uint64_t bytes = std::min(window_max_bytes, window_bytes_ * 4);
-        Residency residency = file.residency_of(extent.offset + next_offset_, std::min(left_bytes, bytes));
-        while (residency.state == CacheState::some && bytes > tuning_.direct_min_bytes) {
+        // If cached and uncached ranges are close together, the window shrinks. A few cached pages do not shrink it:
+        // each buffered read starts the kernel's readahead, which would make the next small window look cached, and so
+        // on to the end of a file that is not cached.
+        std::uint64_t bytes = window_max_bytes;
+        Residency residency = file.residency_of(begin, std::min(left_bytes, bytes));
+        while (residency.state == CacheState::some && residency.cached_pages * cold_divisor >= residency.pages &&
+               bytes > window_min_bytes) {
             bytes /= 4;
-            residency = file.residency_of(extent.offset + next_offset_, std::min(left_bytes, bytes));
+            residency = file.residency_of(begin, std::min(left_bytes, bytes));
         }
-        window_bytes_ = bytes;
         window_end_ = next_offset_ + std::min(left_bytes, bytes);
         is_window_direct_ = residency.state == CacheState::none ||
                             (residency.state == CacheState::some && residency.cached_pages * 2 < residency.pages);

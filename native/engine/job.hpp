@@ -173,8 +173,7 @@ private:
     std::uint64_t next_offset_ = 0; // Bytes of that extent that are taken.
     std::uint64_t taken_bytes_ = 0;
     // The choice between O_DIRECT and the page cache is made for one window of a large extent at a time.
-    std::uint64_t window_end_ = 0;   // Offset in the extent of the end of the current window.
-    std::uint64_t window_bytes_ = 0; // Size of the last window whose cache state was queried.
+    std::uint64_t window_end_ = 0; // Offset in the extent of the end of the current window.
     bool is_window_direct_ = false;
     std::size_t chunks_in_flight_ = 0;
     std::size_t reservations_count_ = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -117,6 +118,23 @@ def test_partly_cached_file_is_read_by_both_paths(
         # O_DIRECT read only the uncached bytes (with a tolerance of 2 MiB), and at least half of them.
         assert result.direct_io_bytes <= cold_bytes + 2 * MIB
         assert result.direct_io_bytes >= cold_bytes // 2
+
+
+@EVERY_MEMORY_KIND
+def test_readahead_keeps_no_cold_file_in_the_cache_path(
+    tmp_path: Path, seed: int, memory_kind: str, owner_device: Device | None
+) -> None:
+    """An older version read a cold file of 16 GB through the cache: after a read of 30 KB at its begin, the kernel's
+    readahead was always ahead of the engine, so that each next range looked cached.
+    """
+    path, data = tmp_path / "file", pattern.payload(96 * MIB, seed=seed)
+    path.write_bytes(data)
+    with gds.File(path, direct="never") as file, allocated_memory(memory_kind, len(data), owner_device) as memory:
+        drop_from_cache(path)
+        assert os.pread(file.fileno(), 30_000, 0) + os.pread(file.fileno(), 8, 30_000) == data[:30_008]
+        result = file.read_into(memory.buffer)
+        assert memory.content() == data
+        assert result.direct_io_bytes > len(data) // 2
 
 
 @needs(host.file_system("ext4"))

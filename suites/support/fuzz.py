@@ -164,7 +164,8 @@ def _run_atheris(target: FuzzTarget, seconds: float, seed: int) -> NoReturn:
         for index, data in enumerate(target.valid):
             Path(corpus, str(index)).write_bytes(data)
         options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-max_len={target.length_max}"]
-        atheris.Setup([sys.argv[0], *options, "-verbosity=0", corpus], target.check)
+        options += ["-print_final_stats=1", "-verbosity=0"]
+        atheris.Setup([sys.argv[0], *options, corpus], target.check)
         # This call exits the process with code 0 after the time, or with code 77 at the first input whose check raises.
         atheris.Fuzz()
     sys.exit(0)
