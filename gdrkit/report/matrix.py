@@ -117,7 +117,7 @@ class PathMatrix:
 
 @dataclass(frozen=True, slots=True)
 class BalanceMatrix:
-    """What each NIC carried while all GPUs and all NICs transferred at the same time.
+    """The bytes that each NIC carried while all GPUs and all NICs transferred at the same time.
 
     Attributes
     ----------

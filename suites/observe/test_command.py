@@ -129,7 +129,7 @@ def test_running_process_is_observed_from_now_on() -> None:
         full = [*OBSERVE, "--pid", str(child.pid), "--seconds", "0.2"]
         completed = subprocess.run(full, capture_output=True, text=True, check=False, timeout=60)
         child.kill()
-    # What the process sent before the observation does not count.
+    # The bytes that the process sent before the observation do not count.
     assert (completed.returncode, completed.stdout.splitlines()[0]) == (0, "unknown: unproven"), completed.stderr
 
 
