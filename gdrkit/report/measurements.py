@@ -25,12 +25,33 @@ __all__ = ["Bound", "Measurement", "case_title", "measurements", "number_words",
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A value with which a measurement is compared. ``relation`` is ``at least`` or ``at most``."""
+    """A value with which a measurement is compared.
+
+    Attributes
+    ----------
+    relation : str
+        ``at least`` or ``at most``.
+    value : str
+        The bound with three significant digits, in the unit of the measurement.
+    source : str
+        Where the bound comes from, in words.
+    is_met : bool
+        Whether the measurement is within the bound.
+    used_share : float
+        The part of the bound that the measurement uses: 1 exactly at the bound, more if the bound is not met.
+    """
 
     relation: str
     value: str
     source: str
     is_met: bool
+    used_share: float
+
+
+def _make_bound(relation: str, bound: float, source: str, measured: float, *, is_met: bool) -> Bound:
+    part, whole = (measured, bound) if relation == "at most" else (bound, measured)
+    used_share = part / whole if whole > 0 else float(not is_met)
+    return Bound(relation, three_digits(bound), source, is_met, used_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +93,11 @@ class _Candidate:
 
 
 def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, ...]:
-    """Return a row for each quantity that was measured on hardware and for which more, or less, is better."""
+    """Return a row for each quantity that was measured on hardware and for which more, or less, is better.
+
+    Rows whose bound is not met are first, then those with a bound, the nearest to their bound first, then the others.
+    The rows of one group that have the same of these three states are neighbours.
+    """
     best: dict[tuple[str, str, str], _Candidate] = {}
     for record in records:
         for group, quantity, candidate in _candidates(record) if describes_hardware(record) else ():
@@ -80,9 +105,25 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
             known = best.get((group, quantity, number.unit))
             if known is None or (candidate.value - known.value) * number.better > 0:
                 best[group, quantity, number.unit] = candidate
-    return tuple(
-        _make_measurement(group, quantity, candidate, facts) for (group, quantity, _), candidate in best.items()
-    )
+    rows = [_make_measurement(group, quantity, candidate, facts) for (group, quantity, _), candidate in best.items()]
+    share_of_group: dict[tuple[int, str], float] = {}
+    for row in rows:
+        key = (_rank(row), row.group)
+        share_of_group[key] = max(share_of_group.get(key, 0.0), _used_share(row))
+    # The sort is stable: groups of equal share remain in the order of the records.
+    order = {
+        key: index for index, key in enumerate(sorted(share_of_group, key=lambda it: (it[0], -share_of_group[it])))
+    }
+    return tuple(sorted(rows, key=lambda row: (order[_rank(row), row.group], -_used_share(row))))
+
+
+def _rank(row: Measurement) -> int:
+    """Return 0 for a row with a bound that is not met, 1 for one whose bounds are met, and 2 for one without bounds."""
+    return int(all(bound.is_met for bound in row.bounds)) + int(not row.bounds)
+
+
+def _used_share(row: Measurement) -> float:
+    return max((bound.used_share for bound in row.bounds), default=0.0)
 
 
 def _candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
@@ -134,11 +175,12 @@ def _bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
         if isinstance(bound, int | float) and not isinstance(bound, bool) and isinstance(text, str):
             has_checks, is_met = True, check.get("verdict") != "fail"
             relation = "at least" if (bound <= candidate.value) is is_met else "at most"
-            yield Bound(relation, three_digits(bound), text.partition("; ")[2] or text, is_met)
+            source = text.partition("; ")[2] or text
+            yield _make_bound(relation, bound, source, candidate.value, is_met=is_met)
     limit = None if has_checks else link_limit(candidate.record, facts)
     if limit is not None and split_number(candidate.name).unit == "gb_per_s":
         is_met = candidate.value <= limit.gb_per_s
-        yield Bound("at most", three_digits(limit.gb_per_s), limit.why, is_met)
+        yield _make_bound("at most", limit.gb_per_s, limit.why, candidate.value, is_met=is_met)
 
 
 def case_title(case: str) -> str:

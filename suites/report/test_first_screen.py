@@ -196,6 +196,25 @@ def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
     assert rows == {"GB/s": ("at 2 MiB", "7.00"), "us": ("wait at 1 MiB", "9.00")}
 
 
+def test_measurements_nearest_to_their_bounds_are_first() -> None:
+    def judged(case: str, found: float, bound: float, verdict: str) -> Record:
+        check = {"number": "rate_gb_per_s", "bound": bound, "verdict": verdict, "text": "a; source"}
+        numbers = {"rate_gb_per_s": found, "wait_us": 3.0}
+        return record_of(case=case, numbers=numbers, substrate=HARDWARE, evidence={"judged": [check]})
+
+    records = [
+        record_of(case="a.py::test_free", numbers={"rate_gb_per_s": 99.0}, substrate=HARDWARE),
+        judged("a.py::test_far", 90.0, 30.0, "pass"),
+        judged("a.py::test_near[a]", 60.0, 30.0, "pass"),
+        judged("a.py::test_missed", 20.0, 30.0, "fail"),
+        judged("a.py::test_near[b]", 31.0, 30.0, "pass"),
+    ]
+    rows = [(row.group, row.value) for row in measurements(records, facts_of())]
+    assert rows[:4] == [("Missed", "20.0"), ("Near", "31.0"), ("Near", "60.0"), ("Far", "90.0")]
+    # Rows without a bound remain in the order of the records.
+    assert [group for group, _ in rows[4:]] == ["Free", "Far", "Near", "Near", "Missed"]
+
+
 def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
     facts = host_facts(gpus=1, nics=1)
     folder = RunFolder(write_run(tmp_path / "run", facts, list(host_records(facts))))

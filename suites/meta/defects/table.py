@@ -38,7 +38,7 @@ FINDINGS: tuple[Finding, ...] = (
     Finding("l", "the device of memory from another process is not checked"),
     Finding("m", "the bounds check of a prepared transfer adds address and length, and the sum overflows"),
     Finding("n", "an importer whose manager is unavailable reports success"),
-    Finding("o", "the name of a ring has its flags in base 10 where it is written and in base 2 where it is read"),
+    Finding("o", "the name of a ring has its flags in base 2 where it is created and in base 10 where it is removed"),
     Finding("p", "a route between GPU and NIC is proven without a counter of the ports"),
     Finding("q", "bytes that stayed inside one NIC are reported as bytes on a wire"),
     Finding("r", "the GPU sees old data after a read, until the caller flushes"),
