@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import itertools
 import mmap
 import sys
 from typing import TYPE_CHECKING, Any
@@ -96,9 +97,18 @@ class TorchMaker:
         """Return a new tensor for each pair of sizes and type."""
         # The device is passed as an object, because torch would parse its name for each tensor.
         device = self._torch.device("cpu") if device_index == HOST else self._torch.device("cuda", device_index)
-        empty = self._torch.empty
+        empty, empty_like = self._torch.empty, self._torch.empty_like
+        # torch makes a tensor like another one faster than from a shape, a type and a device.
+        first: dict[tuple[Any, Any], Any] = {}
+        tensors: list[Any] = []
         try:
-            return [empty(sizes, dtype=dtype, device=device) for sizes, dtype in kinds]
+            for kind, same in itertools.groupby(kinds):
+                count = len(list(same))
+                if kind not in first:
+                    first[kind] = empty(kind[0], dtype=kind[1], device=device)
+                    tensors.append(first[kind])
+                    count -= 1
+                tensors += map(empty_like, [first[kind]] * count)
         except self._torch.cuda.OutOfMemoryError as error:
             raise ApiError(
                 api=Api.CUDA,
@@ -110,6 +120,7 @@ class TorchMaker:
                 what_to_do="free device memory, or load fewer files or slices at a time",
                 detail=str(error).partition("\n")[0],
             ) from error
+        return tensors
 
     def wait_for_allocations(self, device_index: int) -> None:
         """Wait until no queued kernel uses the memory that was allocated.
@@ -124,15 +135,37 @@ class TorchMaker:
         return int(buffer.data_ptr())
 
     def tensors(self, buffer: Any, placements: list[Placement]) -> list[Any]:
-        """Return the tensors in the memory of a file."""
-        as_strided = self._torch.as_strided
+        """Return the tensors in the memory of a file.
+
+        Tensors of one type that follow each other and differ in the first dimension only are made by one call of torch.
+        """
         views = {name: buffer.view(dtype) for name, dtype in self._dtypes_of(placements).items()}
-        item_bytes = {name: view.element_size() for name, view in views.items()}
-        tensors = []
+        tensors: list[Any] = []
+        run: list[int] = []
+        run_of, run_begin, run_end = None, 0, -1
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
             sizes = _packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
-            tensors.append(as_strided(views[dtype], sizes, _strides(sizes), offset_bytes // item_bytes[dtype]))
+            if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_of):
+                self._add_run(tensors, views, run_of, run_begin, run)
+                run_of, run_begin, run = (dtype, sizes[1:]), offset_bytes, []
+            if not (sizes and length_bytes):
+                view = views[dtype]
+                tensors.append(view.as_strided(sizes, _strides(sizes), offset_bytes // view.element_size()))
+                run_end = -1
+                continue
+            run.append(sizes[0])
+            run_end = offset_bytes + length_bytes
+        self._add_run(tensors, views, run_of, run_begin, run)
         return tensors
+
+    def _add_run(self, tensors: list[Any], views: dict[str, Any], run_of: Any, begin: int, sizes: list[int]) -> None:
+        """Append tensors of one type that follow each other in the memory. `sizes` are their first dimensions."""
+        if not sizes:
+            return
+        view, shape = views[run_of[0]], (sum(sizes), *run_of[1])
+        whole = view.as_strided(shape, _strides(shape), begin // view.element_size())
+        # unsafe_split_with_sizes differs from split in one respect: the parts may be changed in place also by autograd.
+        tensors.extend([whole] if len(sizes) == 1 else self._torch.unsafe_split_with_sizes(whole, sizes))
 
     def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
@@ -144,7 +177,7 @@ class TorchMaker:
                 for _name, dtype, shape, _offset_bytes, length_bytes in placements
             ),
         )
-        return tensors, [tensor.data_ptr() for tensor in tensors]
+        return tensors, list(map(self._torch.Tensor.data_ptr, tensors))
 
     def _dtypes_of(self, placements: list[Placement]) -> dict[str, Any]:
         """Return the type in torch for each data type of the placements."""

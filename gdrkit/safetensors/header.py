@@ -11,7 +11,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import math
 import os
+import re
 import struct
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -39,6 +41,14 @@ HEADER_BYTES_MAX = 100_000_000
 _SIZE = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
+_FIELDS_COUNT = len(_FIELDS)
+# An entry in the form that safetensors writes, without blanks, and the beginning of a header in this form.
+_NUMBER = "(?:0|[1-9][0-9]{0,18})"
+_COMPACT_ENTRY = re.compile(
+    r'("([^"\\\x00-\x1f]*)":{"dtype":"([A-Z0-9_]+)",'
+    rf'"shape":\[((?:{_NUMBER}(?:,{_NUMBER})*)?)\],"data_offsets":\[({_NUMBER}),({_NUMBER})\]}}(?:,|}}\Z))'
+)
+_COMPACT_BEGIN = re.compile(r'{(?:"__metadata__":({[^{}\\]*}),)?')
 _INTEGER_MAX = (1 << 63) - 1
 # torch has no tensors with more dimensions.
 _DIMENSIONS_MAX = 64
@@ -190,26 +200,14 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
     UsageError
         MALFORMED: see :func:`read_header`.
     """
-    document = _parse_json(text, path)
-    metadata = document.pop(_METADATA, None)
-    if metadata is not None:
-        _check_metadata(metadata, path)
-    entries = []
-    for name, value in document.items():
-        try:
-            entries.append((_entry(value), name))
-        except ValueError as error:
-            raise _malformed(path, f"tensor {name!r}: {_cause(value)}") from error
-    entries.sort()
-    tensors: dict[str, TensorEntry] = {}
-    position = 0
-    for (begin, end, dtype, shape), name in entries:
-        if begin != position:
-            relation = "overlap" if begin < position else "leave a hole after"
-            message = f"the bytes of tensor {name!r} begin at {begin} and {relation} those that end at {position}"
-            raise _malformed(path, message)
-        position = end
-        tensors[name] = TensorEntry(dtype, shape, begin, end)
+    tensors, metadata = _parse_compact(text) or _parse_any(text, path)
+    position, is_in_order = 0, True
+    for entry in tensors.values():
+        is_in_order = is_in_order and entry[2] == position
+        position = entry[3]
+    if not is_in_order:
+        tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
+        position = _check_positions(tensors, path)
     if position != data_bytes:
         message = f"the tensors have {position} bytes, but {data_bytes} bytes follow the header"
         raise _malformed(path, message)
@@ -238,6 +236,60 @@ def pack_header(tensors: Iterable[tuple[str, TensorEntry]], metadata: Mapping[st
         message = f"the header may have at most {HEADER_BYTES_MAX} bytes, not {len(text)}"
         raise UsageError(message, what_to_do="save the tensors in several files")
     return _SIZE.pack(len(text)) + text
+
+
+def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] | None] | None:
+    """Return the entries and the metadata of a header that has the form in which safetensors writes it.
+
+    For every other text, and for every error, return None: :func:`_parse_any` then parses it or finds the cause. This
+    takes half as long, because no object is created for each JSON value.
+    """
+    try:
+        decoded = text.decode().rstrip(" ")
+        begin = _COMPACT_BEGIN.match(decoded)
+        if begin is None:
+            return None
+        metadata = json.loads(begin[1], object_pairs_hook=_unique_dict) if begin[1] else None
+        if begin[1]:
+            _check_metadata(metadata, "")
+        tensors: dict[str, TensorEntry] = {}
+        shapes: dict[str, tuple[tuple[int, ...], int]] = {}
+        found = _COMPACT_ENTRY.findall(decoded, begin.end())
+        length = begin.end()
+        for whole, name, dtype, sizes, first, last in found:
+            if sizes not in shapes:
+                shape = tuple(map(int, sizes.split(","))) if sizes else ()
+                if len(shape) > _DIMENSIONS_MAX or max(shape, default=0) > _INTEGER_MAX:
+                    return None
+                shapes[sizes] = shape, math.prod(shape)
+            shape, count = shapes[sizes]
+            offset, end = int(first), int(last)
+            if (end - offset) * 8 != count * _BITS[dtype]:
+                return None
+            # This is faster than the call of TensorEntry.
+            tensors[name] = tuple.__new__(TensorEntry, (dtype, shape, offset, end))
+            length += len(whole)
+    except (ValueError, KeyError, RecursionError, UsageError):
+        return None
+    # The pattern may have skipped characters, a comma may be the last one, and a name may be there twice.
+    is_whole = length == len(decoded) and decoded.endswith("}")
+    is_whole = is_whole and len(tensors) == len(found) and _METADATA not in tensors
+    return (tensors, metadata) if is_whole else None
+
+
+def _parse_any(text: bytes, path: str) -> tuple[dict[str, TensorEntry], dict[str, str] | None]:
+    """Return the entries and the metadata of a header, or raise UsageError with the cause."""
+    document = _parse_json(text, path)
+    metadata = document.pop(_METADATA, None)
+    if metadata is not None:
+        _check_metadata(metadata, path)
+    tensors = {}
+    for name, value in document.items():
+        try:
+            tensors[name] = _entry(value)
+        except ValueError as error:
+            raise _malformed(path, f"tensor {name!r}: {_cause(value)}") from error
+    return tensors, metadata
 
 
 def _parse_json(text: bytes, path: str) -> dict[str, Any]:
@@ -280,33 +332,43 @@ def _check_metadata(metadata: object, path: str) -> None:
         raise _malformed(path, f"{_METADATA} must be an object whose values are texts")
 
 
-def _entry(value: Any) -> tuple[int, int, str, tuple[int, ...]]:  # noqa: ANN401 - any JSON value.
-    """Return begin, end, data type and shape of a tensor. Raise ValueError if the value is invalid.
+def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> int:
+    """Require that each tensor begins where the one before it ends. Return the end of the last one."""
+    position = 0
+    for name, entry in tensors.items():
+        if entry.begin != position:
+            relation = "overlap" if entry.begin < position else "leave a hole after"
+            message = f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {position}"
+            raise _malformed(path, message)
+        position = entry.end
+    return position
 
-    This function runs for every tensor, so it does not find the cause; see :func:`_cause`.
+
+def _entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
+    """Return the entry of a tensor. Raise ValueError if the value is invalid.
+
+    This function does not find the cause; see :func:`_cause`.
     """
     try:
-        dtype, shape, (begin, end) = value["dtype"], value["shape"], value["data_offsets"]
-        bits = _BITS[dtype]
+        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+        begin, end = offsets
         count = 1
         for size in shape:
             if type(size) is not int or not 0 <= size <= _INTEGER_MAX:
                 raise ValueError
             count *= size
+        if (
+            type(begin) is int is type(end)
+            and begin >= 0
+            and (end - begin) * 8 == count * _BITS[dtype]
+            and type(shape) is list is type(offsets)
+            and len(shape) <= _DIMENSIONS_MAX
+            and len(value) == _FIELDS_COUNT
+        ):
+            return TensorEntry(dtype, tuple(shape), begin, end)
     except (KeyError, TypeError) as error:
         raise ValueError from error
-    if (
-        type(begin) is not int
-        or type(end) is not int
-        or begin < 0
-        or (end - begin) * 8 != count * bits
-        or type(shape) is not list
-        or len(shape) > _DIMENSIONS_MAX
-        or type(value["data_offsets"]) is not list
-        or len(value) != len(_FIELDS)
-    ):
-        raise ValueError
-    return begin, end, dtype, tuple(shape)
+    raise ValueError
 
 
 def _cause(value: Any) -> str:  # noqa: ANN401 - any JSON value.

@@ -19,7 +19,18 @@ if TYPE_CHECKING:
 
     from gdrkit.safetensors.header import Header, TensorEntry
 
-__all__ = ["EVERYTHING", "Layout", "Part", "Placement", "Select", "TensorIndex", "file_share", "layout_of", "part_of"]
+__all__ = [
+    "EVERYTHING",
+    "Layout",
+    "Part",
+    "Placement",
+    "Select",
+    "TensorIndex",
+    "file_share",
+    "layout_of",
+    "part_of",
+    "rows_of",
+]
 
 # An index of a tensor, as in `tensor[0, 4:8]`. `...` selects the whole tensor, None none of it.
 TensorIndex = SupportsIndex | slice | tuple[object, ...] | object
@@ -103,6 +114,14 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
     names : iterable of str or None
         Names of the tensors to consider; None for all.
     """
+    if select is None and names is None and all(entry[2] % _ALIGNMENT_BYTES == 0 for entry in header.tensors.values()):
+        # The memory is as the file, so it is one read.
+        placements = [
+            Placement(name, dtype, shape, begin, end - begin)
+            for name, (dtype, shape, begin, end) in header.tensors.items()
+        ]
+        whole = (header.data_offset_bytes, 0, header.data_bytes)
+        return Layout(placements, array("Q", whole if header.data_bytes else ()), header.data_bytes)
     placements, reads = [], array("Q")
     memory_end = file_end = read_length = 0
     read_begin, read_offset = header.data_offset_bytes, 0
@@ -140,11 +159,16 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
 
 def _append_runs(reads: array[int], part: Part, data_offset_bytes: int, offset_bytes: int) -> None:
     count, length = len(part.runs), part.run_bytes
-    numbers = array("Q", bytes(count * 24))
-    numbers[0::3] = array("Q", [data_offset_bytes + run for run in part.runs])
-    numbers[1::3] = array("Q", range(offset_bytes, offset_bytes + count * length, length))
-    numbers[2::3] = array("Q", [length]) * count
-    reads.extend(numbers)
+    memory = range(offset_bytes, offset_bytes + count * length, length)
+    reads.extend(rows_of([data_offset_bytes + run for run in part.runs], memory, [length] * count))
+
+
+def rows_of(*columns: Sequence[int]) -> array[int]:
+    """Return the numbers of columns of equal length, row by row."""
+    rows = array("Q", bytes(8 * len(columns) * len(columns[0])))
+    for index, column in enumerate(columns):
+        rows[index :: len(columns)] = array("Q", column)
+    return rows
 
 
 def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:

@@ -18,7 +18,7 @@ from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.gds import HOST, File, Route, TransferBuffer, transfer_ranges
 from gdrkit.safetensors._torch import TorchMaker, has_torch
 from gdrkit.safetensors.header import collector_paused, read_header
-from gdrkit.safetensors.layout import Layout, file_share, layout_of
+from gdrkit.safetensors.layout import Layout, file_share, layout_of, rows_of
 from gdrkit.safetensors.tensors import DlpackMaker
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ __all__ = [
     "start_load_files",
 ]
 
+# Numbers of a read in a layout: offset in the file, offset in the memory, length.
+_READ_NUMBERS = 3
 _TORCH_NAMES = frozenset({"pt", "torch", "pytorch"})
 # Interval in which result() looks for progress, in seconds.
 _PROGRESS_S = 0.05
@@ -111,17 +113,19 @@ class DeviceLoad:
         self.buffers: list[Any] = []
         self.tensors: LoadedTensors = LoadedTensors()
         self.transfer: Transfer | None = None
+        # The placements of each file whose tensors share a memory.
+        self.placements: list[list[Placement]] = []
         # For each file, three numbers for each read: offset in the file, address, length.
         self.reads: list[array[int]] = []
 
     def place(self, layout: Layout) -> None:
-        """Allocate the memory of one file, and make its tensors."""
+        """Allocate the memory of one file."""
         if self.own_memory:
             self.reads.append(self._place_each(layout))
             return
         buffer = self.maker.allocate(self.device_index, layout.length_bytes)
         self.buffers.append(buffer)
-        self._add(self.maker.tensors(buffer, layout.placements), layout.placements)
+        self.placements.append(layout.placements)
         address = self.maker.address(buffer)
         reads = array("Q", layout.reads)
         reads[1::3] = array("Q", [address + offset for offset in layout.reads[1::3]])
@@ -132,8 +136,15 @@ class DeviceLoad:
         tensors, addresses = self.maker.own_tensors(self.device_index, layout.placements)
         self.buffers.append(tensors)
         self._add(tensors, layout.placements)
-        reads = array("Q")
-        index, placements = 0, layout.placements
+        placements = layout.placements
+        if len(layout.reads) == _READ_NUMBERS:
+            full = [(address, part) for address, part in zip(addresses, placements, strict=True) if part.length_bytes]
+            return rows_of(
+                [layout.reads[0] + part.offset_bytes for _address, part in full],
+                [address for address, _part in full],
+                [part.length_bytes for _address, part in full],
+            )
+        reads, index = array("Q"), 0
         for file_offset, offset, length in zip(layout.reads[0::3], layout.reads[1::3], layout.reads[2::3], strict=True):
             end = offset + length
             while index < len(placements) and placements[index].offset_bytes < end:
@@ -148,6 +159,11 @@ class DeviceLoad:
                 index += 1
         return reads
 
+    def make_tensors(self) -> None:
+        """Make the tensors that share a memory. This takes longer than small copies, so it follows their start."""
+        for buffer, placements in zip(self.buffers, self.placements, strict=False):
+            self._add(self.maker.tensors(buffer, placements), placements)
+
     def _add(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
         self.tensors.update(zip([placement.name for placement in placements], tensors, strict=True))
 
@@ -156,11 +172,7 @@ class DeviceLoad:
         extents, lengths = array("Q"), 0
         for file_index, reads in enumerate(self.reads):
             share = reads if shares_count == 1 else file_share(reads, share_index, shares_count)
-            rows = array("Q", bytes(len(share) // 3 * 32))
-            rows[0::4] = array("Q", [file_index]) * (len(share) // 3)
-            for column in range(3):
-                rows[column + 1 :: 4] = share[column::3]
-            extents.extend(rows)
+            extents.extend(rows_of([file_index] * (len(share) // _READ_NUMBERS), share[0::3], share[1::3], share[2::3]))
             lengths += sum(share[2::3])
         self.maker.wait_for_allocations(self.device_index)
         self.transfer = transfer_ranges(files, extents, TransferBuffer(0, lengths, self.device_index, self.buffers))
@@ -360,6 +372,9 @@ def start_load(
     try:
         for share_index, one in enumerate(devices):
             one.start(files, share_index if is_shared else 0, shares_count)
+        with collector_paused():
+            for one in devices:
+                one.make_tensors()
     except BaseException:
         load.close()
         raise

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-from array import array
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import UsageError
 from gdrkit.gds import File, TransferBuffer, transfer_ranges
 from gdrkit.safetensors.header import collector_paused, read_header
-from gdrkit.safetensors.layout import EVERYTHING, layout_of
+from gdrkit.safetensors.layout import EVERYTHING, layout_of, rows_of
 from gdrkit.safetensors.loading import DeviceLoad, maker_of, start_load
 
 if TYPE_CHECKING:
@@ -127,11 +126,8 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         buffer = self._maker.allocate(self._device_index, layout.length_bytes)
         (tensor,) = self._maker.tensors(buffer, layout.placements)
         address = self._maker.address(buffer)
-        reads_count = len(layout.reads) // 3
-        extents = array("Q", bytes(reads_count * 32))
-        extents[1::4] = layout.reads[0::3]
-        extents[2::4] = array("Q", [address + offset for offset in layout.reads[1::3]])
-        extents[3::4] = layout.reads[2::3]
+        addresses = [address + offset for offset in layout.reads[1::3]]
+        extents = rows_of([0] * len(addresses), layout.reads[0::3], addresses, layout.reads[2::3])
         self._maker.wait_for_allocations(self._device_index)
         memory = TransferBuffer(address, layout.length_bytes, self._device_index, buffer)
         transfer = transfer_ranges([self._file], extents, memory)

@@ -1,7 +1,7 @@
 """Fuzz target of the headers of model files: ``python -m models.fuzz_headers --seconds 10``.
 
-The parser may refuse a text with its documented error. If it accepts one, the entries cover the data without a gap, and
-a header that is packed from them is parsed to the same entries.
+The parser may refuse a text with its documented error. If it accepts one, the entries are those of Python's parser of
+JSON. They cover the data without a gap, and a header that is packed from them is parsed to the same entries.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _VALID = json.dumps(
         "c": {"dtype": "F64", "shape": [], "data_offsets": [48, 56]},
         "d": {"dtype": "I64", "shape": [0, 3], "data_offsets": [56, 56]},
         "e": {"dtype": "C64", "shape": [1], "data_offsets": [56, 64]},
-    }
+    },
+    separators=(",", ":"),
 ).encode()
 _TOKENS = (
     b'"a":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}',
@@ -52,6 +53,16 @@ def _check(data: bytes) -> None:
         if error.reason is not Reason.MALFORMED:
             raise
         return
+    document = json.loads(data)
+    assert document.pop("__metadata__", None) == parsed.metadata
+    for name, value in document.items():
+        entry = parsed.tensors[name]
+        assert [entry.dtype, list(entry.shape), [entry.begin, entry.end]] == [
+            value["dtype"],
+            value["shape"],
+            value["data_offsets"],
+        ]
+    assert len(document) == len(parsed.tensors)
     position = 0
     for name, entry in parsed.tensors.items():
         assert entry.begin == position, name

@@ -63,6 +63,10 @@ def test_header_that_cannot_be_packed_is_refused(
         pack_header(entries, metadata)
 
 
+# The same header in the form in which safetensors writes it. The parser has a faster path for this form.
+COMPACT = json.dumps({"a": A}, separators=(",", ":")).encode()
+
+
 def _with(**changes: object) -> bytes:
     return packed({"a": {**A, **changes}}, bytes(4))
 
@@ -112,6 +116,16 @@ REFUSED = {
     "overlap": (packed({"a": A, "b": {**B, "data_offsets": [2, 6]}}, bytes(6)), "tensor 'b' begin at 2 and overlap"),
     "same-bytes": (packed({"a": A, "b": A}, bytes(4)), "tensor 'b' begin at 0 and overlap"),
     "hole": (packed({"a": A, "b": {**B, "data_offsets": [5, 9]}}, bytes(9)), "'b' begin at 5 and leave a hole"),
+    "compact-comma-last": (packed(COMPACT[:-1] + b",", bytes(4)), "not valid JSON"),
+    "compact-comma-missing": (packed(COMPACT[:-1] + COMPACT[1:], bytes(4)), "not valid JSON"),
+    "compact-text-between": (packed(COMPACT[:-1] + b",x" + COMPACT[1:], bytes(4)), "not valid JSON"),
+    "compact-duplicate": (packed(COMPACT[:-1] + b"," + COMPACT[1:], bytes(4)), "the key 'a' occurs twice"),
+    "compact-metadata": (packed(COMPACT.replace(b'"a"', b'"__metadata__"'), bytes(4)), "whose values are texts"),
+    "compact-wrong-dtype": (packed(COMPACT.replace(b"U8", b"U9"), bytes(4)), "dtype must be one of BOOL, F4"),
+    "compact-wrong-size": (packed(COMPACT.replace(b"[4]", b"[5]"), bytes(4)), "4 bytes do not fit"),
+    "compact-zero-first": (packed(COMPACT.replace(b"[4]", b"[04]"), bytes(4)), "not valid JSON"),
+    "compact-control-character": (packed(COMPACT.replace(b'"a"', b'"\n"'), bytes(4)), "not valid JSON"),
+    "compact-hole": (packed(COMPACT.replace(b"[0,4]", b"[4,8]"), bytes(8)), "'a' begin at 4 and leave a hole"),
     "hole-at-the-beginning": (packed({"b": B}, bytes(8)), "'b' begin at 4 and leave a hole"),
 }
 
