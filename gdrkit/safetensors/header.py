@@ -41,7 +41,6 @@ HEADER_BYTES_MAX = 100_000_000
 _SIZE = struct.Struct("<Q")
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_FIELDS_COUNT = len(_FIELDS)
 # An entry in the form that safetensors writes, without blanks, and the beginning of a header in this form.
 _NUMBER = "(?:0|[1-9][0-9]{0,18})"
 _COMPACT_ENTRY = re.compile(
@@ -201,13 +200,11 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
         MALFORMED: see :func:`read_header`.
     """
     tensors, metadata = _parse_compact(text) or _parse_any(text, path)
-    position, is_in_order = 0, True
-    for entry in tensors.values():
-        is_in_order = is_in_order and entry[2] == position
-        position = entry[3]
-    if not is_in_order:
+    ends = [entry[3] for entry in tensors.values()]
+    if [entry[2] for entry in tensors.values()] != [0, *ends][:-1]:
         tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
-        position = _check_positions(tensors, path)
+        _check_positions(tensors, path)
+    position = max(ends, default=0)
     if position != data_bytes:
         message = f"the tensors have {position} bytes, but {data_bytes} bytes follow the header"
         raise _malformed(path, message)
@@ -288,7 +285,7 @@ def _parse_any(text: bytes, path: str) -> tuple[dict[str, TensorEntry], dict[str
         try:
             tensors[name] = _entry(value)
         except ValueError as error:
-            raise _malformed(path, f"tensor {name!r}: {_cause(value)}") from error
+            raise _malformed(path, f"tensor {name!r}: {error}") from error
     return tensors, metadata
 
 
@@ -332,8 +329,8 @@ def _check_metadata(metadata: object, path: str) -> None:
         raise _malformed(path, f"{_METADATA} must be an object whose values are texts")
 
 
-def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> int:
-    """Require that each tensor begins where the one before it ends. Return the end of the last one."""
+def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
+    """Require that each tensor begins where the one before it ends."""
     position = 0
     for name, entry in tensors.items():
         if entry.begin != position:
@@ -341,47 +338,25 @@ def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> int:
             message = f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {position}"
             raise _malformed(path, message)
         position = entry.end
-    return position
 
 
 def _entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
-    """Return the entry of a tensor. Raise ValueError if the value is invalid.
-
-    This function does not find the cause; see :func:`_cause`.
-    """
-    try:
-        dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
-        begin, end = offsets
-        count = 1
-        for size in shape:
-            if type(size) is not int or not 0 <= size <= _INTEGER_MAX:
-                raise ValueError
-            count *= size
-        if (
-            type(begin) is int is type(end)
-            and begin >= 0
-            and (end - begin) * 8 == count * _BITS[dtype]
-            and type(shape) is list is type(offsets)
-            and len(shape) <= _DIMENSIONS_MAX
-            and len(value) == _FIELDS_COUNT
-        ):
-            return TensorEntry(dtype, tuple(shape), begin, end)
-    except (KeyError, TypeError) as error:
-        raise ValueError from error
-    raise ValueError
-
-
-def _cause(value: Any) -> str:  # noqa: ANN401 - any JSON value.
+    """Return the entry of a tensor. Raise ValueError with the cause if the value is invalid."""
     if not isinstance(value, dict) or set(value) != _FIELDS:
-        return f"an entry must be an object with {', '.join(sorted(_FIELDS))}"
+        message = f"an entry must be an object with {', '.join(sorted(_FIELDS))}"
+        raise ValueError(message)
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in ELEMENT_TYPES:
-        return f"dtype must be one of {', '.join(ELEMENT_TYPES)}, not {dtype!r:.40}"
-    if not _are_sizes(shape) or len(shape) > _DIMENSIONS_MAX:
-        return f"shape must be at most {_DIMENSIONS_MAX} numbers from 0 to 2**63 - 1, not {shape!r:.80}"
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end.
-        return f"data_offsets must be two numbers from 0 to 2**63 - 1 in order, not {offsets!r:.80}"
-    return f"{offsets[1] - offsets[0]} bytes do not fit to shape {shape} of {dtype}"
+        message = f"dtype must be one of {', '.join(ELEMENT_TYPES)}, not {dtype!r:.40}"
+    elif not _are_sizes(shape) or len(shape) > _DIMENSIONS_MAX:
+        message = f"shape must be at most {_DIMENSIONS_MAX} numbers from 0 to 2**63 - 1, not {shape!r:.80}"
+    elif not _are_sizes(offsets) or len(offsets) != 2 or offsets[1] < offsets[0]:  # noqa: PLR2004 - begin and end.
+        message = f"data_offsets must be two numbers from 0 to 2**63 - 1 in order, not {offsets!r:.80}"
+    elif (offsets[1] - offsets[0]) * 8 != math.prod(shape) * _BITS[dtype]:
+        message = f"{offsets[1] - offsets[0]} bytes do not fit to shape {shape} of {dtype}"
+    else:
+        return TensorEntry(dtype, tuple(shape), offsets[0], offsets[1])
+    raise ValueError(message)
 
 
 def _are_sizes(value: object) -> bool:
