@@ -37,6 +37,8 @@ _SERVER_START_S = 2.0
 _RETRY_S = 15.0
 _PAUSE_S = 0.1
 _END_TIMEOUT_S = 10.0
+# Each line that `gdrkit run` prints starts with this text.
+_LAUNCHER_PREFIX = "gdrkit: "
 # State of a listener (TCP_LISTEN) in /proc/net/tcp.
 _LISTEN_STATE = "0A"
 
@@ -57,7 +59,7 @@ class Target:
         First words of each command, such as ``gdrkit run --software``. ``--report=FILE --`` follows them. Empty: no
         twins.
     timeout_s : float
-        Time limit of a program.
+        Time limit of a program, unless the program has a longer one.
     """
 
     device: str
@@ -127,6 +129,12 @@ class _Process:
     def output(self) -> str:
         return self._log.read_text(errors="replace")
 
+    def describe_end(self) -> str:
+        """Return the exit code of an ended process, and the last line of text that the program itself printed."""
+        lines = [line.strip() for line in self.output.splitlines() if not line.startswith(_LAUNCHER_PREFIX)]
+        texts = [line for line in lines if line.strip("-")]
+        return ": ".join([f"ended with exit code {self.popen.returncode}", *texts[-1:]])
+
     def is_running(self) -> bool:
         return self.popen.poll() is None
 
@@ -179,7 +187,8 @@ def _run_processes(
     program: StockProgram, target: Target, folder: Path, placeholders: Mapping[str, str]
 ) -> tuple[list[_Process], str]:
     """Run the server and the client. Return the processes, the client last, and the failure or an empty string."""
-    deadline_s = time.monotonic() + target.timeout_s
+    timeout_s = max(target.timeout_s, program.timeout_s)
+    deadline_s = time.monotonic() + timeout_s
     server_command, client_command = (
         [word.format_map(placeholders) for word in command] for command in (program.server, program.client)
     )
@@ -192,18 +201,18 @@ def _run_processes(
         while True:
             client = _Process("client", client_command, target, folder)
             if not client.wait_until(deadline_s):
-                return [*servers, client], f"the client did not end within {target.timeout_s:g} s"
+                return [*servers, client], f"the client did not end within {timeout_s:g} s"
             server_runs = bool(servers) and servers[0].is_running()
             if client.popen.returncode == 0 or not server_runs or time.monotonic() > retry_until_s:
                 break
             time.sleep(_PAUSE_S)
         if client.popen.returncode != 0:
-            return [*servers, client], f"the client ended with exit code {client.popen.returncode}"
+            return [*servers, client], f"the client {client.describe_end()}"
         if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
             # Some servers, such as those of rcopy and rdma_xserver, serve further clients until they are ended.
             servers[0].end()
         elif servers and servers[0].popen.returncode != 0:
-            return [*servers, client], f"the server ended with exit code {servers[0].popen.returncode}"
+            return [*servers, client], f"the server {servers[0].describe_end()}"
         return [*servers, client], ""
     finally:
         for process in (*servers, *([client] if client is not None else [])):

@@ -48,6 +48,7 @@ def program(client: str, server: str = "", **fields: object) -> StockProgram:
         (program("echo done", output="^done$"), ""),
         (program("exit 3"), "the client ended with exit code 3"),
         (program("true", "exit 4"), "the server ended with exit code 4"),
+        (program("echo no device; echo ------; exit 3"), "the client ended with exit code 3: no device"),
         (program("echo wrong", output="^done$"), "the output does not contain '^done$'"),
         (program("cp {folder}/source {folder}/copy", sent_file_bytes=1000), ""),
         (program("true", sent_file_bytes=1000), "the copied file differs from its source"),
@@ -61,6 +62,11 @@ def test_program_that_hangs_is_killed() -> None:
     outcome = run_program(program("sleep 1000"), dataclasses.replace(NO_TWINS, timeout_s=1))
     assert outcome.failure == "the client did not end within 1 s"
     assert outcome.duration_s < 15
+
+
+def test_program_with_a_longer_limit_is_not_killed_before() -> None:
+    described = program("sleep 2", timeout_s=15.0)
+    assert run_program(described, dataclasses.replace(NO_TWINS, timeout_s=1)).failure == ""
 
 
 def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
