@@ -15,18 +15,21 @@ if TYPE_CHECKING:
 
 __all__ = ["report_document", "report_lines", "used_apis"]
 
-# The object that a program must create to use an API, in the singular and in the plural.
+# The object that a program must create to use an API, in the singular and in the plural, and the text if there is none.
 _OBJECT_OF_API = {
-    Api.VERBS: ("queue pair", "queue pairs"),
-    Api.CUDA: ("memory allocation", "memory allocations"),
-    Api.CUFILE: ("registered file", "registered files"),
-    Api.HLTHUNK: ("opened device", "opened devices"),
+    Api.VERBS: ("queue pair", "queue pairs", "no queue pair reached the state RTR"),
+    Api.CUDA: ("memory allocation", "memory allocations", "no memory allocation"),
+    Api.CUFILE: ("registered file", "registered files", "no registered file"),
+    Api.HLTHUNK: ("opened device", "opened devices", "no opened device"),
 }
 _PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
 
 
 def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
-    """Return the APIs of which a process created an object. A process that only lists devices does not use an API."""
+    """Return the APIs of which a process created an object, and verbs if a queue pair reached the state RTR.
+
+    A process that only looks at devices does not use an API. UCX creates queue pairs for that.
+    """
     return frozenset(use.api for use in uses if use.objects_count > 0)
 
 
@@ -79,9 +82,9 @@ def _line(api: Api, uses: Sequence[ProcessUse]) -> str:
     programs = _programs([(use.program, use.process_id) for use in uses])
     objects_count = sum(use.objects_count for use in uses)
     moved_bytes = sum(use.moved_bytes for use in uses)
-    one, several = _OBJECT_OF_API[api]
+    one, several, none = _OBJECT_OF_API[api]
     if objects_count == 0:
-        return f"{api.value}: twin opened by {programs}, but not used: no {one}"
+        return f"{api.value}: twin opened by {programs}, but not used: {none}"
     objects = f"{objects_count} {one if objects_count == 1 else several}"
     moved = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
     return f"{api.value}: twin opened by {programs}; {objects}{moved}"

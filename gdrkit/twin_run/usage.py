@@ -39,8 +39,8 @@ class ProcessUse:
     program : str
         Name of the program, without folders.
     objects_count : int
-        Number of objects that the process created: queue pairs (verbs), memory allocations (CUDA), registered files
-        (cuFile), opened devices (hl-thunk).
+        Number of objects that the process created: queue pairs that reached the state RTR (verbs), memory
+        allocations (CUDA), registered files (cuFile), opened devices (hl-thunk).
     moved_bytes : int
         Payload bytes that the twin moved for the process. Bytes of verbs are counted at the side of the requester.
     """

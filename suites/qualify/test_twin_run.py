@@ -29,7 +29,10 @@ stack = contextlib.ExitStack()
 nic = stack.enter_context(Nic.open("twin0"))
 queue = stack.enter_context(nic.completion_queue())
 pair = stack.enter_context(nic.queue_pair(queue))
+pair.connect(pair.endpoint())
 """
+# The command creates a queue pair and does not connect it, as UCX does on every device, also if it then uses TCP.
+TRY_VERBS = USE_VERBS.replace("pair.connect(pair.endpoint())", "")
 # The command writes 1 MiB from one queue pair to another, and prints four port counters before and after.
 MOVE_BYTES = """
 import contextlib
@@ -88,7 +91,13 @@ def test_listing_devices_is_not_a_use() -> None:
     command = (sys.executable, "-c", "from gdrkit.verbs import list_nics; assert list_nics()")
     process = run(*command, options=("--require", "verbs"))
     assert process.returncode == 125
-    assert "but not used: no queue pair" in process.stderr
+    assert "but not used: no queue pair reached the state RTR" in process.stderr
+
+
+def test_queue_pair_that_is_not_connected_is_no_use() -> None:
+    process = run(sys.executable, "-c", TRY_VERBS, options=("--require", "verbs"))
+    assert process.returncode == 125
+    assert "but not used: no queue pair reached the state RTR" in process.stderr
 
 
 def test_killed_grandchild_is_in_the_report() -> None:

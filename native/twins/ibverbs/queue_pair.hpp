@@ -75,6 +75,7 @@ struct QueuePairHandle {
     std::shared_ptr<EventCounter> async_event_counter;
     ibv_xrcd* xrcd = nullptr;                // set for an XRC receive queue pair
     std::unique_ptr<RequestBuilder> builder; // set for an extended queue pair
+    bool was_ready = false;                  // whether the pair has been in the state RTR
 };
 
 inline QueuePairHandle* qp_handle_of(ibv_qp* qp) {

@@ -2,11 +2,13 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "ibverbs/connected_queue_pair.hpp"
 #include "ibverbs/datagram_queue_pair.hpp"
 #include "ibverbs/handle.hpp"
 #include "ibverbs/session.hpp"
+#include "model/usage.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -290,9 +292,13 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
     if (!is_alive("ibv_qp", qp)) {
         return EINVAL;
     }
-    const int error = qp_handle_of(qp)->model->modify(*attr, attr_mask);
+    QueuePairHandle* const handle = qp_handle_of(qp);
+    const int error = handle->model->modify(*attr, attr_mask);
     if (error == 0 && (attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
+        if (attr->qp_state == IBV_QPS_RTR && !std::exchange(handle->was_ready, true)) {
+            gdrkit::twin::record_ready_queue_pair();
+        }
     }
     return error;
 }

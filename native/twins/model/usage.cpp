@@ -115,18 +115,23 @@ Slot* slot() {
 
 bool shows_use(std::string_view kind) {
     switch (used_api.load(std::memory_order_relaxed)) {
-    case UsedApi::verbs:
-        return kind == "ibv_qp";
     case UsedApi::cuda:
         return kind != "cuda_context" && kind != "cuda_primary_context";
     case UsedApi::cufile:
         return kind == "cufile_handle";
     case UsedApi::hlthunk:
         return kind == "gaudi_device";
+    case UsedApi::verbs:
     case UsedApi::none:
         break;
     }
     return false;
+}
+
+void count_object() {
+    if (Slot* const known_slot = slot()) {
+        known_slot->object_count.fetch_add(1, std::memory_order_relaxed);
+    }
 }
 
 } // namespace
@@ -137,10 +142,13 @@ void record_use(UsedApi api) {
 }
 
 void record_object(std::string_view kind) {
-    Slot* const known_slot = shows_use(kind) ? slot() : nullptr;
-    if (known_slot != nullptr) {
-        known_slot->object_count.fetch_add(1, std::memory_order_relaxed);
+    if (shows_use(kind)) {
+        count_object();
     }
+}
+
+void record_ready_queue_pair() {
+    count_object();
 }
 
 void record_bytes(std::uint64_t length_bytes) {

@@ -13,9 +13,13 @@ enum class UsedApi : std::uint32_t { none = 0, verbs = 1, cuda = 2, cufile = 3, 
 // Record that this process has called the twin of this API. A twin calls this once, at its first call.
 void record_use(UsedApi api);
 
-// Count a new handle of the ledger if its kind shows that the program uses the API. These kinds are: queue pair, memory
-// allocation of CUDA, file of cuFile, and open device of hl-thunk.
+// Count a new handle of the ledger if its kind shows that the program uses the API. These kinds are: memory allocation
+// of CUDA, file of cuFile, and open device of hl-thunk.
 void record_object(std::string_view kind);
+
+// Count a queue pair that the program has brought to the state RTR. A new queue pair is not counted: UCX creates some
+// on every device to learn what the device supports, also if it then moves all bytes by TCP.
+void record_ready_queue_pair();
 
 // Count payload bytes that the twin moved.
 void record_bytes(std::uint64_t length_bytes);
