@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ProgramOutcome", "Target", "run_program"]
 
+_PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # A program that has not ended after this time is killed.
 TIMEOUT_S = 60.0
 # If a server listens on another port, or on no port, its client starts after this time.
@@ -176,7 +177,9 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
             failure = "the copied file differs from its source"
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
-        command = shlex.join(word.format_map(placeholders) for word in program.client)
+        # The record names no folder of this machine.
+        shown = {**placeholders, "folder": "FOLDER"}
+        command = shlex.join(word.format_map(shown).replace(f"{_PROJECT_ROOT}/", "") for word in program.client)
         outputs = {
             name: _last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
