@@ -29,7 +29,9 @@ main(sys.argv[1:])
 FOREIGN_LIBRARIES = ("libcuda", "libibverbs", "librdmacm", "libcufile", "libhl-thunk", "libnvidia", "gdrkit")
 FOREIGN_MODULES = {"ctypes", "cuda", "cupy", "kvikio", "numpy", "pyverbs"}
 # Every command may import these modules: the modules of the command line, and the modules of the two lowest levels.
-LIGHT_MODULES = {"cli", "cli_files", "cli_inventory", "cli_report", "cli_serve", "cli_tiers"}.union(*IMPORT_LEVELS[:2])
+LIGHT_MODULES = {"cli", "cli_files", "cli_inventory", "cli_observe", "cli_report", "cli_serve", "cli_tiers"}.union(
+    *IMPORT_LEVELS[:2]
+)
 LIGHT_PACKAGES = {"click", "gdrkit"}
 
 
