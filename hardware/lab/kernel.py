@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["kernel_image"]
+__all__ = ["MODULE_FOLDERS", "kernel_image"]
 
 # These packages of Debian and Ubuntu depend on the package of the newest kernel, whose name contains the version.
 _META_PACKAGES = ("linux-image-amd64", "linux-image-generic")
@@ -22,8 +22,8 @@ _VERSIONED_PACKAGE = re.compile(r"^linux-(?:image|modules-extra)-(\d\S*)$")
 
 # The folders of modules, relative to kernel/, that the guest needs for its root file system over 9p, the network and
 # RDMA, and for vgem, an exporter of dma-bufs. All modules of the kernel have 400 MB.
-_MODULE_FOLDERS = (
-    *("arch", "crypto", "drivers/infiniband", "drivers/net/dummy", "drivers/virtio", "fs", "lib", "net"),
+MODULE_FOLDERS = (
+    *("arch", "crypto", "drivers/infiniband", "drivers/net/veth", "drivers/virtio", "fs", "lib", "net"),
     *("drivers/block/virtio_blk", "drivers/char", "drivers/scsi", "drivers/gpu/drm/drm", "drivers/gpu/drm/vgem"),
 )
 
@@ -39,8 +39,9 @@ def kernel_image(cache: Path, *, backports: bool = False) -> Path:
     LabError
         apt is missing, it has no kernel package, or the kernel has no module rdma_rxe.
     """
-    stamp = cache / "ready"
-    if not stamp.exists():
+    stamp, modules = cache / "ready", "\n".join(MODULE_FOLDERS)
+    # A folder that an earlier version of this file filled lacks modules.
+    if not stamp.exists() or stamp.read_text() != modules:
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir(parents=True)
         packages = _download(cache, _backports_options(cache) if backports else [])
@@ -52,7 +53,7 @@ def kernel_image(cache: Path, *, backports: bool = False) -> Path:
         if not any(cache.glob(f"lib/modules/{version}/kernel/drivers/infiniband/sw/rxe/rdma_rxe.ko*")):
             message = f"kernel {version} of this distribution has no module rdma_rxe: use a machine with an RDMA device"
             raise LabError(message)
-        stamp.write_text(version)
+        stamp.write_text(modules)
     return _find_image(cache)
 
 
@@ -123,7 +124,7 @@ def _unpack(package: Path, cache: Path) -> None:
     if archive.returncode:
         message = f"{package.name} is not a Debian package: remove {cache} and try again"
         raise LabError(message)
-    patterns = ["./boot/vmlinuz-*", "*/modules.*", *(f"*/kernel/{module}*" for module in _MODULE_FOLDERS)]
+    patterns = ["./boot/vmlinuz-*", "*/modules.*", *(f"*/kernel/{module}*" for module in MODULE_FOLDERS)]
     unpack = subprocess.run(
         ["tar", "-x", "-C", str(cache), "--wildcards", "--no-same-owner", *patterns],
         input=archive.stdout,

@@ -20,6 +20,7 @@ from support.records import record_of
 from gdrkit.inventory import load_profile
 from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
+from hardware.lab.kernel import MODULE_FOLDERS
 from hardware.lab.machine import Limits, Machine, can_virtualize
 from hardware.lab.pairs import Pair, compare, find_missing_refusals, format_table
 
@@ -51,7 +52,7 @@ def lab_folder(tmp_path: Path) -> Path:
             (programs / name).symlink_to(program)
     (tmp_path / "kernel" / "boot").mkdir(parents=True)
     (tmp_path / "kernel" / "boot" / "vmlinuz-1").touch()
-    (tmp_path / "kernel" / "ready").touch()
+    (tmp_path / "kernel" / "ready").write_text("\n".join(MODULE_FOLDERS))
     return tmp_path
 
 

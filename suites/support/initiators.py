@@ -17,15 +17,16 @@ __all__ = ["connected_initiator"]
 
 @contextlib.contextmanager
 def connected_initiator(
-    nic: Nic, *, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128
+    nic: Nic, *, peer: Nic | None = None, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128
 ) -> Iterator[Initiator]:
-    """Yield an initiator whose queue pairs are connected to queue pairs of `nic` that post no requests."""
+    """Yield an initiator of `nic` that is connected to queue pairs of `peer`, or of `nic`, that post no requests."""
+    peer = peer or nic
     with (
-        nic.completion_queue(depth=16) as completion_queue,
+        peer.completion_queue(depth=16) as completion_queue,
         contextlib.ExitStack() as stack,
         Initiator(nic.name, memory_bytes=memory_bytes, queue_pairs=queue_pairs, depth_max=depth_max) as initiator,
     ):
-        remote_pairs = [stack.enter_context(nic.queue_pair(completion_queue)) for _ in range(queue_pairs)]
+        remote_pairs = [stack.enter_context(peer.queue_pair(completion_queue)) for _ in range(queue_pairs)]
         for remote_pair, endpoint in zip(remote_pairs, initiator.endpoints(), strict=True):
             remote_pair.connect(endpoint, reads_max=initiator.reads_max)
         initiator.connect([remote_pair.endpoint() for remote_pair in remote_pairs], reads_max=initiator.reads_max)
