@@ -27,7 +27,6 @@ def render_page(observation: Observation) -> str:
         "title": " ".join(observation.command),
         "observation": observation,
         "verdicts": [_verdict(route) for route in observation.routes],
-        "libraries": [(process, list(_libraries(process))) for process in observation.processes],
     }
     return environment(escaped=True).get_template("observation.html.j2").render(view)
 
@@ -40,8 +39,7 @@ def _lines(observation: Observation) -> Iterator[str]:
         for sentence in route.evidence:
             yield f"  {sentence}"
     for process in observation.processes:
-        for line in _libraries(process):
-            yield f"library: {line}"
+        yield from _held_objects(process)
     for sentence in observation.not_seen:
         yield f"not seen: {sentence}"
 
@@ -51,7 +49,10 @@ def _verdict(route: ObservedRoute) -> str:
     return f"{route.route}: {route.outcome.value.replace('_', ' ')}{moved}"
 
 
-def _libraries(process: ObservedProcess) -> Iterator[str]:
+def _held_objects(process: ObservedProcess) -> Iterator[str]:
+    owner = f"{process.program} (pid {process.process_id})"
     for library in process.libraries:
         twin = " (software twin)" if library.is_twin else ""
-        yield f"{process.program} (pid {process.process_id}): {library.name}{twin}, {library.path}"
+        yield f"library: {owner}: {library.name}{twin}, {library.path}"
+    for dmabuf in process.dmabufs:
+        yield f"dma-buf: {owner}: {rounded_bytes(dmabuf.size_bytes)} of {dmabuf.exporter}"

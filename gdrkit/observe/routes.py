@@ -52,9 +52,9 @@ def _library_names(observation: Observation) -> set[str]:
 
 
 def _rdma_route(observation: Observation) -> ObservedRoute | None:
-    evidence = list(_queue_pair_evidence(observation))
-    if evidence:
-        return _used_rdma_route(observation, evidence)
+    # NCCL and others also hold dma-bufs to share memory between GPUs, so only a queue pair shows that RDMA was set up.
+    if _has_queue_pair(observation):
+        return _used_rdma_route(observation, list(_queue_pair_evidence(observation)))
     names = _library_names(observation)
     can_choose = names & _CHOOSING_LIBRARIES
     tcp_bytes = observation.tcp_bytes
@@ -68,6 +68,13 @@ def _rdma_route(observation: Observation) -> ObservedRoute | None:
     if not observation.ports and "verbs" in names:
         return ObservedRoute("rdma", RouteOutcome.NOT_POSSIBLE, 0, ("libibverbs is loaded",), reason)
     return None
+
+
+def _has_queue_pair(observation: Observation) -> bool:
+    return any(
+        process.twin_objects.get("verbs", 0) or any(pair.type not in _MANAGEMENT_TYPES for pair in process.queue_pairs)
+        for process in observation.processes
+    )
 
 
 def _queue_pair_evidence(observation: Observation) -> Iterator[str]:
@@ -126,6 +133,11 @@ def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedR
     cause = None
     if not twin_bytes and not any(port.has_grown for port in ports):
         cause = "the counters of the ports stood still"
+        can_choose = _library_names(observation) & _CHOOSING_LIBRARIES
+        if can_choose and observation.tcp_bytes >= _TCP_BYTES_MIN:
+            evidence.append(f"{', '.join(sorted(can_choose))} would use RDMA where it is possible")
+            cause = f"{cause}; {rounded_bytes(observation.tcp_bytes)} went over TCP"
+            return ObservedRoute("rdma", RouteOutcome.FELL_BACK, 0, tuple(evidence), cause)
     elif not twin_bytes and not any(pair.state in {"RTS", "SQD"} for pair in pairs):
         cause = "no queue pair was seen in a state in which it can send"
     elif others:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from gdrkit.evidence import RdmaQueuePair
+from gdrkit.evidence import HeldDmabuf, RdmaQueuePair
 from gdrkit.host import GpuTraffic, PortCounters, WrappingCounter
 from gdrkit.observe import Observation, ObservedProcess, ObservedRoute, PortTraffic, derive_routes
 from gdrkit.observe.observation import SCHEMA_VERSION, ObservedLibrary
@@ -83,6 +83,19 @@ def test_ucx_over_tcp_fell_back(ports: tuple[PortTraffic, ...], reason: str) -> 
     assert verdicts["rdma"].outcome is RouteOutcome.FELL_BACK
     assert reason in (verdicts["rdma"].cause or "")
     assert (verdicts["tcp"].outcome, verdicts["tcp"].moved_bytes) == (RouteOutcome.PROVEN, GIB)
+
+
+def test_queue_pairs_without_bytes_fell_back_to_tcp() -> None:
+    ucx = process("ucx", "verbs", queue_pairs=(PAIR,), remote_sent_bytes=GIB)
+    route = routes(ucx, ports=(STILL_PORT,))["rdma"]
+    assert (route.outcome, route.moved_bytes) == (RouteOutcome.FELL_BACK, 0)
+    assert "went over TCP" in (route.cause or "")
+
+
+def test_dmabuf_without_a_queue_pair_is_not_rdma() -> None:
+    memory = HeldDmabuf(4096, "nv_dmabuf", GIB)
+    gpu = dataclasses.replace(GPU, nvlink_sent_bytes=GIB, nvlink_received_bytes=GIB, process_ids=(7,))
+    assert "rdma" not in routes(process("nccl", nodes=("/dev/nvidia0",), dmabufs=(memory,)), gpus=(gpu,))
 
 
 def test_bytes_between_two_observed_processes_count_once() -> None:
