@@ -76,7 +76,7 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
         *RUN_REQUIREMENTS,
         *((PYVERBS_REQUIREMENT,) if build_pyverbs else ()),
         "-e",
-        f"{ROOT}[qualify,cuda13,cufile,fuse,mpi]",
+        f"{ROOT}[qualify,cuda13,cufile,fuse,monitor,mpi]",
     )
     run = ensure_environment(
         "run",

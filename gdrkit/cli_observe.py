@@ -1,5 +1,5 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
-"""The command ``gdrkit observe``, which says which path the bytes of any program took.
+"""The commands ``gdrkit observe``, which says which path the bytes of any program took, and ``gdrkit monitor``.
 
 :mod:`gdrkit.cli` adds it to its command line, and turns its errors into messages and exit codes.
 """
@@ -105,4 +105,43 @@ def observe(
     return 0
 
 
-COMMANDS = (observe,)
+@click.command(
+    epilog=(
+        "\b\nExamples:\n"
+        "  gdrkit monitor\n"
+        "  gdrkit monitor --listen 0.0.0.0:9988\n\n"
+        "\b\nExit codes:\n"
+        "  0 the command was ended by SIGTERM or SIGINT\n"
+        "  1 the address cannot be used\n"
+        "  2 wrong usage\n"
+        "  3 prometheus_client is not installed"
+    )
+)
+@click.option(
+    "--listen",
+    default="127.0.0.1:9988",
+    show_default=True,
+    metavar="HOST:PORT",
+    help="Address of the HTTP server. Port 0 chooses a free port.",
+)
+def monitor(listen: str) -> int:
+    """Serve metrics of this machine to Prometheus, until SIGTERM or SIGINT.
+
+    They are the queue pairs, memory regions and dma-bufs of every process, BAR1 of every GPU, and the counters of NICs
+    and of nvidia-fs. They are read when Prometheus asks for them. The first line of the output is the address.
+    """
+    import signal
+
+    from gdrkit.monitor import machine_metrics, parse_address, serve_metrics
+
+    host, port = parse_address(listen)
+    # The thread of the HTTP server inherits the blocked signals, so sigwait() receives them in every case.
+    signals = {signal.SIGTERM, signal.SIGINT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    with serve_metrics(host, port, metrics=machine_metrics) as server:
+        click.echo(server.address)
+        signal.sigwait(signals)
+    return 0
+
+
+COMMANDS = (observe, monitor)

@@ -6,13 +6,31 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from gdrkit.errors import UsageError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
 __all__ = ["COMMANDS"]
+
+
+def _exporter(
+    kind: str, metrics: str | None
+) -> Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]]:
+    """Return the function that exports the counters of the command, or does nothing without --metrics."""
+    if metrics is None:
+        return contextlib.nullcontext
+    from gdrkit.monitor import export_statistics, parse_address
+
+    return partial(export_statistics, kind, parse_address(metrics))
 
 
 @click.command(
@@ -43,14 +61,20 @@ __all__ = ["COMMANDS"]
     metavar="N",
     help="Bytes per checksum of a new store, 4096 to 65536. Default: 4096.",
 )
-def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None) -> int:
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus at http://HOST:PORT/metrics. Needs prometheus_client.",
+)
+def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None, metrics: str | None) -> int:
     """Serve the files of a folder over RDMA, until SIGTERM or SIGINT.
 
     The server is one node without replication. It prints its address as soon as clients can connect.
     """
     from gdrkit.storage.command import serve as serve_store
 
-    return serve_store(root, listen=listen, nic_names=nics, chunk_bytes=chunk_bytes)
+    export = _exporter("server", metrics)
+    return serve_store(root, listen=listen, nic_names=nics, chunk_bytes=chunk_bytes, export=export)
 
 
 @click.command(
@@ -86,6 +110,11 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     metavar="MS",
     help="If the storage server returns no result for this many milliseconds, its pending operations fail.",
 )
+@click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus at http://HOST:PORT/metrics. Needs prometheus_client.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready message and the counters as JSON.")
 def agent(
     mount: Path,
@@ -95,6 +124,7 @@ def agent(
     fuse: bool,
     spin_us: int,
     silence_ms: int,
+    metrics: str | None,
     as_json: bool,
 ) -> int:
     """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
@@ -110,11 +140,13 @@ def agent(
     if (store is None) == (server is None):
         message = "gdrkit agent needs either --store DIR or --server HOST:PORT"
         raise UsageError(message)
+    export = _exporter("agent", metrics)
     block_signals()
     limit_arenas()
     raise_open_files_limit()
     if store is not None and not fuse:
-        serve_until_signalled(plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms), as_json=as_json)
+        running_agent = plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms)
+        serve_until_signalled(running_agent, as_json=as_json, export=export)
         return 0
     from gdrkit.storage.token import read_token_file
     from gdrkit.usrbio.fuse.agent import fuse_agent
@@ -123,7 +155,7 @@ def agent(
     fuse_mount_agent = fuse_agent(
         mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms
     )
-    serve_until_signalled(fuse_mount_agent, as_json=as_json)
+    serve_until_signalled(fuse_mount_agent, as_json=as_json, export=export)
     return 0
 
 

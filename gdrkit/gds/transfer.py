@@ -27,7 +27,16 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Route", "Transfer", "TransferFailed", "TransferJob", "TransferSet", "Transferred", "short_read_error"]
+__all__ = [
+    "Route",
+    "Transfer",
+    "TransferFailed",
+    "TransferJob",
+    "TransferSet",
+    "Transferred",
+    "short_read_error",
+    "transferred_bytes",
+]
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
@@ -158,6 +167,17 @@ class TransferSet:
 
 # All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
 _transfers_in_progress = TransferSet()
+# The bytes of all transfers of this process that are over, by route.
+_totals_lock = threading.Lock()
+_total_bytes: dict[Route, int] = {}
+
+
+def transferred_bytes() -> dict[Route, int]:
+    """Return the bytes of all finished transfers of this process, by the route that they took."""
+    with _totals_lock:
+        return dict(_total_bytes)
+
+
 # In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
 _transfers_of_parent: list[Transfer] = []
 # Number of transfers in progress that each new transfer polls. Each new transfer adds one and polls two, so every
@@ -337,6 +357,8 @@ class Transfer:
                 counters=self.job.counters,
             )
             self._error = self._error_of(progress, self._result)
+            with _totals_lock:
+                _total_bytes[self._result.route] = _total_bytes.get(self._result.route, 0) + total_bytes
             if self.buffer is not None:
                 self.buffer.release()
             self.buffer = self.keep = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -16,7 +17,8 @@ from gdrkit.storage.server import StorageServer
 from gdrkit.storage.store import FileStore
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 __all__ = ["serve"]
@@ -29,8 +31,18 @@ _ADVICE_BY_ERRNO = {
 }
 
 
-def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_bytes: int | None) -> int:
-    """Serve a store until SIGTERM or SIGINT, and return the exit code."""
+def serve(
+    root: Path,
+    *,
+    listen: str | None,
+    nic_names: Sequence[str],
+    chunk_bytes: int | None,
+    export: Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> int:
+    """Serve a store until SIGTERM or SIGINT, and return the exit code.
+
+    `export` is called with the function that returns the counters. Its context is open while the server runs.
+    """
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
     raise_open_files_limit()
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
@@ -41,7 +53,8 @@ def serve(root: Path, *, listen: str | None, nic_names: Sequence[str], chunk_byt
             with StorageServer(store, address, nic_names=nic_names) as server:
                 sys.stdout.write(f"gdrkit serve: {root} at {server.address} by {', '.join(server.nics)}\n")
                 sys.stdout.flush()
-                signal.sigwait({signal.SIGTERM, signal.SIGINT})
+                with export(lambda: dict(store.native.counters())):
+                    signal.sigwait({signal.SIGTERM, signal.SIGINT})
     except GdrkitError:
         raise
     except OSError as error:

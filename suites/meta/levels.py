@@ -19,7 +19,7 @@ IMPORT_LEVELS: tuple[frozenset[str], ...] = (
     frozenset({"evidence", "launch", "nccl", "registration"}),
     frozenset({"gds", "inventory", "storage", "twin_run"}),
     frozenset({"report", "safetensors", "tiers", "usrbio"}),
-    frozenset({"observe", "qualify"}),
+    frozenset({"monitor", "observe", "qualify"}),
     frozenset(
         {
             "__main__",
@@ -77,6 +77,7 @@ SEAMS: Mapping[str, frozenset[str]] = {
     "gdrkit.verbs._initiator": frozenset({"gdrkit/verbs/_native.py"}),
     "torch": frozenset({"gdrkit/safetensors/_torch.py"}),
     "safetensors": frozenset({"gdrkit/safetensors/_torch.py"}),
+    "prometheus_client": frozenset({"gdrkit/monitor/_prometheus.py"}),
     "sqlite3": frozenset({"gdrkit/tiers/_sqlite.py"}),
     "gdrkit.storage._engine": frozenset({"gdrkit/storage/_native.py"}),
     "gdrkit.gds._engine": frozenset({"gdrkit/gds/_native.py"}),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -29,6 +30,7 @@ from gdrkit.usrbio.agent.service import Service
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from pathlib import Path
     from types import TracebackType
 
@@ -208,17 +210,28 @@ class RunningAgent(Protocol):
         """End the agent."""
 
 
-def serve_until_signalled(agent: RunningAgent, *, as_json: bool) -> None:
-    """Print that the agent is ready, wait for SIGTERM or SIGINT, close the agent, and print its counters."""
+def serve_until_signalled(
+    agent: RunningAgent,
+    *,
+    as_json: bool,
+    export: Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]] = contextlib.nullcontext,
+) -> None:
+    """Print that the agent is ready, wait for SIGTERM or SIGINT, close the agent, and print its counters.
+
+    `export` is called with the function that returns the counters. Its context is open while the agent runs.
+    """
     signals = {signal.SIGTERM, signal.SIGINT}
     _print(
         {"ready": True, "mount": str(agent.mount.path), "pid": os.getpid()},
         f"ready: {agent.mount.path}",
         as_json=as_json,
     )
-    signal.sigwait(signals)
-    statistics = agent.statistics()
-    agent.close()
+    try:
+        with export(agent.statistics):
+            signal.sigwait(signals)
+        statistics = agent.statistics()
+    finally:
+        agent.close()
     counters = ", ".join(f"{name} {count}" for name, count in statistics.items())
     _print({"ended": True, "statistics": statistics}, f"ended: {counters}", as_json=as_json)
 

@@ -1,0 +1,23 @@
+"""Metrics for Prometheus: who holds RDMA regions and dma-bufs on this machine, and what gdrkit does in a process.
+
+`gdrkit monitor` serves the metrics of the machine. A program that uses gdrkit serves its own with
+:func:`serve_metrics`; the agent and the storage server do so with `--metrics`.
+"""
+
+from __future__ import annotations
+
+from gdrkit.monitor.machine import machine_metrics
+from gdrkit.monitor.metrics import Metric
+from gdrkit.monitor.process import process_metrics, watch
+from gdrkit.monitor.server import MetricsServer, export_statistics, parse_address, serve_metrics
+
+__all__ = [
+    "Metric",
+    "MetricsServer",
+    "export_statistics",
+    "machine_metrics",
+    "parse_address",
+    "process_metrics",
+    "serve_metrics",
+    "watch",
+]

@@ -1,0 +1,220 @@
+"""Metrics for Prometheus: of the machine by `gdrkit monitor`, and of a process, an agent and a server."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+import pytest
+
+from gdrkit import monitor
+from gdrkit.errors import ApiError, UsageError
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.registration import RegionCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.cuda import Device
+    from gdrkit.verbs import Nic
+
+GDRKIT = [sys.executable, "-m", "gdrkit"]
+RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
+REGISTRATIONS = 10_000
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Return the value of each sample, by name and labels as in the text of the server."""
+    with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
+        lines = reply.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
+@contextlib.contextmanager
+def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command of gdrkit, end it by SIGTERM, and require exit code 0."""
+    with subprocess.Popen([*GDRKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def address_in(stream: IO[str] | None) -> str:
+    """Return the first address in the output of a command."""
+    assert stream is not None
+    for line in stream:
+        match = re.search(r"http://\S+/metrics", line)
+        if match:
+            return match[0]
+    pytest.fail("the command printed no address")
+
+
+def test_monitor_serves_the_machine_until_sigterm() -> None:
+    with started("monitor", "--listen", "127.0.0.1:0") as process:
+        address = address_in(process.stdout)
+        with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
+            text = reply.read().decode()
+    for name in ("gdrkit_rdma_regions", "gdrkit_dmabufs", "gdrkit_bar1_used_bytes", "gdrkit_port_sent_bytes_total"):
+        assert f"# HELP {name} " in text
+
+
+@needs(verbs.nic())
+def test_monitor_counts_what_the_ports_and_the_twin_move() -> None:
+    names = {metric.name: metric for metric in monitor.machine_metrics()}
+    ports = names["gdrkit_port_sent_bytes"].values or names["gdrkit_twin_objects"].values
+    assert ports
+
+
+@needs(cuda_needs.device(), verbs.nic())
+def test_registrations_that_ended_leave_zero(device: Device, nic: Nic) -> None:
+    with (
+        RegionCache([nic], regions_max=1) as cache,
+        monitor.watch("cache", cache.statistics, name="test"),
+        monitor.serve_metrics("127.0.0.1", 0) as server,
+    ):
+        with device.allocate(4096) as first, device.allocate(4096) as second:
+            for index in range(REGISTRATIONS):
+                cache.lease((first, second)[index % 2]).close()
+            during = scrape(server.address)
+        after = scrape(server.address)
+    assert during['gdrkit_cache_registrations_total{name="test"}'] == REGISTRATIONS
+    assert during['gdrkit_cache_regions{name="test"}'] == 1
+    assert after['gdrkit_cache_regions{name="test"}'] == after['gdrkit_cache_registered_bytes{name="test"}'] == 0
+
+
+@pytest.mark.parametrize("command", ["server", "agent"])
+@needs(verbs.nic())
+def test_agent_and_server_export_their_counters(tmp_path: Path, command: str) -> None:
+    arguments = ["serve", "--store", str(tmp_path)] if command == "server" else ["agent", str(tmp_path)]
+    if command == "agent":
+        arguments += ["--store", str(tmp_path)]
+    with started(*arguments, "--metrics", "127.0.0.1:0") as process:
+        samples = scrape(address_in(process.stderr))
+    assert any(name.startswith(f"gdrkit_{command}_") for name in samples)
+
+
+@needs(host.program("prometheus"), cuda_needs.device(), verbs.nic())
+def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: Nic) -> None:
+    """The windows of the rule are shortened from minutes to seconds. One cache leaks, and one registers and evicts."""
+    rules = RULES.read_text().replace("[5m] offset 25m", "[2s] offset 6s").replace("[5m]", "[2s]")
+    (tmp_path / "rules.yml").write_text(rules)
+    with contextlib.ExitStack() as stack:
+        leaking = stack.enter_context(RegionCache([nic]))
+        steady = stack.enter_context(RegionCache([nic], regions_max=1))
+        for name, cache in (("leaking", leaking), ("steady", steady)):
+            stack.enter_context(monitor.watch("cache", cache.statistics, name=name))
+        server = stack.enter_context(monitor.serve_metrics("127.0.0.1", 0))
+        stop = threading.Event()
+        worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
+        worker.start()
+        try:
+            assert firing_caches(tmp_path, server.address) == {"leaking"}
+        finally:
+            stop.set()
+            worker.join()
+
+
+def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: threading.Event) -> None:
+    """Register 100 allocations per second in both caches, until `stop` is set. Then free the memory."""
+    with contextlib.ExitStack() as stack:
+        while not stop.wait(0.01):
+            memory = stack.enter_context(device.allocate(4096))
+            leaking.lease(memory).close()
+            steady.lease(memory).close()
+
+
+def firing_caches(folder: Path, address: str) -> set[str]:
+    """Run Prometheus until GdrkitCacheGrows fires, and return the names of the caches that it names."""
+    (folder / "prometheus.yml").write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": "500ms", "scrape_timeout": "500ms", "evaluation_interval": "500ms"},
+                "rule_files": ["rules.yml"],
+                "scrape_configs": [
+                    {"job_name": "gdrkit", "static_configs": [{"targets": [address.split("/")[2]]}]},
+                ],
+            }
+        )
+    )
+    port = free_port()
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (
+        (folder / "prometheus.log").open("w") as log,
+        subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log) as prometheus,
+    ):
+        try:
+            deadline_s = time.monotonic() + 60
+            while time.monotonic() < deadline_s:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    prometheus.wait(0.5)
+                names = alerts(f"http://127.0.0.1:{port}/api/v1/alerts")
+                if names:
+                    return names
+        finally:
+            prometheus.terminate()
+            prometheus.wait(30)
+    pytest.fail((folder / "prometheus.log").read_text()[-2000:])
+
+
+def alerts(url: str) -> set[str]:
+    """Return the names of the caches for which GdrkitCacheGrows fires."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
+            found = json.load(reply)["data"]["alerts"]
+    except OSError:
+        return set()  # Prometheus has not started yet.
+    return {
+        alert["labels"]["name"]
+        for alert in found
+        if alert["labels"]["alertname"] == "GdrkitCacheGrows" and alert["state"] == "firing"
+    }
+
+
+def free_port() -> int:
+    """Return a TCP port that was free a moment ago."""
+    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
+        return int(server.address.split(":")[2].partition("/")[0])
+
+
+@pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "host:-1", "host:8٣"])
+def test_bad_address_is_a_usage_error(text: str) -> None:
+    with pytest.raises(UsageError, match="must be HOST:PORT"):
+        monitor.parse_address(text)
+
+
+@pytest.mark.parametrize(("text", "address"), [("a:0", ("a", 0)), ("[::1]:65535", ("::1", 65535))])
+def test_address_is_parsed(text: str, address: tuple[str, int]) -> None:
+    assert monitor.parse_address(text) == address
+
+
+def test_used_port_is_an_error_with_the_address() -> None:
+    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
+        port = int(server.address.split(":")[2].partition("/")[0])
+        with pytest.raises(ApiError) as failure:
+            monitor.serve_metrics("127.0.0.1", port, metrics=tuple)
+    assert failure.value.errno == errno.EADDRINUSE
+    assert failure.value.arguments == {"host": "127.0.0.1", "port": port}
+
+
+def test_missing_library_is_exit_code_3(tmp_path: Path) -> None:
+    (tmp_path / "prometheus_client.py").write_text("raise ImportError('not here')\n")
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([*GDRKIT, "monitor"], env=environ, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 3
+    assert "extra monitor" in result.stderr
