@@ -1,0 +1,38 @@
+"""A program that creates an iov of an agent on a ``/dev/shm`` with huge pages, in a mount namespace of its own.
+
+It prints the numbers of bytes of the iov that the client and the agent have mapped by huge pages.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from support.raw_usrbio import AgentProcess
+
+from gdrkit import usrbio
+
+
+def huge_bytes(process_id: int | str) -> int:
+    """Return the bytes of shared memory that a process has mapped by huge pages."""
+    lines = Path(f"/proc/{process_id}/smaps").read_text().splitlines()
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("ShmemPmdMapped:"))
+
+
+def main() -> None:
+    """Mount the file system, start an agent, create an iov and print the numbers."""
+    mount, length_bytes = Path(sys.argv[1]), int(sys.argv[2])
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=within_size", "tmpfs", "/dev/shm"], check=True)  # noqa: S108 - the folder of shm_open(3).
+    with AgentProcess(mount) as agent:
+        iov = usrbio.create_iovec(str(mount), length_bytes=length_bytes)
+        memoryview(iov)[:] = bytes(length_bytes)
+        numbers = {"client": huge_bytes("self"), "agent": huge_bytes(agent.process.pid)}
+        iov.close()
+        assert agent.terminate() == 0, agent.error_output
+    sys.stdout.write(json.dumps(numbers))
+
+
+if __name__ == "__main__":
+    main()
