@@ -159,7 +159,7 @@ def test_cufile_program_prints_why_it_was_not_direct(tmp_path: Path) -> None:
     with tempfile.NamedTemporaryFile(dir="/var/tmp") as data:
         data.write(bytes(1 << 20))
         data.flush()
-        printed = run_on_twins(f"export GDRKIT_TWINS_UDEV=1\npython program.py {data.name}\n", tmp_path)
+        printed = run_on_twins(f"python program.py {data.name}\n", tmp_path)
     assert printed.startswith("1048576 bytes\nfell_back by posix\n")
     assert "- no_nvidia_fs: nvidia-fs is not loaded. To do: load nvidia-fs" in printed
 

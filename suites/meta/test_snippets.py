@@ -100,7 +100,7 @@ def twin_environment(folder: Path) -> dict[str, str]:
     environ = environment(Launch(software=TWINNED, isolated=True))
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     tiers = {"GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow", "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue")}
-    return environ | tiers | {"HOME": str(folder), "GDRKIT_TWINS_UDEV": "1"}
+    return environ | tiers | {"HOME": str(folder)}
 
 
 def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:

@@ -98,6 +98,21 @@ def test_run_executes_the_command_with_the_twins() -> None:
     assert process.returncode == 0
 
 
+# perftest opens libcuda by this name.
+OPEN_LIBCUDA = """
+import ctypes
+libraries = [ctypes.CDLL(name) for name in ("libcuda.so", "libcuda.so.1")]
+assert libraries[0]._handle == libraries[1]._handle
+assert libraries[0].gdrkit_twin_ledger
+"""
+
+
+@NEEDS_TWINS
+def test_libcuda_without_a_version_is_the_twin() -> None:
+    process = run_gdrkit("run", "--software", "--quiet", "--", sys.executable, "-c", OPEN_LIBCUDA)
+    assert process.returncode == 0, process.stderr
+
+
 @NEEDS_TWINS
 @pytest.mark.parametrize(
     ("command", "code", "error"),

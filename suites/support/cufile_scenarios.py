@@ -95,6 +95,8 @@ class ScenarioRunner:
                 # By default, libcufile writes its log to the current folder.
                 env={
                     "CUFILE_LOGFILE_PATH": f"{tempfile.gettempdir()}/cufile.log",
+                    # The scenarios write the entry of the disk themselves, so the twin must read udev's database.
+                    "GDRKIT_TWINS_UDEV": "0",
                     **suites_environ(),
                     **self.environ,
                     **faults,

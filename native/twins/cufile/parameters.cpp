@@ -24,19 +24,19 @@ struct Limits {
     std::size_t default_value, min, max;
 };
 
-// Defaults and limits of cuFile 1.20; index: CUFileSizeTConfigParameter_t. A maximum of 0 means that the real library
-// derives the maximum from the GPU. The twin does not check such a maximum.
+// Defaults and limits of cuFile 1.15 on an H200; index: CUFileSizeTConfigParameter_t. A maximum of 0 means that the
+// real library derives the maximum from the GPU. The twin does not check such a maximum.
 constexpr Limits size_limits[size_parameter_count] = {
     {0, 0, 3},
     {128, 1, 256},
-    {8, 0, 128},
+    {4, 0, 32},
     {1024, 4, 4294967295},
     {4, 0, 8},
     {16384, 64, 16384},
     {131072, 0, 0},
     {1024, 64, 16384},
-    {4294967292, 64, 0},
-    {64, 1, 256},
+    {33554432, 64, 0},
+    {128, 1, 256},
     {4, 4, 18014398509481980},
     {5, 1, 1000},
 };

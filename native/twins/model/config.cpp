@@ -130,7 +130,7 @@ Config read_config() {
     config.gaudi_generation = read_gaudi_generation(&config);
     config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);
     config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
-    config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 0, 1) != 0;
+    config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 1, 1) != 0;
     config.max_delay_us =
         static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_LATE_US", config.max_delay_us, 10'000'000));
     config.late_share_percent =

@@ -26,10 +26,10 @@ struct Config {
     GaudiGeneration gaudi_generation = GaudiGeneration::gaudi2;
     // The PCI BAR of a Gaudi maps this part of its memory, from the first byte on. 0: the BAR maps all of the memory.
     std::uint64_t gaudi_bar_mib = 0;
-    bool peermem = true;               // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
-    bool udev_knows_all_disks = false; // true: behave as if udev's database described every disk
-    int writes_ordering = 100;         // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
-    int flush_options = 1;             // attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs
+    bool peermem = true;              // true: ibv_reg_mr accepts device addresses, as with the nvidia_peermem module
+    bool udev_knows_all_disks = true; // false: only the disks that udev's database of this machine describes
+    int writes_ordering = 100;        // attribute GPU_DIRECT_RDMA_WRITES_ORDERING of the GPUs
+    int flush_options = 1;            // attribute GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS of the GPUs
     std::string fault_plan_path;
     unsigned max_delay_us = 300; // largest random delay of a completion or of a stream's work
     // Share of the completions, and of the work in streams, that is delayed at random. A small share is enough to find
