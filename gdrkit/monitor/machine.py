@@ -12,21 +12,24 @@ from typing import TYPE_CHECKING
 
 from gdrkit import evidence, host, launch
 from gdrkit.cufile import read_nvidia_fs
-from gdrkit.errors import GdrkitError
+from gdrkit.errors import Api, GdrkitError
 from gdrkit.host import HostTree
 from gdrkit.monitor.metrics import Metric
-from gdrkit.twin_run import read_usage
+from gdrkit.twin_run import read_usage, twin_dmabufs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from gdrkit.evidence import RdmaQueuePair, RdmaRegion
+    from gdrkit.twin_run import ProcessUse
 
 __all__ = ["machine_metrics"]
 
 # The directories of device nodes whose openers are listed with the number of their descriptors.
 _NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 _KIB = 1024
+# The device and the type of objects on software twins.
+_TWIN = "twin"
 
 
 def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
@@ -39,13 +42,14 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
     """
     tree = HostTree() if tree is None else tree
     not_read = Metric("gdrkit_not_read", "Sources that could not be read, by source and cause; see docs/monitor.md.")
+    twin_uses = _twin_uses(tree, not_read)
     return (
-        *_rdma_metrics(tree, not_read),
-        *_process_metrics(tree, not_read),
+        *_rdma_metrics(tree, twin_uses, not_read),
+        *_process_metrics(tree, twin_uses, not_read),
         *_bar1_metrics(not_read),
         *_port_metrics(tree),
         *_nvidia_fs_metrics(tree),
-        *_twin_metrics(),
+        *_twin_metrics(twin_uses),
         not_read,
     )
 
@@ -56,7 +60,7 @@ def _owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
     return {"pid": process_id, "program": (tree.text(f"/proc/{process_id}/comm") or "").strip()}
 
 
-def _rdma_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
+def _rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
     pairs = Metric("gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink.")
     regions = Metric("gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink.")
     region_bytes = Metric("gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from RDMA netlink.")
@@ -74,10 +78,11 @@ def _rdma_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
                 labels = {"device": region.device, **_owner(tree, region.process_id)}
                 regions.add(labels, 1)
                 region_bytes.add(labels, region.length_bytes)
+    _add_twin_objects(twin_uses, pairs, regions, region_bytes)
     return (pairs, regions, region_bytes)
 
 
-def _process_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
+def _process_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
     dmabufs = Metric("gdrkit_dmabufs", "dma-bufs that a process holds, from /proc/PID/fdinfo.")
     dmabuf_bytes = Metric("gdrkit_dmabuf_bytes", "Bytes of the dma-bufs that a process holds, from /proc/PID/fdinfo.")
     descriptors = Metric("gdrkit_descriptors", "Open descriptors of a process that has a GPU, a NIC or a dma-buf open.")
@@ -92,6 +97,8 @@ def _process_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
             not_read.add({"source": "descriptors_of_processes", "cause": error.strerror}, 1)
             continue
         held = evidence.held_dmabufs(tree, name, targets)
+        if int(name) in twin_uses:
+            held += twin_dmabufs(tree, name, targets)
         if not held and not any(target.startswith(_NODES) for target in targets.values()):
             continue
         owner = _owner(tree, int(name))
@@ -160,13 +167,48 @@ def _nvidia_fs_metrics(tree: HostTree) -> tuple[Metric, ...]:
     return (metric,)
 
 
-def _twin_metrics() -> tuple[Metric, ...]:
-    """Return what the processes of the surrounding `gdrkit run` did on software twins (drop-in libraries)."""
+def _twin_uses(tree: HostTree, not_read: Metric) -> dict[int, list[ProcessUse]]:
+    """Return what each running process below a `gdrkit run` did and has on software twins (drop-in libraries)."""
+    uses: dict[int, list[ProcessUse]] = {}
+    uses_of_run: dict[str, list[ProcessUse]] = {}
+    marker = f"{launch.USAGE_VARIABLE}=".encode()
+    for name in filter(str.isdecimal, tree.names("/proc")):
+        environ = tree.data(f"/proc/{name}/environ") or b""
+        path = next(
+            (os.fsdecode(entry[len(marker) :]) for entry in environ.split(b"\0") if entry.startswith(marker)), None
+        )
+        if path is None:
+            continue
+        if path not in uses_of_run:
+            try:
+                uses_of_run[path] = read_usage(Path(path))
+            except OSError as error:
+                uses_of_run[path] = []
+                not_read.add({"source": "twins", "cause": error.strerror}, 1)
+        # A later slot of the same ID belongs to a later program of the process.
+        last_uses = {use.api: use for use in uses_of_run[path] if use.process_id == int(name)}
+        if last_uses:
+            uses[int(name)] = list(last_uses.values())
+    return uses
+
+
+def _add_twin_objects(uses: dict[int, list[ProcessUse]], pairs: Metric, regions: Metric, region_bytes: Metric) -> None:
+    """Add the verbs objects of the twins, which do not record the device. A process that has released all has 0."""
+    for process_id, uses_of_process in uses.items():
+        for use in uses_of_process:
+            if use.api is Api.VERBS:
+                owner = {"pid": process_id, "program": use.program}
+                pairs.add({"device": _TWIN, "type": _TWIN, **owner}, use.queue_pairs_count)
+                regions.add({"device": _TWIN, **owner}, use.regions_count)
+                region_bytes.add({"device": _TWIN, **owner}, use.region_bytes)
+
+
+def _twin_metrics(uses: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:
     objects = Metric("gdrkit_twin_objects", "Objects that a process created on a software twin.", is_counter=True)
     moved = Metric("gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True)
-    path = os.environ.get(launch.USAGE_VARIABLE)
-    for use in read_usage(Path(path)) if path else ():
-        labels = {"api": use.api.value, "pid": use.process_id, "program": use.program}
-        objects.add(labels, use.objects_count)
-        moved.add(labels, use.moved_bytes)
+    for process_id, uses_of_process in uses.items():
+        for use in uses_of_process:
+            labels = {"api": use.api.value, "pid": process_id, "program": use.program}
+            objects.add(labels, use.objects_count)
+            moved.add(labels, use.moved_bytes)
     return (objects, moved)

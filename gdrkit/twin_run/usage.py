@@ -6,23 +6,33 @@ process that is killed loses nothing. The file has a header and one slot per pro
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 import struct
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api
+from gdrkit.evidence import HeldDmabuf
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["ProcessUse", "create_usage_file", "read_usage"]
+    from gdrkit.host import HostTree
+
+__all__ = ["ProcessUse", "create_usage_file", "read_usage", "twin_dmabufs"]
 
 # The layout of native/twins/model/usage.hpp.
 _HEADER = struct.Struct("<8sII48x")
-_SLOT = struct.Struct("<IIIIQQ64s")
+_SLOT = struct.Struct("<IIIIQQ64sqqq")
 _MAGIC = b"GDRKRUN1"
 _SLOT_COUNT = 4096
 _STATE_READY = 2
+# A dma-buf of the twins is a descriptor of one of these memfds that is open for writing only (model/dmabuf.cpp).
+_DMABUF_MEMFDS = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
+_FLAGS = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
+_EXPORTER = "gdrkit-twin"
 _API_OF_NUMBER = {1: Api.VERBS, 2: Api.CUDA, 3: Api.CUFILE, 4: Api.HLTHUNK}
 
 
@@ -43,6 +53,8 @@ class ProcessUse:
         allocations (CUDA), registered files (cuFile), opened devices (hl-thunk).
     moved_bytes : int
         Payload bytes that the twin moved for the process. Bytes of verbs are counted at the side of the requester.
+    queue_pairs_count, regions_count, region_bytes : int
+        Queue pairs and memory regions of verbs that exist now, and the total length of the regions.
     """
 
     api: Api
@@ -50,6 +62,9 @@ class ProcessUse:
     program: str
     objects_count: int
     moved_bytes: int
+    queue_pairs_count: int = 0
+    regions_count: int = 0
+    region_bytes: int = 0
 
 
 def create_usage_file(path: Path) -> None:
@@ -68,8 +83,29 @@ def read_usage(path: Path) -> list[ProcessUse]:
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
         return []
     uses = []
-    for state, api, process_id, _, objects_count, moved_bytes, program in _SLOT.iter_unpack(data[_HEADER.size :]):
+    for state, api, process_id, _, objects_count, moved_bytes, program, *present in _SLOT.iter_unpack(
+        data[_HEADER.size :]
+    ):
         if state == _STATE_READY and api in _API_OF_NUMBER:
             name = program.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            uses.append(ProcessUse(_API_OF_NUMBER[api], process_id, name, objects_count, moved_bytes))
+            # A forked child that destroyed objects of its parent has negative numbers.
+            present_counts = (max(count, 0) for count in present)
+            uses.append(ProcessUse(_API_OF_NUMBER[api], process_id, name, objects_count, moved_bytes, *present_counts))
     return uses
+
+
+def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:
+    """Return the dma-bufs of the twins among the open descriptors of a process.
+
+    Each descriptor counts, because two dma-bufs of one allocation of a twin are the same file. The arguments are those
+    of :func:`gdrkit.evidence.held_dmabufs`, which returns the dma-bufs of the kernel.
+    """
+    found = []
+    for number, target in targets.items():
+        if target.startswith(_DMABUF_MEMFDS):
+            flags = _FLAGS.search(tree.text(f"/proc/{process}/fdinfo/{number}") or "")
+            with contextlib.suppress(OSError):  # The descriptor may have been closed meanwhile.
+                status = tree.path(f"/proc/{process}/fd/{number}").stat()
+                if flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_WRONLY:
+                    found.append(HeldDmabuf(status.st_ino, _EXPORTER, status.st_size))
+    return tuple(found)

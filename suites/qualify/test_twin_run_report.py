@@ -13,27 +13,27 @@ from gdrkit.twin_run.usage import ProcessUse, create_usage_file, read_usage
 if TYPE_CHECKING:
     from pathlib import Path
 
-HEADER_BYTES, SLOT_BYTES = 64, 96
+HEADER_BYTES, SLOT_BYTES = 64, 120
 READY = 2
 
 
 def write_slot(path: Path, index: int, *fields: object) -> None:
-    """Write a slot: its state, API number, process id, 0, number of objects, moved bytes and program name."""
+    """Write a slot: state, API number, process id, 0, objects, moved bytes, program name, three present counts."""
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + index * SLOT_BYTES)
-        file.write(struct.pack("<IIIIQQ64s", *fields))
+        file.write(struct.pack("<IIIIQQ64sqqq", *fields))
 
 
 def test_slots_that_no_process_completed_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run"
     create_usage_file(path)
     assert read_usage(path) == []
-    write_slot(path, 0, READY, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw")
-    write_slot(path, 1, 1, 2, 13, 0, 1, 1, b"claimed")
-    write_slot(path, 2, READY, 99, 14, 0, 1, 1, b"unknown API")
-    write_slot(path, 3, READY, 2, 15, 0, 0, 0, b"\xff" * 64)
+    write_slot(path, 0, READY, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw", 2, 3, 4096)
+    write_slot(path, 1, 1, 2, 13, 0, 1, 1, b"claimed", 0, 0, 0)
+    write_slot(path, 2, READY, 99, 14, 0, 1, 1, b"unknown API", 0, 0, 0)
+    write_slot(path, 3, READY, 2, 15, 0, 0, 0, b"\xff" * 64, 0, -1, -4096)
     assert read_usage(path) == [
-        ProcessUse(Api.VERBS, 12, "ib_write_bw", 2, 1_300_000_000),
+        ProcessUse(Api.VERBS, 12, "ib_write_bw", 2, 1_300_000_000, 2, 3, 4096),
         ProcessUse(Api.CUDA, 15, r"\xff" * 64, 0, 0),
     ]
 

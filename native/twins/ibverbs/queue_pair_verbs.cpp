@@ -156,6 +156,7 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
         xrcd_handle_of(handle->xrcd)->model->add_pair(handle->model, qp);
     }
     track("ibv_qp", handle.release());
+    record_queue_pairs(1);
     return qp;
 }
 
@@ -228,6 +229,7 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     qp->state = state.qp_state;
     count_user(*handle, 1);
     track("ibv_qp", handle.release());
+    record_queue_pairs(1);
     return qp;
 }
 
@@ -280,6 +282,7 @@ int ibv_destroy_qp(ibv_qp* qp) {
     if (!retire("ibv_qp", handle)) {
         return EINVAL;
     }
+    gdrkit::twin::record_queue_pairs(-1);
     handle->model.reset();
     count_user(*handle, -1);
     return 0;

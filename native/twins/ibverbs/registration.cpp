@@ -9,6 +9,7 @@
 #include "model/config.hpp"
 #include "model/dmabuf.hpp"
 #include "model/trace.hpp"
+#include "model/usage.hpp"
 
 namespace gdrkit::twin::verbs {
 namespace {
@@ -118,6 +119,7 @@ int replace_region(RegionHandle* handle, const Reregistration& wanted) {
     ++domain->child_count;
     --old_region->domain->child_count;
     handle->model = region;
+    record_regions(0, static_cast<std::int64_t>(length) - static_cast<std::int64_t>(mr.length));
     mr.pd = wanted.changes_domain ? wanted.pd : mr.pd;
     mr.addr = address;
     mr.length = length;
@@ -175,6 +177,7 @@ ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std:
     abi.rkey = handle->model->rkey;
     ++domain->child_count;
     track("ibv_mr", handle);
+    record_regions(1, static_cast<std::int64_t>(length));
     return &abi;
 }
 
@@ -278,6 +281,7 @@ int ibv_dereg_mr(ibv_mr* mr) {
     if (!remove_keys(*region) || !retire("ibv_mr", handle)) {
         return EINVAL;
     }
+    gdrkit::twin::record_regions(-1, -static_cast<std::int64_t>(region->length_bytes));
     handle->model.reset();
     region->revoke();
     --region->domain->child_count;

@@ -39,8 +39,10 @@ struct Slot {
     std::atomic<std::uint64_t> object_count;
     std::atomic<std::uint64_t> moved_bytes;
     char program[64];
+    // A forked child that destroys objects of its parent makes the numbers of its own slot negative.
+    std::atomic<std::int64_t> queue_pair_count, region_count, region_bytes;
 };
-static_assert(sizeof(Slot) == 96 && std::atomic<std::uint64_t>::is_always_lock_free);
+static_assert(sizeof(Slot) == 120 && std::atomic<std::uint64_t>::is_always_lock_free);
 
 struct File {
     Slot* slots = nullptr;
@@ -149,6 +151,19 @@ void record_object(std::string_view kind) {
 
 void record_ready_queue_pair() {
     count_object();
+}
+
+void record_queue_pairs(std::int64_t change) {
+    if (Slot* const known_slot = slot()) {
+        known_slot->queue_pair_count.fetch_add(change, std::memory_order_relaxed);
+    }
+}
+
+void record_regions(std::int64_t change, std::int64_t changed_bytes) {
+    if (Slot* const known_slot = slot()) {
+        known_slot->region_count.fetch_add(change, std::memory_order_relaxed);
+        known_slot->region_bytes.fetch_add(changed_bytes, std::memory_order_relaxed);
+    }
 }
 
 void record_bytes(std::uint64_t length_bytes) {

@@ -21,6 +21,11 @@ void record_object(std::string_view kind);
 // on every device to learn what the device supports, also if it then moves all bytes by TCP.
 void record_ready_queue_pair();
 
+// Count queue pairs and memory regions of verbs that exist now, and the bytes of the regions. The changes are positive
+// or negative.
+void record_queue_pairs(std::int64_t change);
+void record_regions(std::int64_t change, std::int64_t changed_bytes);
+
 // Count payload bytes that the twin moved.
 void record_bytes(std::uint64_t length_bytes);
 

@@ -1,0 +1,55 @@
+"""Program that holds memory regions and dma-bufs on the twins, for the cases of `gdrkit monitor`.
+
+`python -m observe.twin_holder` prints its process ID. Then it obeys lines of its standard input and answers each with
+`done`: `cycle N` registers and deregisters N times, `hold N` keeps N regions and N dma-bufs, and `release` closes them.
+`leak` adds one region and one dma-buf every 0.01 s, until the next line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import sys
+
+from gdrkit import cuda
+from gdrkit.units import KIB
+from gdrkit.verbs import Nic
+
+__all__ = ["MEMORY_BYTES", "REGION_BYTES"]
+
+REGION_BYTES = 4 * KIB
+MEMORY_BYTES = 64 * KIB
+
+
+def main() -> None:
+    """Obey the lines of standard input."""
+    with (
+        Nic.open("twin0") as nic,
+        cuda.Device(0) as device,
+        device.allocate(MEMORY_BYTES) as memory,
+        contextlib.ExitStack() as held,
+    ):
+
+        def hold(count: int) -> None:
+            for _ in range(count):
+                held.enter_context(nic.register_host(bytearray(REGION_BYTES)))
+                held.enter_context(memory.export_dmabuf())
+
+        print(os.getpid(), flush=True)  # noqa: T201 - the case reads it.
+        while line := sys.stdin.readline().split():
+            if line[0] == "cycle":
+                for _ in range(int(line[1])):
+                    nic.register_host(bytearray(REGION_BYTES)).close()
+            elif line[0] == "hold":
+                hold(int(line[1]))
+            elif line[0] == "leak":
+                while not select.select([sys.stdin], [], [], 0.01)[0]:
+                    hold(1)
+            else:
+                held.close()
+            print("done", flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
