@@ -29,6 +29,15 @@ def packet_counters(nic: Nic) -> tuple[int, int] | None:
     return counters.sent_packets, counters.received_packets
 
 
+def repeated_packets(responder: Nic) -> int:
+    """Return how many packets the port received more than once, or dropped because one before them was missing.
+
+    The requester sends them again if an acknowledgement is late, for example on a loaded virtual machine.
+    """
+    folder = f"/sys/class/infiniband/{responder.name}/ports/{responder.port.number}/hw_counters"
+    return sum(HostTree().number(f"{folder}/{name}") or 0 for name in ("duplicate_request", "out_of_seq_request"))
+
+
 @needs(verbs.nic(count_min=2))
 @pytest.mark.parametrize("direction", list(Direction))
 @pytest.mark.parametrize("position", [0, 1])
@@ -44,9 +53,9 @@ def test_ports_count_the_packets_of_the_path_mtu(
         connected_initiator(nic, peer=peer, memory_bytes=TRANSFER_BYTES) as initiator,
     ):
         initiator.write(data if is_write else bytes(TRANSFER_BYTES))
-        before = [packet_counters(port) for port in (nic, peer)]
+        before, repeated = [packet_counters(port) for port in (nic, peer)], -repeated_packets(peer)
         initiator.run(direction, region.remote(), length_bytes=TRANSFER_BYTES, operations=OPERATIONS, depth=DEPTH)
-        after = [packet_counters(port) for port in (nic, peer)]
+        after, repeated = [packet_counters(port) for port in (nic, peer)], repeated + repeated_packets(peer)
         pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
     if None in before:
         evidence.unproven("the port has no packet counters (counters_missing)")
@@ -54,7 +63,13 @@ def test_ports_count_the_packets_of_the_path_mtu(
     grown = [tuple(map(int.__sub__, last, first)) for first, last in zip(before, after, strict=True) if first and last]
     (sent, received), (peer_sent, peer_received) = grown
     expected = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
-    evidence["packets"] = {"expected": expected, "mtu": nic.port.mtu_bytes, "nic": grown[0], "peer": grown[1]}
+    evidence["packets"] = {"expected": expected, "mtu": nic.port.mtu_bytes, "repeated": repeated}
+    evidence["growth"] = {"nic": grown[0], "peer": grown[1]}
     # The other two counters contain acknowledgements or requests, and the responder decides how many it sends.
-    counted = (sent, peer_received) if is_write else (peer_sent, received)
-    assert counted == pytest.approx((expected, expected), rel=0.02)
+    if is_write:
+        assert (sent - repeated, peer_received - repeated) == pytest.approx((expected, expected), rel=0.02)
+    elif repeated:
+        # A repeated request of a READ is answered again, with a number of packets that nothing counts.
+        assert min(peer_sent, received) >= expected
+    else:
+        assert (peer_sent, received) == pytest.approx((expected, expected), rel=0.02)
