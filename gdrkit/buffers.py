@@ -73,7 +73,7 @@ class DmabufRange(Closeable):
 
     def __init__(self, fd: int, *, offset_bytes: int, length_bytes: int, address: int) -> None:
         self._fd = fd
-        self._handle = Handle("dmabuf_range")
+        self._handle = Handle("dmabuf_range", size_bytes=max(length_bytes, 0))
         self.offset_bytes = offset_bytes
         self.length_bytes = length_bytes
         self.address = address

@@ -21,12 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-__all__ = ["Closeable", "Handle", "ReleaseStack", "Resource", "live"]
+__all__ = ["Closeable", "Handle", "ReleaseStack", "Resource", "live", "live_bytes"]
 
-# The kind of every open object. The key is the id of its handle. No lock protects the dict, because a single operation
-# on a dict with integer keys is atomic. A lock could deadlock: the garbage collector may run a finalizer, which needs
-# the lock, inside any allocation of this file. A fork could also copy the lock while another thread holds it.
-_open_kinds: dict[int, str] = {}
+# The kind and the size of every open object. The key is the id of its handle. No lock protects the dict, because a
+# single operation on a dict with integer keys is atomic. A lock could deadlock: the garbage collector may run a
+# finalizer, which needs the lock, inside any allocation of this file. A fork could also copy the lock while another
+# thread holds it.
+_open_objects: dict[int, tuple[str, int]] = {}
 _handle_ids = itertools.count()
 
 
@@ -35,14 +36,26 @@ def live() -> dict[str, int]:
 
     An object that was dropped without being closed is still counted, because its resource is still held.
     """
+    return dict(sorted(Counter(kind for kind, _size_bytes in _list_open_objects()).items()))
+
+
+def live_bytes() -> dict[str, int]:
+    """Return the total size of the open objects of each kind that has a size, in bytes, such as memory regions."""
+    totals = Counter[str]()
+    for kind, size_bytes in _list_open_objects():
+        if size_bytes:
+            totals[kind] += size_bytes
+    return dict(sorted(totals.items()))
+
+
+def _list_open_objects() -> tuple[tuple[str, int], ...]:
     while True:
         try:
-            kinds = tuple(_open_kinds.values())
+            return tuple(_open_objects.values())
         except RuntimeError:
             # A finalizer released a handle during the iteration, which changed the dict. Try again. The number of
             # retries is limited, because each handle is released only once.
             continue
-        return dict(sorted(Counter(kinds).items()))
 
 
 class Handle:
@@ -52,21 +65,23 @@ class Handle:
     ----------
     kind : str
         Kind of the object, such as ``verbs.region``.
+    size_bytes : int
+        Size of the memory that the object stands for, for :func:`live_bytes`; 0 if it has none.
     """
 
     __slots__ = ("_handle_id", "kind")
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, *, size_bytes: int = 0) -> None:
         self.kind = kind
         self._handle_id = next(_handle_ids)
-        _open_kinds[self._handle_id] = kind
+        _open_objects[self._handle_id] = kind, size_bytes
 
     def release(self) -> None:
         """Stop counting the object, because it was closed. A second call does nothing. Finalizers may call this."""
-        _open_kinds.pop(self._handle_id, None)
+        _open_objects.pop(self._handle_id, None)
 
     def __del__(self) -> None:
-        if getattr(self, "_handle_id", None) in _open_kinds:
+        if getattr(self, "_handle_id", None) in _open_objects:
             warnings.warn(f"a {self.kind} was never closed", GdrkitWarning, stacklevel=2)
 
 
@@ -171,14 +186,21 @@ class Resource(Closeable):
     on_close : callable or None
         The method by which the owner accepts an action to run before the owner is released, such as
         :meth:`ReleaseStack.push`. It returns a function that removes the action. None if there is no owner.
+    size_bytes : int
+        See :class:`Handle`.
     """
 
     def __init__(
-        self, kind: str, *, name: str, on_close: Callable[[Callable[[], None]], Callable[[], None]] | None = None
+        self,
+        kind: str,
+        *,
+        name: str,
+        on_close: Callable[[Callable[[], None]], Callable[[], None]] | None = None,
+        size_bytes: int = 0,
     ) -> None:
         self._name = name
         self._closed = False
-        self._handle = Handle(kind)
+        self._handle = Handle(kind, size_bytes=size_bytes)
         self._remove_from_owner = None if on_close is None else on_close(self.close)
 
     @property

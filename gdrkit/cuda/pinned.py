@@ -48,7 +48,7 @@ class PinnedMemory(Resource):
             self._address = _driver.call_int("cuMemHostAlloc", bytesize=length_bytes, Flags=_PORTABLE)
         # The ctypes array under all views. The reference is dead when no view exists.
         self._view_base: weakref.ref[Any] | None = None
-        super().__init__("cuda.pinned", name="pinned memory", on_close=device.on_close)
+        super().__init__("cuda.pinned", name="pinned memory", on_close=device.on_close, size_bytes=length_bytes)
 
     @property
     def address(self) -> int:

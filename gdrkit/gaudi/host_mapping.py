@@ -55,7 +55,9 @@ class HostMapping(Resource):
             hint_addr=0,
             host_size=view.nbytes,
         )
-        super().__init__("gaudi.host_mapping", name="Gaudi host mapping", on_close=device.on_close)
+        super().__init__(
+            "gaudi.host_mapping", name="Gaudi host mapping", on_close=device.on_close, size_bytes=view.nbytes
+        )
         self._remove_mapped_range = device.add_mapped_range(
             MappedRange(MemoryKind.HOST, self.address, self.length_bytes, None)
         )

@@ -13,7 +13,7 @@ from gdrkit.gds.cufile_path import probe_cufile
 from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, FallbackWarning
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File
-from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, transferred_bytes
+from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, transfer_counts, transferred_bytes
 from gdrkit.gds.whole_files import read_files, transfer_ranges
 
 DIRECT_PATH_PROBES.append(probe_cufile)
@@ -42,6 +42,7 @@ __all__ = [
     "describe_buffer",
     "engine_for",
     "read_files",
+    "transfer_counts",
     "transfer_ranges",
     "transferred_bytes",
 ]

@@ -25,6 +25,7 @@ from gdrkit.gds.transfer import (
     TransferJob,
     Transferred,
     TransferSet,
+    count_transfer,
     short_read_error,
 )
 from gdrkit.handles import Handle
@@ -444,6 +445,7 @@ class File:
             self._end_use()
         why = self._direct_paths.known_obstacle(memory)
         result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), time.monotonic() - began_s, why)
+        count_transfer(Route.ENGINE, moved_bytes)
         if failure is None and (moved_bytes == length_bytes or not is_exact):
             return result
         arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}

@@ -34,7 +34,9 @@ __all__ = [
     "TransferJob",
     "TransferSet",
     "Transferred",
+    "count_transfer",
     "short_read_error",
+    "transfer_counts",
     "transferred_bytes",
 ]
 
@@ -167,9 +169,23 @@ class TransferSet:
 
 # All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
 _transfers_in_progress = TransferSet()
-# The bytes of all transfers of this process that are over, by route.
-_totals_lock = threading.Lock()
+# The number and the bytes of all transfers of this process that are over, by route.
+_totals_lock = forks.ForkSafeLock()
+_transfer_counts: dict[Route, int] = {}
 _total_bytes: dict[Route, int] = {}
+
+
+def count_transfer(route: Route, moved_bytes: int) -> None:
+    """Add a transfer that is over, also one that failed after a part of its bytes."""
+    with _totals_lock:
+        _transfer_counts[route] = _transfer_counts.get(route, 0) + 1
+        _total_bytes[route] = _total_bytes.get(route, 0) + moved_bytes
+
+
+def transfer_counts() -> dict[Route, int]:
+    """Return the number of all finished transfers of this process, by the route that they took."""
+    with _totals_lock:
+        return dict(_transfer_counts)
 
 
 def transferred_bytes() -> dict[Route, int]:
@@ -357,8 +373,7 @@ class Transfer:
                 counters=self.job.counters,
             )
             self._error = self._error_of(progress, self._result)
-            with _totals_lock:
-                _total_bytes[self._result.route] = _total_bytes.get(self._result.route, 0) + total_bytes
+            count_transfer(self._result.route, total_bytes)
             if self.buffer is not None:
                 self.buffer.release()
             self.buffer = self.keep = None

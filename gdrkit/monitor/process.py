@@ -7,7 +7,7 @@ import dataclasses
 import threading
 from typing import TYPE_CHECKING
 
-from gdrkit import gds
+from gdrkit import gds, handles
 from gdrkit.errors import GdrkitError
 from gdrkit.monitor.metrics import Metric
 
@@ -47,6 +47,8 @@ _GAUGES = frozenset(
         ),
     }
 )
+# Registrations, dma-bufs that are held open, and pinned memory.
+_SIZED_KINDS = ("verbs.region", "dmabuf_range", "cuda.pinned", "gaudi.host_mapping")
 _lock = threading.Lock()
 _watched: dict[int, tuple[str, str, Callable[[], Statistics]]] = {}
 
@@ -75,7 +77,7 @@ def watch(kind: str, statistics: Callable[[], Statistics], *, name: str = "") ->
 
 
 def process_metrics() -> tuple[Metric, ...]:
-    """Return the metrics of the watched objects, and the bytes of all file transfers of this process by route."""
+    """Return the metrics of the watched objects, of all open objects, and of file transfers by route."""
     metrics: dict[str, Metric] = {}
     # With the lock, `watch` cannot return while the statistics of its object are read, so the object is not closed.
     with _lock:
@@ -85,10 +87,25 @@ def process_metrics() -> tuple[Metric, ...]:
                 help_text = f"Number {field!r} of the statistics of each {kind}."
                 metric = metrics.setdefault(full_name, Metric(full_name, help_text, is_counter=field not in _GAUGES))
                 metric.add({"name": name}, value)
+    counts = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
+    for route, count in gds.transfer_counts().items():
+        counts.add({"route": route.value}, count)
     moved = Metric("gdrkit_transferred_bytes", "Bytes of finished file transfers of gdrkit.gds.", is_counter=True)
     for route, total_bytes in gds.transferred_bytes().items():
         moved.add({"route": route.value}, total_bytes)
-    return (*metrics.values(), moved)
+    return (*metrics.values(), counts, moved, *_object_metrics())
+
+
+def _object_metrics() -> tuple[Metric, ...]:
+    """Return the open objects of this process. Kinds with a size are listed also if no object is open."""
+    objects = Metric("gdrkit_open_objects", "Open objects of gdrkit by kind.")
+    sizes = Metric("gdrkit_open_object_bytes", "Bytes of the open objects by kind, for kinds that have a size.")
+    counts, sizes_bytes = handles.live(), handles.live_bytes()
+    for kind in sorted({*counts, *_SIZED_KINDS}):
+        objects.add({"kind": kind}, counts.get(kind, 0))
+    for kind in _SIZED_KINDS:
+        sizes.add({"kind": kind}, sizes_bytes.get(kind, 0))
+    return (objects, sizes)
 
 
 def _numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:

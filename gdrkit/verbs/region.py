@@ -52,7 +52,7 @@ class Region(Resource):
         self.memory = memory
         self._native = native
         self._keeper = keeper
-        super().__init__("verbs.region", name="memory region", on_close=nic.on_close)
+        super().__init__("verbs.region", name="memory region", on_close=nic.on_close, size_bytes=length_bytes)
 
     @property
     def lkey(self) -> int:

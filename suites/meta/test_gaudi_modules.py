@@ -40,6 +40,7 @@ ALLOWED = {
     "twin_run/report.py": (1, "the use of hl-thunk in a run on twins"),
     "twin_run/usage.py": (2, "the number of hl-thunk in the record of a run"),
     "harness/session.py": (1, "the substrate of hl-thunk in a run"),
+    "monitor/process.py": (1, "the kind of its mappings of host memory, which are pinned"),
     "observe/observer.py": (1, "the file name of its library, among those that move bytes"),
 }
 # These modules handle memory of any device and must not depend on its vendor.

@@ -20,7 +20,8 @@ import pytest
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
 from support.processes import LineChild
 
-from gdrkit import monitor
+from gdrkit import gds, monitor
+from gdrkit.cuda import PinnedMemory
 from gdrkit.errors import Api, ApiError, UsageError
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import host, needs, software, verbs
@@ -133,6 +134,53 @@ def test_registrations_of_another_process_leave_zero() -> None:
         assert set(samples_of(process_id).values()) == {0}
         child.end()
     assert samples_of(process_id) == {}
+
+
+def own_values() -> dict[str, float]:
+    """Return the metrics of this process that have one label, by name and label."""
+    return {
+        f"{metric.name} {labels[0][1]}": value
+        for metric in monitor.process_metrics()
+        for labels, value in metric.values.items()
+    }
+
+
+def changes(before: dict[str, float]) -> dict[str, float]:
+    """Return by how much the metrics of this process have changed, without those that have not."""
+    return {name: value - before.get(name, 0) for name, value in own_values().items() if value != before.get(name, 0)}
+
+
+@needs(cuda_needs.device(), verbs.nic())
+def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: Nic) -> None:
+    before = own_values()
+    with (
+        device.allocate(8192) as memory,
+        memory.export_dmabuf(),
+        PinnedMemory(device, 4096),
+        nic.register_host(bytearray(100)),
+    ):
+        during = changes(before)
+    # The context and the memory of the device are open too.
+    kinds = ("verbs.region", "dmabuf_range", "cuda.pinned")
+    assert {name: value for name, value in during.items() if name.endswith(kinds)} == {
+        "gdrkit_open_objects verbs.region": 1,
+        "gdrkit_open_objects dmabuf_range": 1,
+        "gdrkit_open_objects cuda.pinned": 1,
+        "gdrkit_open_object_bytes verbs.region": 100,
+        "gdrkit_open_object_bytes dmabuf_range": 8192,
+        "gdrkit_open_object_bytes cuda.pinned": 4096,
+    }
+    assert own_values()["gdrkit_open_object_bytes verbs.region"] == before["gdrkit_open_object_bytes verbs.region"]
+
+
+@pytest.mark.parametrize("length_bytes", [1 << 10, 1 << 20])
+def test_short_and_long_transfers_are_counted(tmp_path: Path, length_bytes: int) -> None:
+    (tmp_path / "data").write_bytes(bytes(length_bytes))
+    before = own_values()
+    with gds.File(tmp_path / "data", direct="never") as file:
+        file.read_into(bytearray(length_bytes))
+    gds.close_engines()
+    assert changes(before) == {"gdrkit_transfers engine": 1, "gdrkit_transferred_bytes engine": length_bytes}
 
 
 @pytest.mark.parametrize("command", ["server", "agent"])
@@ -255,4 +303,4 @@ def test_missing_library_is_exit_code_3(tmp_path: Path) -> None:
     result = subprocess.run([*GDRKIT, "monitor"], env=environ, capture_output=True, text=True, check=False, timeout=60)
     assert result.returncode == 3
     # The advice depends on whether the installed metadata of gdrkit already has the extra.
-    assert re.search(r"To do: .*(prometheus-client|extra monitor)", result.stderr)
+    assert re.search(r"To do: .*(prometheus.client|extra monitor)", result.stderr)
