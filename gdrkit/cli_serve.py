@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gdrkit.errors import UsageError
+from gdrkit.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,6 +116,17 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     metavar="HOST:PORT",
     help="Serve metrics for Prometheus at http://HOST:PORT/metrics. Needs prometheus_client.",
 )
+@click.option(
+    "--shared",
+    is_flag=True,
+    help="Serve all users of this machine, each with the rights of its open files. Needs root and plain mode.",
+)
+@click.option(
+    "--user-memory-mib",
+    type=click.IntRange(1),
+    metavar="MIB",
+    help="With --shared: the most host memory that the programs of one user may publish. Default: no limit.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready message and the counters as JSON.")
 def agent(
     mount: Path,
@@ -125,6 +137,8 @@ def agent(
     spin_us: int,
     silence_ms: int,
     metrics: str | None,
+    shared: bool,
+    user_memory_mib: int | None,
     as_json: bool,
 ) -> int:
     """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
@@ -140,12 +154,25 @@ def agent(
     if (store is None) == (server is None):
         message = "gdrkit agent needs either --store DIR or --server HOST:PORT"
         raise UsageError(message)
+    if shared and (fuse or store is None):
+        message = "gdrkit agent --shared serves the files of a folder of this machine: it needs --store, without --fuse"
+        raise UsageError(message)
+    if user_memory_mib is not None and not shared:
+        message = "--user-memory-mib needs --shared"
+        raise UsageError(message)
     export = _exporter("agent", metrics)
     block_signals()
     limit_arenas()
     raise_open_files_limit()
     if store is not None and not fuse:
-        running_agent = plain_agent(mount, store, spin_us=spin_us, silence_ms=silence_ms)
+        running_agent = plain_agent(
+            mount,
+            store,
+            spin_us=spin_us,
+            silence_ms=silence_ms,
+            is_shared=shared,
+            user_memory_bytes_max=None if user_memory_mib is None else user_memory_mib * MIB,
+        )
         serve_until_signalled(running_agent, as_json=as_json, export=export)
         return 0
     from gdrkit.storage.token import read_token_file

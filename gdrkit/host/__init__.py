@@ -10,6 +10,7 @@ from __future__ import annotations
 from gdrkit.host._fanotify import OpenedFile, OpenReports, open_by_handle
 from gdrkit.host._libc import (
     die_with_parent,
+    drop_write_capabilities,
     file_system_type,
     read_removed_names,
     rename_new,
@@ -94,6 +95,7 @@ __all__ = [
     "descendants",
     "die_with_parent",
     "dmi_strings",
+    "drop_write_capabilities",
     "file_system_type",
     "find_libraries",
     "find_library",

@@ -1,4 +1,4 @@
-"""Functions of the C library that Python does not offer, called by ctypes: prctl, fstatfs, renameat2, inotify."""
+"""Functions of the C library that Python does not have, by ctypes: prctl, capset, fstatfs, renameat2, inotify."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "address_of",
     "die_with_parent",
+    "drop_write_capabilities",
     "file_system_type",
     "read_removed_names",
     "rename_new",
@@ -26,6 +27,10 @@ __all__ = [
 _RENAME_NOREPLACE = 1
 # linux/prctl.h.
 _PR_SET_PDEATHSIG = 1
+# linux/capability.h: version 3, whose two words each have an effective, a permitted and an inheritable set.
+_CAPABILITY_VERSION = 0x20080522
+_CAP_FSETID, _CAP_SYS_RESOURCE = 4, 24
+_WRITE_CAPABILITIES = 1 << _CAP_FSETID | 1 << _CAP_SYS_RESOURCE
 # linux/inotify.h.
 _IN_MOVED_FROM, _IN_DELETE, _IN_Q_OVERFLOW = 0x40, 0x200, 0x4000
 # The first fields of struct inotify_event: wd, mask, cookie, len. The name has `len` bytes and is padded with zeros.
@@ -49,6 +54,28 @@ def die_with_parent(parent: int) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def drop_write_capabilities() -> None:
+    """Give up CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
+
+    Then the kernel treats writes of root as writes of any user: it clears the set-user-ID and set-group-ID bits of a
+    file that is written, and it enforces the disk quotas and the reserved blocks of the file system.
+
+    Raises
+    ------
+    OSError
+        The errors of capset(2).
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    sets = (ctypes.c_uint32 * 6)()
+    is_known = library.capget(header, sets) == 0
+    for index in range(3):
+        sets[index] &= ~_WRITE_CAPABILITIES
+    if not is_known or library.capset(header, sets) != 0:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
 
 
 def file_system_type(descriptor: int) -> int:

@@ -24,6 +24,7 @@ from gdrkit.usrbio.agent.files import DescriptorAccess
 from gdrkit.usrbio.agent.listener import AgentListener
 from gdrkit.usrbio.agent.memory import Nics
 from gdrkit.usrbio.agent.mount import AgentMount, check_mount
+from gdrkit.usrbio.agent.quota import MemoryQuota
 from gdrkit.usrbio.agent.removed_links import RemovedLinks
 from gdrkit.usrbio.agent.server import EmbeddedServer
 from gdrkit.usrbio.agent.service import Service
@@ -70,6 +71,8 @@ class Agent:
         agent ends the session. The operations complete with -EREMOTEIO once the server can no longer access memory.
     placement : Placement or None
         The choice of NICs for device memory. With None, a new one for this machine.
+    user_memory_bytes_max : int or None
+        Limit of the host memory that the clients of one user may publish, in bytes. None means no limit.
 
     Attributes
     ----------
@@ -89,6 +92,7 @@ class Agent:
         is_one_client_per_process: bool = False,
         silence_ms: int = SILENCE_MS,
         placement: Placement | None = None,
+        user_memory_bytes_max: int | None = None,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
@@ -111,6 +115,7 @@ class Agent:
                 nics=nics,
                 links=mount.links,
                 drain_timeout_ms=_DRAIN_TIMEOUT_MS,
+                quota=MemoryQuota(user_memory_bytes_max),
             )
             self.service = Service(context, is_one_client_per_process=is_one_client_per_process)
             self._server = context.server = ServerConnection(
@@ -162,6 +167,8 @@ def plain_agent(
     spin_us: int = SPIN_US,
     silence_ms: int = SILENCE_MS,
     placement: Placement | None = None,
+    is_shared: bool = False,
+    user_memory_bytes_max: int | None = None,
 ) -> Agent:
     """Start an agent in plain mode, with a storage server as its child.
 
@@ -173,11 +180,16 @@ def plain_agent(
         See :class:`Agent`.
     placement : Placement or None
         See :class:`Agent`.
+    is_shared : bool
+        Whether to serve all users of the machine. Only root can.
+    user_memory_bytes_max : int or None
+        See :class:`Agent`.
 
     Raises
     ------
     UsageError
-        The mount is not the store's folder. NO_DEVICE: no NIC has an active port.
+        The mount is not the store's folder, or a user other than root wants to share it. NO_DEVICE: no NIC has an
+        active port.
     SetupMissing, ApiError, GdrkitError
         EBUSY: another agent serves the mount. Else the native parts were not built, or the server did not start.
     """
@@ -185,7 +197,10 @@ def plain_agent(
     if not resolved.samefile(check_mount(store)):
         message = f"{path} is not the store's folder {store}"
         raise UsageError(message, what_to_do="in plain mode the mount is the store: name the same folder twice")
-    mount = AgentMount(resolved)
+    if is_shared and os.geteuid() != 0:
+        message = f"only root can serve all users of a machine, and this process is user {os.geteuid()}"
+        raise UsageError(message, what_to_do="start the agent as root, or without --shared for this user alone")
+    mount = AgentMount(resolved, is_shared=is_shared)
     return Agent(
         mount,
         EmbeddedServer(resolved, mount),
@@ -193,6 +208,7 @@ def plain_agent(
         spin_us=spin_us,
         silence_ms=silence_ms,
         placement=placement,
+        user_memory_bytes_max=user_memory_bytes_max,
     )
 
 

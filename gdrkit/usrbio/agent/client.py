@@ -116,6 +116,7 @@ class Client:
                         handle=handle,
                         descriptors=used_descriptors,
                         nics=self._context.nics,
+                        quota=self._context.quota,
                         kept=self._kept,
                         loop=self._context.loop,
                         links=self._context.links,
@@ -291,11 +292,14 @@ class Client:
         Raises
         ------
         AgentError
-            EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single path component, or a
-            descriptor is of another type. ESTALE: the file was renamed meanwhile. Other errors have the errno of the
+            EPERM: the client is a process of another user than the agent. A descriptor does not prove its rights in the
+            folder. EXDEV: the file or the folder is not in the store. EINVAL: `name` is not a single path component, or
+            a descriptor is of another type. ESTALE: the file was renamed meanwhile. Other errors have the errno of the
             server.
         """
         try:
+            if self.process.uid != os.geteuid():
+                raise AgentError(errno.EPERM, "a shared agent makes no hard links for other users: call link(2)")
             if not name or "/" in name or name in {".", ".."}:
                 raise AgentError(errno.EINVAL, f"the name of a link must be one path component, not {name!r}")
             if not stat.S_ISREG(os.fstat(file_fd).st_mode) or not stat.S_ISDIR(os.fstat(folder_fd).st_mode):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.files import FileAccess
     from gdrkit.usrbio.agent.memory import Nics
     from gdrkit.usrbio.agent.mount import LinkFolder
+    from gdrkit.usrbio.agent.quota import MemoryQuota
 
 __all__ = ["AgentContext"]
 
@@ -40,6 +41,8 @@ class AgentContext:
         The links of publications.
     drain_timeout_ms : int
         How long the agent waits for operations in flight before it ends the session with the server, in milliseconds.
+    quota : MemoryQuota
+        The host memory that the clients of each user have published.
 
     Attributes
     ----------
@@ -56,12 +59,14 @@ class AgentContext:
         nics: Nics,
         links: LinkFolder,
         drain_timeout_ms: int,
+        quota: MemoryQuota,
     ) -> None:
         self.root = root
         self.file_access = file_access
         self.loop = loop
         self.nics = nics
         self.links = links
+        self.quota = quota
         self.files_lock = threading.RLock()
         self._drain_timeout_ms = drain_timeout_ms
         self._server: ServerConnection | None = None

@@ -1,8 +1,8 @@
 """The agent's socket: the listener that accepts clients, and the threads that execute the requests of the clients.
 
 Each connection has a thread, because registering memory takes long and must not delay other clients. When the last
-connection of a client ends, the agent releases all objects of the client. The agent serves only processes of its own
-user, as the kernel reports it (SO_PEERCRED).
+connection of a client ends, the agent releases all objects of the client. The kernel reports the user of a process
+(SO_PEERCRED). Only a shared agent serves processes of other users.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 __all__ = ["AgentListener"]
 
 _CONNECTIONS_MAX = 1024
+# Limit of the connections of one user of a shared agent, so that no user can use up all connections.
+_USER_CONNECTIONS_MAX = 256
 _BACKLOG = 128
 _ACCEPT_PAUSE_S = 0.05
 # Limit of the wait for threads. A thread may wait 30 s for a request to the storage server.
@@ -59,6 +61,7 @@ class AgentListener:
         self._service = service
         self._lock = threading.Lock()
         self._connections: dict[socket.socket, threading.Thread] = {}
+        self._users: dict[socket.socket, int] = {}
         self._is_closing = False
         self._stopping = threading.Event()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,7 +70,7 @@ class AgentListener:
             address = f"/proc/self/fd/{mount.virtual_fd}/{mount.socket_path.name}"
             self._socket.bind(address)
             # No client can connect before listen(), so the mode is set in time. A umask would apply to all threads.
-            os.chmod(address, 0o600)  # noqa: PTH101 - an address, not a path that users see.
+            os.chmod(address, 0o666 if mount.is_shared else 0o600)  # noqa: PTH101 - an address, not a path that users see.
             self._socket.listen(_BACKLOG)
         except BaseException:
             self._socket.close()
@@ -118,10 +121,17 @@ class AgentListener:
     def _start_thread(self, connection: socket.socket) -> None:
         """Start the thread of a connection, or close the connection if there are too many."""
         thread = threading.Thread(target=self._serve, args=(connection,), name="agent-client", daemon=True)
+        uid = _peer_credentials(connection)[1]
         with self._lock:
-            is_accepted = not self._is_closing and len(self._connections) < _CONNECTIONS_MAX
+            user_connections = sum(user == uid for user in self._users.values())
+            is_accepted = (
+                not self._is_closing
+                and len(self._connections) < _CONNECTIONS_MAX
+                and (not self._mount.is_shared or user_connections < _USER_CONNECTIONS_MAX)
+            )
             if is_accepted:
                 self._connections[connection] = thread
+                self._users[connection] = uid
         if is_accepted:
             thread.start()
         else:
@@ -130,7 +140,7 @@ class AgentListener:
     def _serve(self, connection: socket.socket) -> None:
         try:
             process = _peer_process(connection)
-            if process.uid == os.geteuid():
+            if self._mount.is_shared or process.uid == os.geteuid():
                 self._serve_client(connection, self._service.open_client(process))
             else:
                 _refuse_other_user(connection, process)
@@ -139,6 +149,7 @@ class AgentListener:
         finally:
             with self._lock:
                 self._connections.pop(connection, None)
+                self._users.pop(connection, None)
             connection.close()
 
     def _serve_client(self, connection: socket.socket, client: Client) -> None:
@@ -290,9 +301,15 @@ def _take_all(descriptors: list[int]) -> list[int]:
     return taken_descriptors
 
 
-def _peer_process(connection: socket.socket) -> PeerProcess:
+def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user of the process that has connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process_id, uid, _gid = _CREDENTIALS.unpack(credentials)
+    return process_id, uid
+
+
+def _peer_process(connection: socket.socket) -> PeerProcess:
+    process_id, uid = _peer_credentials(connection)
     return PeerProcess(uid, process_id, process_identity(process_id) if process_id > 0 else None)
 
 

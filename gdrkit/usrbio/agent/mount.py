@@ -47,6 +47,8 @@ SERVER_SOCKET = "server.sock"
 SERVER_LOCK = "server.lock"
 _AGENT_LOCK = "agent.lock"
 _RECORDS_FOLDER = "publications"
+# Mode of the folders that the clients of a shared agent use: they can be entered, and only the agent lists them.
+_SHARED_FOLDER_MODE = 0o711
 _SEMAPHORE_LINKS = ("submit-ios.ph", "submit-ios", "submit-ios.pl")
 _SEMAPHORE_PATH = re.compile(r"/dev/shm/sem\.(hf3fs-submit-ios\.[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})")  # noqa: S108
 
@@ -172,6 +174,9 @@ class AgentMount:
         The mount. In plain mode it is the store's folder.
     agent_folder : Path or None
         The folder in which ``3fs-virt`` is created. With None, it is the mount itself.
+    is_shared : bool
+        Whether all users of the machine may connect. They can then use the files in ``3fs-virt`` whose names they know,
+        but cannot list them.
 
     Attributes
     ----------
@@ -183,6 +188,8 @@ class AgentMount:
         A descriptor of ``3fs-virt``.
     links : LinkFolder
         The links of publications.
+    is_shared : bool
+        Whether all users of the machine may connect.
 
     Raises
     ------
@@ -191,8 +198,9 @@ class AgentMount:
         errors have the errno of mkdir(2).
     """
 
-    def __init__(self, path: Path, *, agent_folder: Path | None = None) -> None:
+    def __init__(self, path: Path, *, agent_folder: Path | None = None, is_shared: bool = False) -> None:
         self.path = path
+        self.is_shared = is_shared
         self._agent_folder = agent_folder
         self.virtual_folder = (path if agent_folder is None else agent_folder) / VIRTUAL_FOLDER
         self._on_close = ReleaseStack()
@@ -242,6 +250,10 @@ class AgentMount:
             path = self.virtual_folder / _AGENT_LOCK
             raise _mount_error("flock", error, path, "end the agent that serves this mount") from error
         self._on_close.push(lambda: os.close(lock))
+        if self.is_shared:
+            # Without the right to read the folders, no user sees the names of the publications of other users.
+            for folder in (virtual, links):
+                os.fchmod(folder.fd, _SHARED_FOLDER_MODE)
         if self._agent_folder is not None:
             self._on_close.push(self._remove_agent_folder)
         self.links = LinkFolder(links, records)
@@ -273,6 +285,10 @@ class AgentMount:
         os.symlink(SHM_FOLDER / f"sem.{name}", link, dir_fd=links.fd)
         self._on_close.push(lambda: _remove_semaphore(links, link))
         create_semaphore(f"/{name}", mode=0o600)
+        if self.is_shared:
+            # The mode is set here because sem_open(3) applies the umask. A user who overwrites the semaphore delays the
+            # operations of other users, and does no more harm.
+            (SHM_FOLDER / f"sem.{name}").chmod(0o666)
         self._semaphores.append(f"/{name}")
 
     def __enter__(self) -> Self:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.link_names import DeviceTarget, LinkName
     from gdrkit.usrbio.agent.memory import Nics, RegisteredMemory
     from gdrkit.usrbio.agent.mount import LinkFolder
+    from gdrkit.usrbio.agent.quota import MemoryQuota
     from gdrkit.usrbio.agent.shared_memory import SharedFile
 
 __all__ = ["Drain", "Publication"]
@@ -84,6 +85,7 @@ class Publication:
         handle: bytes,
         descriptors: Sequence[int],
         nics: Nics,
+        quota: MemoryQuota,
         kept: KeptRegistrations,
         loop: AgentLoop,
         links: LinkFolder,
@@ -103,7 +105,7 @@ class Publication:
             if name.device_index is not None:
                 publication._register_device(nics, kept, handle, descriptors)
             else:
-                publication._open_shared(uid, descriptors)
+                publication._open_shared(uid, descriptors, quota)
             if name.ring is not None:
                 publication._add_ring(client, loop, drain)
             else:
@@ -170,12 +172,13 @@ class Publication:
         if not self._is_kept:
             self.registered.close()
 
-    def _open_shared(self, uid: int, descriptors: Sequence[int]) -> None:
+    def _open_shared(self, uid: int, descriptors: Sequence[int], quota: MemoryQuota) -> None:
         if descriptors:
             self.shared = adopt_unnamed(self.target, descriptors[0], uid=uid)
         else:
             self.shared = open_shared(self.target, uid=uid)
         self._on_close.push(self.shared.close)
+        self._on_close.push(quota.charge(uid, self.shared.length_bytes))
 
     def _add_ring(self, client: int, loop: AgentLoop, drain: Drain) -> None:
         assert self.shared is not None  # noqa: S101 - a ring is in host memory.

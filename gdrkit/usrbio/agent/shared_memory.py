@@ -48,7 +48,8 @@ class SharedFile:
         Raises
         ------
         AgentError
-            EEXIST: a file with this name exists. Other errors have the errno of link(2).
+            EEXIST: a file with this name exists. ESTALE: the client has replaced the file meanwhile. Other errors
+            have the errno of link(2).
         """
         if not self.is_unnamed:
             return
@@ -58,8 +59,13 @@ class SharedFile:
             os.link(f"/proc/self/fd/{self.fd}", self.name, dst_dir_fd=folder, follow_symlinks=True)
             # The file is opened again by its name, so that /proc shows the name for the agent's descriptor.
             named_fd = os.open(self.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
-            os.dup2(named_fd, self.fd, inheritable=False)
-            os.close(named_fd)
+            try:
+                status = os.fstat(named_fd)
+                if (status.st_dev, status.st_ino) != self.identity:
+                    raise OSError(errno.ESTALE, "the client has replaced the file")
+                os.dup2(named_fd, self.fd, inheritable=False)
+            finally:
+                os.close(named_fd)
         except OSError as error:
             message = f"link({SHM_FOLDER / self.name}) failed: {error.strerror}"
             raise AgentError(error.errno or errno.EIO, message) from error

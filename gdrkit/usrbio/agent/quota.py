@@ -1,0 +1,56 @@
+"""The limit of the host memory that the clients of one user may publish, because the agent pins it for all its NICs."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from typing import TYPE_CHECKING
+
+from gdrkit.usrbio.agent.agent_error import AgentError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["MemoryQuota"]
+
+
+class MemoryQuota:
+    """The published host memory of each user. It can be used by any number of threads.
+
+    Parameters
+    ----------
+    user_bytes_max : int or None
+        Limit for each user, in bytes. None means no limit.
+    """
+
+    def __init__(self, user_bytes_max: int | None = None) -> None:
+        self._user_bytes_max = user_bytes_max
+        self._lock = threading.Lock()
+        self._bytes_by_user: dict[int, int] = {}
+
+    def charge(self, uid: int, length_bytes: int) -> Callable[[], None]:
+        """Count memory of a user, and return the function that ends this.
+
+        Raises
+        ------
+        AgentError
+            EDQUOT: the user would exceed the limit.
+        """
+        with self._lock:
+            total_bytes = self._bytes_by_user.get(uid, 0) + length_bytes
+            if self._user_bytes_max is not None and total_bytes > self._user_bytes_max:
+                message = (
+                    f"user {uid} would publish {total_bytes} bytes of host memory, and the agent allows "
+                    f"{self._user_bytes_max} (--user-memory-mib): destroy iovs, or start the agent with a higher limit"
+                )
+                raise AgentError(errno.EDQUOT, message)
+            self._bytes_by_user[uid] = total_bytes
+        return lambda: self._release(uid, length_bytes)
+
+    def _release(self, uid: int, length_bytes: int) -> None:
+        with self._lock:
+            left_bytes = self._bytes_by_user[uid] - length_bytes
+            if left_bytes:
+                self._bytes_by_user[uid] = left_bytes
+            else:
+                del self._bytes_by_user[uid]

@@ -1,0 +1,369 @@
+"""An agent that root starts with ``--shared``: it serves all users, and keeps the objects of each user apart."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import multiprocessing
+import os
+import socket
+import stat
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import pytest
+from support.other_user import folder_for_all_users
+from support.processes import wait_until
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory_files
+
+from gdrkit import pattern, usrbio
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.units import KIB, MIB
+from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.protocol import AgentRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(verbs.nic(), host.capability("CAP_SETUID"))
+
+ALICE, BOB, GROUP = 65533, 65532, 65531
+FORK = multiprocessing.get_context("fork")
+_PR_SET_DUMPABLE = 4
+
+
+@pytest.fixture
+def mount() -> Iterator[Path]:
+    """Yield the mount of a shared agent, in which every user can create files."""
+    with folder_for_all_users() as folder:
+        path = folder / "mount"
+        path.mkdir()
+        path.chmod(0o1777)
+        with AgentProcess(path, "--shared", "--user-memory-mib", "8") as agent:
+            yield path
+            memory = shared_memory_files(path)
+            assert agent.terminate() == 0, agent.error_output
+        assert [file for file in memory if file.exists()] == []
+
+
+def become(uid: int, groups: list[int]) -> None:
+    """Change user and groups of this process, which cannot be undone, and keep its files in /proc usable."""
+    os.setgroups(groups)
+    os.setgid(uid)
+    os.setuid(uid)
+    assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0) == 0
+
+
+class UserProcess:
+    """A forked process of a user that calls `function` with a connection. Use it as a context manager.
+
+    An exception of the function is received as the text of its traceback.
+    """
+
+    def __init__(self, uid: int, function: Callable[[Connection], None], *, groups: list[int] | None = None) -> None:
+        self.connection, other_end = FORK.Pipe()
+
+        def run() -> None:
+            try:
+                become(uid, groups or [])
+                function(other_end)
+            except BaseException:
+                other_end.send(traceback.format_exc())
+                raise
+
+        self.process = FORK.Process(target=run)
+        self.process.start()
+        other_end.close()
+
+    def receive(self) -> Any:  # noqa: ANN401 - any object that the function sends.
+        """Return the next object that the function sent."""
+        assert self.connection.poll(60), "the process sends nothing"
+        received = self.connection.recv()
+        assert not (isinstance(received, str) and received.startswith("Traceback")), received
+        return received
+
+    def ask(self, question: object = None) -> Any:  # noqa: ANN401 - as receive().
+        """Send an object and return the reply."""
+        self.connection.send(question)
+        return self.receive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+@contextlib.contextmanager
+def published(mount: Path, *, for_read: bool = True) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+    """Publish an iov and a ring of this process."""
+    with (
+        RawClient(mount) as client,
+        contextlib.closing(RawIov(64 * KIB)) as iov,
+        contextlib.closing(RawRing(8, for_read=for_read)) as ring,
+    ):
+        client.publish_iov(iov)
+        client.publish_ring(ring)
+        yield client, iov, ring
+
+
+def transfer(ring: RawRing, iov_id: bytes, inode: int, length: int = 4 * KIB) -> int:
+    """Execute one operation of a ring and return its result."""
+    ring.prepare(iov_id, inode=inode, length=length)
+    ring.submit()
+    completions = ring.wait(1)
+    assert len(completions) == 1
+    return completions[0][1]
+
+
+def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
+    """Return a function that creates a private file, publishes, and reads the file once for each question."""
+
+    def run(connection: Connection) -> None:
+        path.write_bytes(pattern.payload(64 * KIB, seed=3))
+        path.chmod(0o600)
+        with published(mount) as (client, iov, ring), path.open("rb") as file:
+            inode = client.register_file(file.fileno())
+            names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link, "ring_target": str(ring.path)}
+            connection.send({**names, "inode": inode, "id": iov.id.bytes})
+            while True:
+                connection.recv()
+                iov.memory[:] = bytes(64 * KIB)
+                result = transfer(ring, iov.id.bytes, inode, 64 * KIB)
+                pattern.check(iov.memory[:], seed=3)
+                connection.send(result)
+
+    return run
+
+
+def errno_of(action: Callable[[], object]) -> int:
+    """Return the errno with which an action is refused, or 0."""
+    try:
+        action()
+    except Refusal as error:
+        return error.errno
+    except OSError as error:
+        return error.errno or -1
+    return 0
+
+
+def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path, connection: Connection) -> None:
+    """Try to use the objects of another user and of the agent, and send the errno of each attempt."""
+    virtual = mount / "3fs-virt"
+    with published(mount) as (client, iov, ring), contextlib.closing(RawRing(8, for_read=False)) as writes:
+        client.publish_ring(writes)
+        path_fd = os.open(private, os.O_PATH)
+        read_fd = os.open(readable, os.O_RDONLY)
+        virtual_fd = os.open(virtual, os.O_PATH | os.O_DIRECTORY)
+        folder_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+        readable_inode = client.register_file(read_fd)
+
+        def request(kind: AgentRequest, payload: bytes, *descriptors: int) -> Callable[[], object]:
+            return lambda: client.request(kind, payload, descriptors)
+
+        def use(ring: RawRing, iov_id: bytes, inode: int) -> Callable[[], object]:
+            def run() -> None:
+                if (result := transfer(ring, iov_id, inode)) < 0:
+                    raise OSError(-result, "the operation failed")
+
+            return run
+
+        def connect_to_server() -> None:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+                server.connect(f"/proc/self/fd/{virtual_fd}/server.sock")
+
+        def listing(folder: Path) -> Callable[[], object]:
+            return lambda: list(folder.iterdir())
+
+        name, hole = protocol.pack_name, protocol.pack_punch(0, ((0, 4096),))
+        tried: dict[str, Callable[[], object]] = {
+            "list 3fs-virt": listing(virtual),
+            "list iovs": listing(virtual / "iovs"),
+            "list publications": listing(virtual / "publications"),
+            "open agent.lock": lambda: os.open(virtual / "agent.lock", os.O_RDONLY),
+            "connect to server.sock": connect_to_server,
+            "list .gdrkit": listing(mount / ".gdrkit"),
+            "create a file in 3fs-virt": (virtual / "x").touch,
+            "create a link in iovs": lambda: (virtual / "iovs" / "x").symlink_to("/dev/shm/x"),  # noqa: S108
+            "remove the link of an iov": (virtual / "iovs" / victim["iov"]).unlink,
+            "open the memory of an iov": lambda: os.open(victim["target"], os.O_RDONLY),
+            "remove the memory of an iov": Path(victim["target"]).unlink,
+            "publish the memory of an iov": lambda: client.publish(RawIov(4096).name(), victim["target"]),
+            "publish the name of an iov": lambda: client.publish(victim["iov"], str(iov.path)),
+            "borrow an iov": request(
+                AgentRequest.BORROW,
+                protocol.pack_publish(protocol.PublishRequest(victim["iov"], victim["target"], b"")),
+            ),
+            "return an iov": request(AgentRequest.RETURN_BORROWED, name(victim["iov"])),
+            "unpublish an iov": request(AgentRequest.UNPUBLISH, name(victim["iov"])),
+            "unpublish a ring": request(AgentRequest.UNPUBLISH, name(victim["ring"])),
+            "open a private file": lambda: private.open("rb"),
+            "open a readable file for writing": lambda: readable.open("r+b"),
+            "register a file by O_PATH": lambda: client.register_file(path_fd),
+            "deregister a file": request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(victim["inode"])),
+            "punch a hole into a readable file": request(AgentRequest.PUNCH_HOLE, hole, read_fd),
+            "link a readable file": request(AgentRequest.HARD_LINK, name("linked"), read_fd, folder_fd),
+            "read a private file": use(ring, iov.id.bytes, victim["inode"]),
+            "read into an iov": use(ring, victim["id"], readable_inode),
+            "write a readable file": use(writes, iov.id.bytes, readable_inode),
+            "publish more than the quota": lambda: client.publish_iov(RawIov(8 * MIB)),
+        }
+        connection.send({label: errno_of(action) for label, action in tried.items()})
+        connection.recv()
+
+
+REFUSED = {
+    "list 3fs-virt": errno.EACCES,
+    "list iovs": errno.EACCES,
+    "list publications": errno.EACCES,
+    "open agent.lock": errno.EACCES,
+    "connect to server.sock": errno.EACCES,
+    "list .gdrkit": errno.EACCES,
+    "create a file in 3fs-virt": errno.EACCES,
+    "create a link in iovs": errno.EACCES,
+    "remove the link of an iov": errno.EACCES,
+    "open the memory of an iov": errno.EACCES,
+    "remove the memory of an iov": errno.EPERM,
+    "publish the memory of an iov": errno.EACCES,
+    "publish the name of an iov": errno.EEXIST,
+    "borrow an iov": errno.EACCES,
+    "return an iov": errno.ENOENT,
+    "unpublish an iov": errno.ENOENT,
+    "unpublish a ring": errno.ENOENT,
+    "open a private file": errno.EACCES,
+    "open a readable file for writing": errno.EACCES,
+    "register a file by O_PATH": errno.EBADF,
+    "deregister a file": errno.ENOENT,
+    "punch a hole into a readable file": errno.EBADF,
+    "link a readable file": errno.EPERM,
+    "read a private file": errno.EBADF,
+    "read into an iov": errno.EACCES,
+    "write a readable file": errno.EACCES,
+    "publish more than the quota": errno.EDQUOT,
+}
+
+
+def test_attempts_on_another_users_objects_are_refused(mount: Path, evidence: Evidence) -> None:
+    private, readable = mount / "private", mount / "readable"
+    readable.write_bytes(bytes(64 * KIB))
+    readable.chmod(0o644)
+    with UserProcess(ALICE, read_on_demand(mount, private)) as alice:
+        victim = alice.receive()
+        with UserProcess(BOB, lambda pipe: attempts(mount, victim, private, readable, pipe)) as bob:
+            results = bob.receive()
+            evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
+            assert results == REFUSED
+        assert alice.ask() == 64 * KIB
+
+
+def use_files(mount: Path, paths: list[Path], *, by_rings: bool) -> Callable[[Connection], None]:
+    """Return a function that reads and writes files, by rings or by the kernel, and sends all results."""
+
+    def run(connection: Connection) -> None:
+        results = {}
+        with (
+            published(mount) as (client, iov, reads),
+            contextlib.closing(RawRing(8, for_read=False)) as writes,
+        ):
+            client.publish_ring(writes)
+            for path in paths:
+                for flags in (os.O_RDONLY, os.O_WRONLY, os.O_RDWR):
+                    try:
+                        fd = os.open(path, flags)
+                    except OSError as error:
+                        results[path.name, flags] = (error.errno, 0)
+                        continue
+                    is_readable, is_writable = flags != os.O_WRONLY, flags != os.O_RDONLY
+                    if by_rings:
+                        inode = client.register_file(fd)
+                        pair = tuple(transfer(ring, iov.id.bytes, inode) for ring in (reads, writes))
+                        client.request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(inode))
+                        results[path.name, flags] = (max(pair[0], 0), max(pair[1], 0))
+                    else:
+                        results[path.name, flags] = (
+                            len(os.pread(fd, 4 * KIB, 0)) if is_readable else 0,
+                            os.pwrite(fd, bytes(4 * KIB), 0) if is_writable else 0,
+                        )
+                    os.close(fd)
+        connection.send(results)
+
+    return run
+
+
+def test_rights_are_those_of_the_kernel(mount: Path) -> None:
+    paths = []
+    for owner in (0, ALICE, BOB):
+        for mode in (0o600, 0o640, 0o660, 0o644, 0o666, 0o400, 0o000):
+            path = mount / f"{owner}-{mode:o}"
+            path.write_bytes(bytes(64 * KIB))
+            os.chown(path, owner, GROUP)
+            path.chmod(mode)
+            paths.append(path)
+    for uid, groups in ((0, [0]), (ALICE, []), (BOB, [GROUP])):
+        with (
+            UserProcess(uid, use_files(mount, paths, by_rings=True), groups=groups) as by_rings,
+            UserProcess(uid, use_files(mount, paths, by_rings=False), groups=groups) as by_kernel,
+        ):
+            assert by_rings.receive() == by_kernel.receive()
+
+
+def write_once(mount: Path, path: Path) -> Callable[[Connection], None]:
+    """Return a function that writes a file by a ring once, and sends the result."""
+
+    def run(connection: Connection) -> None:
+        with published(mount, for_read=False) as (client, iov, ring), path.open("r+b") as file:
+            connection.send(transfer(ring, iov.id.bytes, client.register_file(file.fileno())))
+
+    return run
+
+
+def test_write_clears_the_set_user_id_bits(mount: Path) -> None:
+    path = mount / "program"
+    path.write_bytes(bytes(64 * KIB))
+    os.chown(path, ALICE, GROUP)
+    path.chmod(0o6777)
+    with UserProcess(BOB, write_once(mount, path)) as bob:
+        assert bob.receive() == 4 * KIB
+    assert stat.S_IMODE(path.stat().st_mode) == 0o777
+
+
+def test_killed_clients_of_one_user_do_not_harm_another(mount: Path) -> None:
+    with (
+        UserProcess(ALICE, read_on_demand(mount, mount / "alice")) as alice,
+        UserProcess(0, read_on_demand(mount, mount / "root")) as root,
+    ):
+        alice.receive()
+        root.receive()
+        memory = set(shared_memory_files(mount))
+        for number in range(10):
+            with UserProcess(BOB, read_on_demand(mount, mount / f"bob{number}")) as bob:
+                published_names = bob.receive()
+                targets = [Path(published_names[name]) for name in ("target", "ring_target")]
+                assert bob.ask() == 64 * KIB
+                bob.connection.send(None)  # The process is killed while it reads.
+            assert alice.ask() == root.ask() == 64 * KIB
+            wait_until(lambda: shared_memory_files(mount) == memory, "the links of the killed client end", timeout_s=30)
+            assert not any(path.exists() for path in targets)
+
+
+def test_client_library_works_for_every_user(mount: Path) -> None:
+    path = mount / "file"
+    path.write_bytes(pattern.payload(MIB, seed=6))
+    path.chmod(0o644)
+    usrbio.capabilities()  # Opens the library, whose file the users may not be able to read.
+    for uid in (0, ALICE, BOB):
+        with UserProcess(uid, lambda pipe: pipe.send(usrbio.read_file(path, str(mount)))) as user:
+            pattern.check(user.receive(), seed=6)
+
+
+@pytest.mark.parametrize("options", [("--shared", "--fuse"), ("--user-memory-mib", "1")])
+def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
+    with pytest.raises(AssertionError, match="--shared"):
+        AgentProcess(tmp_path, *options)
