@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 GDRKIT = [sys.executable, "-m", "gdrkit"]
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
 REGISTRATIONS = 10_000
+HELD = 100
 TWIN_HOLDER = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
     *(sys.executable, "-m", "observe.twin_holder"),
@@ -197,8 +198,7 @@ def test_agent_and_server_export_their_counters(tmp_path: Path, command: str) ->
 @needs(host.program("prometheus"), cuda_needs.device(), verbs.nic())
 def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: Nic) -> None:
     """The windows of the rule are shortened from minutes to seconds. One cache leaks, and one registers and evicts."""
-    rules = RULES.read_text().replace("[5m] offset 25m", "[2s] offset 6s").replace("[5m]", "[2s]")
-    (tmp_path / "rules.yml").write_text(rules)
+    write_short_rules(tmp_path)
     with contextlib.ExitStack() as stack:
         leaking = stack.enter_context(RegionCache([nic]))
         steady = stack.enter_context(RegionCache([nic], regions_max=1))
@@ -209,7 +209,7 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
         worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
         worker.start()
         try:
-            assert firing_caches(tmp_path, server.address) == {"leaking"}
+            assert firing(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
         finally:
             stop.set()
             worker.join()
@@ -224,8 +224,32 @@ def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: thread
             steady.lease(memory).close()
 
 
-def firing_caches(folder: Path, address: str) -> set[str]:
-    """Run Prometheus until GdrkitCacheGrows fires, and return the names of the caches that it names."""
+@needs(host.program("prometheus"), software(Api.VERBS), software(Api.CUDA))
+def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
+    write_short_rules(tmp_path)
+    with (
+        started("monitor", "--listen", "127.0.0.1:0") as process,
+        LineChild(*TWIN_HOLDER) as healthy,
+        LineChild(*TWIN_HOLDER) as leaking,
+    ):
+        healthy.read_line()
+        process_id = leaking.read_line()
+        for line in (f"hold {HELD}", f"cycle {REGISTRATIONS}"):
+            healthy.write_line(line)
+            healthy.expect_line("done")
+        leaking.write_line("leak")
+        names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
+        assert firing(tmp_path, address_in(process.stdout), names, "pid") == {process_id}
+
+
+def write_short_rules(folder: Path) -> None:
+    """Write the rules with windows of seconds instead of minutes."""
+    rules = RULES.read_text().replace("[5m] offset 25m", "[2s] offset 6s").replace("[5m] offset 10m", "[2s] offset 3s")
+    (folder / "rules.yml").write_text(rules.replace("[5m]", "[2s]"))
+
+
+def firing(folder: Path, address: str, names: set[str], label: str) -> set[str]:
+    """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
     (folder / "prometheus.yml").write_text(
         json.dumps(
             {
@@ -245,29 +269,30 @@ def firing_caches(folder: Path, address: str) -> set[str]:
     ):
         try:
             deadline_s = time.monotonic() + 60
+            seen = set[tuple[str, str]]()
             while time.monotonic() < deadline_s:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     prometheus.wait(0.5)
-                names = alerts(f"http://127.0.0.1:{port}/api/v1/alerts")
-                if names:
-                    return names
+                seen |= alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
+                if {name for name, _ in seen} == names:
+                    return {value for _, value in seen}
         finally:
             prometheus.terminate()
             prometheus.wait(30)
     pytest.fail((folder / "prometheus.log").read_text()[-2000:])
 
 
-def alerts(url: str) -> set[str]:
-    """Return the names of the caches for which GdrkitCacheGrows fires."""
+def alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
+    """Return the name and the label of each of these alerts that fires."""
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
             found = json.load(reply)["data"]["alerts"]
     except OSError:
         return set()  # Prometheus has not started yet.
     return {
-        alert["labels"]["name"]
+        (alert["labels"]["alertname"], alert["labels"][label])
         for alert in found
-        if alert["labels"]["alertname"] == "GdrkitCacheGrows" and alert["state"] == "firing"
+        if alert["labels"]["alertname"] in names and alert["state"] == "firing"
     }
 
 
