@@ -87,6 +87,19 @@ def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
     assert requested_names <= contract_symbols("cufile.conventions")
 
 
+# nvidia-ml-py finds each function by its name, when it is first called.
+NVML_NAME = re.compile(r'_nvmlGetFunctionPointer\("(nvml\w+)"\)')
+
+
+def test_nvml_twin_exports_the_functions_of_nvidia_ml_py() -> None:
+    bindings = importlib.util.find_spec("pynvml")
+    assert bindings is not None
+    assert bindings.origin is not None
+    requested_names = set(NVML_NAME.findall(Path(bindings.origin).read_text()))
+    assert requested_names == contract_symbols("nvml.symbols")
+    assert requested_names <= contract_symbols("nvml.conventions")
+
+
 def test_every_symbol_has_a_convention() -> None:
     for twin in ("ibverbs", "rdmacm"):
         assert contract_symbols(f"{twin}.symbols") == contract_symbols(f"{twin}.conventions")

@@ -1,6 +1,6 @@
 /* The control interface of the twins, with which tests query a twin's state and replace its fault plan. Every twin
- * exports these two functions under the version GDRKIT_TWIN_1. Look them up by dlsym in the library whose state you
- * want, for example libibverbs.so.1. They are not part of the interface that the twin emulates.
+ * but that of NVML exports the first two functions under the version GDRKIT_TWIN_1. Look them up by dlsym in the
+ * library whose state you want, for example libibverbs.so.1. They are not part of the interface that the twin emulates.
  */
 #pragma once
 
@@ -27,6 +27,10 @@ int gdrkit_twin_ledger(char* buffer, size_t size);
 /* Replace the fault plan by this text, in the format of DESIGN.md, and restart the call counts at 1. Return 0; or
  * return EINVAL, print one line on stderr that names the expected input, and keep the old plan. */
 int gdrkit_twin_faults(const char* plan);
+
+/* Only the twin of CUDA exports this function. Return 1 if this process has a context on the GPU with this number in
+ * the machine, and store the bytes of GPU memory that the process uses; else return 0. */
+int gdrkit_twin_gpu_usage(int number, unsigned long long* used_bytes);
 
 #ifdef __cplusplus
 }

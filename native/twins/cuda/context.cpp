@@ -2,6 +2,7 @@
 
 #include "cuda/context.hpp"
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <set>
@@ -170,6 +171,12 @@ Result current_context(ContextRef* context) {
     }
     *context = stack.back();
     return (*context)->is_alive ? success : context_is_destroyed;
+}
+
+bool has_live_context(Device device) {
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    return std::ranges::any_of(state.live, [&](const auto& entry) { return entry.second->device == device; });
 }
 
 Result find_context(Handle handle, ContextRef* context) {

@@ -40,6 +40,9 @@ Result current_context(ContextRef* context);
 // Find the live context with this handle, or fail with invalid_context.
 Result find_context(Handle handle, ContextRef* context);
 
+// Return whether a context of this device is alive.
+bool has_live_context(Device device);
+
 // Return whether synchronous calls in this context wait for transfers that CUDA may otherwise leave unfinished
 // (CU_CTX_SYNC_MEMOPS).
 bool syncs_memops(const Context& context);

@@ -5,8 +5,10 @@
 #include <cstdio>
 #include <string>
 
+#include "cuda/device.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
+#include "cuda/visible_devices.hpp"
 #include "model/config.hpp"
 #include "model/fault.hpp"
 #include "model/ledger.hpp"
@@ -19,6 +21,16 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, s
     const std::string json = "{\"library\":\"cuda\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
                              ",\"seed\":" + std::to_string(config().seed) + "}";
     return std::snprintf(buffer, size, "%s", json.c_str());
+}
+
+// The twin of NVML calls this function.
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int number, unsigned long long* used_bytes) {
+    const auto device = cuda::ordinal_of(number);
+    if (!device || !cuda::has_live_context(*device)) {
+        return 0;
+    }
+    *used_bytes = cuda::device_memory_bytes - cuda::free_bytes(*device);
+    return 1;
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {

@@ -3,27 +3,26 @@
 #include "cuda/device.hpp"
 
 #include <algorithm>
-#include <charconv>
 #include <climits>
 #include <cstdio>
 #include <cstring>
 #include <iterator>
-#include <string>
+#include <optional>
 #include <string_view>
 
 #include "cuda/entry.hpp"
 #include "cuda/visible_devices.hpp"
 #include "model/config.hpp"
+#include "model/gpu.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
 
-constexpr std::string_view device_name = "gdrkit twin GPU";
-constexpr int first_pci_bus = 0xa0;
-constexpr int compute_major = 9, compute_minor = 0;
 // The same for every device; the meaning of each value is in DeviceProperties.
 constexpr DeviceProperties common_properties = {
     1024, {1024, 1024, 64}, {INT_MAX, 65535, 65535}, 49152, 65536, 32, INT_MAX, 65536, 1000000, 512};
+
+static_assert(driver_version == cuda_driver_version);
 
 struct AttributeValue {
     int attribute;
@@ -52,11 +51,11 @@ constexpr AttributeValue attribute_values[] = {
     {device_can_map_host_memory, 1},
     {device_async_engine_count, 2},
     {device_unified_addressing, 1},
-    {36, 1000000}, // memory clock in kHz
-    {37, 1024},    // memory bus width in bits
-    {39, 2048},    // threads per multiprocessor
-    {device_compute_capability_major, compute_major},
-    {device_compute_capability_minor, compute_minor},
+    {36, 1000000},             // memory clock in kHz
+    {37, gpu_memory_bus_bits}, // memory bus width in bits
+    {39, 2048},                // threads per multiprocessor
+    {device_compute_capability_major, gpu_compute_major},
+    {device_compute_capability_minor, gpu_compute_minor},
     {device_stream_priorities_supported, 1},
     {device_managed_memory, 1},
     {device_can_use_host_pointer_for_registered_memory, 1},
@@ -73,7 +72,7 @@ constexpr AttributeValue attribute_values[] = {
 
 int attribute_of(Device device, int attribute) {
     if (attribute == device_pci_bus_id) {
-        return first_pci_bus + physical_of(device);
+        return first_gpu_pci_bus + physical_of(device);
     }
     if (attribute == device_writes_ordering) {
         return config().writes_ordering;
@@ -83,33 +82,6 @@ int attribute_of(Device device, int attribute) {
     }
     const auto* const found = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
     return found == std::end(attribute_values) ? 0 : found->value;
-}
-
-// Parse one hexadecimal field of a PCI address up to the separator (0: up to the end) and remove it from the text.
-bool parse_hex_field(std::string_view* text, char separator, int* value) {
-    const auto end = separator == 0 ? text->size() : text->find(separator);
-    if (end == std::string_view::npos) {
-        return false;
-    }
-    const auto [parsed_end, error] = std::from_chars(text->data(), text->data() + end, *value, 16);
-    const bool is_number = error == std::errc{} && parsed_end == text->data() + end && *value >= 0;
-    text->remove_prefix(std::min(end + 1, text->size()));
-    return is_number;
-}
-
-// Parse domain:bus:device.function, domain:bus:device or bus:device.function.
-bool parse_pci_address(std::string_view text, int* bus) {
-    int domain = 0, slot = 0, function = 0;
-    if (std::ranges::count(text, ':') == 2 && !parse_hex_field(&text, ':', &domain)) {
-        return false;
-    }
-    if (!parse_hex_field(&text, ':', bus)) {
-        return false;
-    }
-    const bool has_function = text.find('.') != std::string_view::npos;
-    const bool is_parsed = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
-                                        : parse_hex_field(&text, 0, &slot);
-    return is_parsed && domain == 0 && slot == 0 && function == 0;
 }
 
 // Run the body of an exported function that queries one device and stores a result.
@@ -156,7 +128,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size, Device device) {
         if (size <= 0) {
             return invalid_value;
         }
-        std::snprintf(name, static_cast<std::size_t>(size), "%s", device_name.data());
+        std::snprintf(name, static_cast<std::size_t>(size), "%s", gpu_name.data());
         return success;
     });
 }
@@ -198,8 +170,8 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
         if (minor == nullptr) {
             return invalid_value;
         }
-        *major = compute_major;
-        *minor = compute_minor;
+        *major = gpu_compute_major;
+        *minor = gpu_compute_minor;
         return success;
     });
 }
@@ -207,7 +179,8 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
 GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
     return device_entry("cuDeviceGetPCIBusId", device, text, [&] {
         char bus_id[16];
-        const int length = std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_pci_bus + physical_of(device));
+        const int length =
+            std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_gpu_pci_bus + physical_of(device));
         if (size <= length) {
             return invalid_value;
         }
@@ -218,11 +191,11 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text) {
     return entry("cuDeviceGetByPCIBusId", [&] {
-        int bus = 0;
-        if (device == nullptr || text == nullptr || !parse_pci_address(text, &bus)) {
+        const auto bus = text == nullptr ? std::nullopt : bus_of_pci_address(text);
+        if (device == nullptr || !bus) {
             return invalid_value;
         }
-        const auto ordinal = ordinal_of(bus - first_pci_bus);
+        const auto ordinal = ordinal_of(*bus - first_gpu_pci_bus);
         if (!ordinal) {
             return invalid_device;
         }

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "model/config.hpp"
+#include "model/gpu.hpp"
 
 namespace gdrkit::twin::cuda {
 namespace {
@@ -89,15 +90,9 @@ VisibleDevices read_selection() {
 } // namespace
 
 Uuid uuid_of_physical(int physical) {
-    const std::string text = config().domain + "/" + std::to_string(physical);
+    const GpuUuid bytes = gpu_uuid(physical);
     Uuid uuid{};
-    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
-    for (int half = 0; half < 2; ++half) {
-        for (const char letter : text) {
-            hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
-        }
-        std::memcpy(uuid.bytes + 8 * half, &hash, sizeof hash);
-    }
+    std::memcpy(uuid.bytes, bytes.data(), sizeof uuid.bytes);
     return uuid;
 }
 

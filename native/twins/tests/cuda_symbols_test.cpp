@@ -38,8 +38,8 @@ void test_exports_match_contract() {
         CHECK(conventions[function.symbol] == function.kind);
         conventions.erase(function.symbol);
     }
-    CHECK(conventions.size() == 2 && conventions.contains("gdrkit_twin_ledger") &&
-          conventions.contains("gdrkit_twin_faults"));
+    CHECK(conventions.size() == 3 && conventions.contains("gdrkit_twin_ledger") &&
+          conventions.contains("gdrkit_twin_faults") && conventions.contains("gdrkit_twin_gpu_usage"));
 }
 
 void test_unimplemented_functions_fail() {

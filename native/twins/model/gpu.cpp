@@ -1,0 +1,56 @@
+// The GPUs of the emulated machine: UUIDs and PCI addresses.
+
+#include "model/gpu.hpp"
+
+#include <algorithm>
+#include <charconv>
+#include <cstring>
+#include <string>
+
+#include "model/config.hpp"
+
+namespace gdrkit::twin {
+namespace {
+
+// Parse one hexadecimal field of a PCI address up to the separator (0: up to the end) and remove it from the text.
+bool parse_hex_field(std::string_view* text, char separator, int* value) {
+    const auto end = separator == 0 ? text->size() : text->find(separator);
+    if (end == std::string_view::npos) {
+        return false;
+    }
+    const auto [parsed_end, error] = std::from_chars(text->data(), text->data() + end, *value, 16);
+    const bool is_number = error == std::errc{} && parsed_end == text->data() + end && *value >= 0;
+    text->remove_prefix(std::min(end + 1, text->size()));
+    return is_number;
+}
+
+} // namespace
+
+GpuUuid gpu_uuid(int number) {
+    const std::string text = config().domain + "/" + std::to_string(number);
+    GpuUuid uuid{};
+    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
+    for (std::size_t offset = 0; offset < uuid.size(); offset += sizeof hash) {
+        for (const char letter : text) {
+            hash = (hash ^ static_cast<unsigned char>(letter)) * 0x100000001b3;
+        }
+        std::memcpy(uuid.data() + offset, &hash, sizeof hash);
+    }
+    return uuid;
+}
+
+std::optional<int> bus_of_pci_address(std::string_view text) {
+    int domain = 0, bus = 0, slot = 0, function = 0;
+    if (std::ranges::count(text, ':') == 2 && !parse_hex_field(&text, ':', &domain)) {
+        return std::nullopt;
+    }
+    if (!parse_hex_field(&text, ':', &bus)) {
+        return std::nullopt;
+    }
+    const bool has_function = text.find('.') != std::string_view::npos;
+    const bool is_parsed = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
+                                        : parse_hex_field(&text, 0, &slot);
+    return is_parsed && domain == 0 && slot == 0 && function == 0 ? std::optional(bus) : std::nullopt;
+}
+
+} // namespace gdrkit::twin

@@ -1,0 +1,29 @@
+// The GPUs of the emulated machine. The twins of CUDA and NVML describe the same GPUs.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string_view>
+
+namespace gdrkit::twin {
+
+inline constexpr std::string_view gpu_name = "gdrkit twin GPU";
+inline constexpr std::uint64_t gpu_memory_bytes = std::uint64_t{8} << 30;
+inline constexpr int gpu_memory_bus_bits = 1024;
+inline constexpr int gpu_compute_major = 9, gpu_compute_minor = 0;
+// The GPU with number n has the PCI address 0000:<first bus + n>:00.0.
+inline constexpr int first_gpu_pci_bus = 0xa0;
+inline constexpr int cuda_driver_version = 13000; // 1000 * major + 10 * minor
+
+using GpuUuid = std::array<char, 16>;
+
+// Return the UUID of a GPU by its number in the machine. It is the same in every process of a domain
+// (GDRKIT_TWINS_DOMAIN).
+GpuUuid gpu_uuid(int number);
+
+// Return the PCI bus in an address with the form domain:bus:device.function, domain:bus:device or bus:device.function;
+// nothing if the text has another form, or if the domain, device or function is not 0.
+std::optional<int> bus_of_pci_address(std::string_view text);
+
+} // namespace gdrkit::twin

@@ -1,0 +1,332 @@
+// The GPUs of the machine, as the CUDA twin has them: handles, identity and memory. CUDA_VISIBLE_DEVICES has no effect
+// here, as in the real library.
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstdio>
+#include <cstring>
+#include <optional>
+#include <string>
+
+#include "control/control.h"
+#include "model/config.hpp"
+#include "model/gpu.hpp"
+#include "nvml/entry.hpp"
+
+namespace gdrkit::twin::nvml {
+
+struct Gpu {};
+
+namespace {
+
+constexpr std::uint32_t vendor_nvidia = 0x10de;
+
+// The address of an element is the handle of the GPU with this number.
+std::array<Gpu, 16> gpus;
+
+int gpu_count() {
+    return static_cast<int>(config().gpu_count);
+}
+
+std::string uuid_text(int number) {
+    std::string text = "GPU-";
+    int index = 0;
+    for (const char byte : gpu_uuid(number)) {
+        char digits[3];
+        std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(byte));
+        text += index == 4 || index == 6 || index == 8 || index == 10 ? "-" : "";
+        text += digits;
+        ++index;
+    }
+    return text;
+}
+
+// Serial numbers of real boards have 13 digits.
+std::string serial_text(int number) {
+    char text[16];
+    std::snprintf(text, sizeof text, "%013d", number);
+    return text;
+}
+
+std::string pci_address_text(int number) {
+    char text[32];
+    std::snprintf(text, sizeof text, "0000:%02X:00.0", static_cast<unsigned>(first_gpu_pci_bus + number));
+    return text;
+}
+
+template <typename Predicate> int find_gpu(Gpu** gpu, Predicate&& matches) {
+    return entry([&] {
+        if (gpu == nullptr) {
+            return invalid_argument;
+        }
+        for (int number = 0; number < gpu_count(); ++number) {
+            if (matches(number)) {
+                *gpu = &gpus[static_cast<std::size_t>(number)];
+                return success;
+            }
+        }
+        return not_found;
+    });
+}
+
+int store_count(unsigned* count) {
+    return entry([&] {
+        if (count == nullptr) {
+            return invalid_argument;
+        }
+        *count = config().gpu_count;
+        return success;
+    });
+}
+
+int find_by_index(unsigned index, Gpu** gpu) {
+    const int result = find_gpu(gpu, [&](int number) { return static_cast<unsigned>(number) == index; });
+    return result == not_found ? invalid_argument : result;
+}
+
+int find_by_pci_address(const char* text, Gpu** gpu) {
+    const auto bus = text == nullptr ? std::nullopt : bus_of_pci_address(text);
+    if (!bus && is_initialized()) {
+        return invalid_argument;
+    }
+    return find_gpu(gpu, [&](int number) { return number + first_gpu_pci_bus == *bus; });
+}
+
+// Store the first bytes of a PciInfo, as many as the caller's version of the structure has.
+int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
+    return gpu_entry(gpu, result, [&](int number) {
+        PciInfo info{};
+        info.bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
+        info.pci_device_id = vendor_nvidia;
+        const std::string address = pci_address_text(number);
+        address.copy(info.bus_id_legacy, sizeof info.bus_id_legacy - 1);
+        if (length_bytes == sizeof info) {
+            // Version 3 has a domain of eight digits.
+            ("0000" + address).copy(info.bus_id, sizeof info.bus_id - 1);
+        }
+        std::memcpy(result, &info, length_bytes);
+        return success;
+    });
+}
+
+// Return the bytes that this process uses on a GPU; nothing if it has no context there. The twin of CUDA has them only
+// if it is loaded. Each process can allocate all memory of a GPU, so other processes do not count.
+std::optional<std::uint64_t> bytes_of_this_process(int number) {
+    void* const cuda = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
+    if (cuda == nullptr) {
+        return std::nullopt;
+    }
+    using Usage = decltype(&gdrkit_twin_gpu_usage);
+    const auto usage = reinterpret_cast<Usage>(dlsym(cuda, "gdrkit_twin_gpu_usage"));
+    unsigned long long used_bytes = 0;
+    const bool has_context = usage != nullptr && usage(number, &used_bytes) == 1;
+    dlclose(cuda);
+    return has_context ? std::optional(std::uint64_t{used_bytes}) : std::nullopt;
+}
+
+Memory memory_of(int number) {
+    const std::uint64_t used_bytes = bytes_of_this_process(number).value_or(0);
+    return {gpu_memory_bytes, gpu_memory_bytes - used_bytes, used_bytes};
+}
+
+template <typename Info> int store_processes(const Gpu* gpu, unsigned* count, Info* processes) {
+    return gpu_entry(gpu, count, [&](int number) {
+        const auto used_bytes = bytes_of_this_process(number);
+        const unsigned capacity = *count;
+        *count = used_bytes ? 1 : 0;
+        if (*count > capacity) {
+            return insufficient_size;
+        }
+        if (used_bytes) {
+            if (processes == nullptr) {
+                return invalid_argument;
+            }
+            Info info{};
+            info.pid = static_cast<std::uint32_t>(getpid());
+            info.used_bytes = *used_bytes;
+            if constexpr (requires { info.gpu_instance; }) {
+                info.gpu_instance = info.compute_instance = no_instance;
+            }
+            *processes = info;
+        }
+        return success;
+    });
+}
+
+// Every use of a twin's GPU is compute.
+int store_no_processes(const Gpu* gpu, unsigned* count) {
+    return constant_of(gpu, count, 0U);
+}
+
+} // namespace
+
+int number_of(const Gpu* gpu) {
+    for (int number = 0; number < gpu_count(); ++number) {
+        if (gpu == &gpus[static_cast<std::size_t>(number)]) {
+            return number;
+        }
+    }
+    return -1;
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCount(unsigned* count) {
+    return store_count(count);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCount_v2(unsigned* count) {
+    return store_count(count);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByIndex(unsigned index, Gpu** gpu) {
+    return find_by_index(index, gpu);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu** gpu) {
+    return find_by_index(index, gpu);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
+    return find_gpu(gpu, [&](int number) { return uuid != nullptr && uuid_text(number) == uuid; });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleBySerial(const char* serial, Gpu** gpu) {
+    return find_gpu(gpu, [&](int number) { return serial != nullptr && serial_text(number) == serial; });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByPciBusId(const char* address, Gpu** gpu) {
+    return find_by_pci_address(address, gpu);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByPciBusId_v2(const char* address, Gpu** gpu) {
+    return find_by_pci_address(address, gpu);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetIndex(const Gpu* gpu, unsigned* index) {
+    return gpu_entry(gpu, index, [&](int number) {
+        *index = static_cast<unsigned>(number);
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMinorNumber(const Gpu* gpu, unsigned* minor) {
+    return gpu_entry(gpu, minor, [&](int number) {
+        *minor = static_cast<unsigned>(number);
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetName(const Gpu* gpu, char* text, unsigned length_bytes) {
+    return gpu_entry(gpu, text, [&](int) { return store_text(gpu_name, text, length_bytes); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetUUID(const Gpu* gpu, char* text, unsigned length_bytes) {
+    return gpu_entry(gpu, text, [&](int number) { return store_text(uuid_text(number), text, length_bytes); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetSerial(const Gpu* gpu, char* text, unsigned length_bytes) {
+    return gpu_entry(gpu, text, [&](int number) { return store_text(serial_text(number), text, length_bytes); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCudaComputeCapability(const Gpu* gpu, int* major, int* minor) {
+    return gpu_entry(gpu, major, [&](int) {
+        if (minor == nullptr) {
+            return invalid_argument;
+        }
+        *major = gpu_compute_major;
+        *minor = gpu_compute_minor;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetArchitecture(const Gpu* gpu, int* architecture) {
+    return constant_of(gpu, architecture, architecture_hopper);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfo(const Gpu* gpu, void* info) {
+    return store_pci_info(gpu, info, pci_info_v1_bytes);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfo_v2(const Gpu* gpu, void* info) {
+    return store_pci_info(gpu, info, pci_info_v2_bytes);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfo_v3(const Gpu* gpu, void* info) {
+    return store_pci_info(gpu, info, sizeof(PciInfo));
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo(const Gpu* gpu, Memory* memory) {
+    return gpu_entry(gpu, memory, [&](int number) {
+        *memory = memory_of(number);
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo_v2(const Gpu* gpu, MemoryV2* memory) {
+    return gpu_entry(gpu, memory, [&](int number) {
+        if (memory->version != memory_v2_version) {
+            return argument_version_mismatch;
+        }
+        const Memory values = memory_of(number);
+        *memory = {memory_v2_version, values.total, 0, values.free, values.used};
+        return success;
+    });
+}
+
+// All memory can be exported as a dma-buf, as if BAR1 mapped all of it. A dma-buf uses no part of a window.
+GDRKIT_NVML_ENTRY int nvmlDeviceGetBAR1MemoryInfo(const Gpu* gpu, Memory* memory) {
+    return constant_of(gpu, memory, Memory{gpu_memory_bytes, gpu_memory_bytes, 0});
+}
+
+// The percentages are those of the time in which kernels ran. The twin runs no kernels.
+GDRKIT_NVML_ENTRY int nvmlDeviceGetUtilizationRates(const Gpu* gpu, Utilization* rates) {
+    return constant_of(gpu, rates, Utilization{0, 0});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeMode(const Gpu* gpu, int* mode) {
+    return constant_of(gpu, mode, 0); // NVML_COMPUTEMODE_DEFAULT
+}
+
+// ECC is off, as the CUDA twin reports.
+GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pending) {
+    return gpu_entry(gpu, current, [&](int) {
+        if (pending == nullptr) {
+            return invalid_argument;
+        }
+        *current = *pending = 0;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceIsMigDeviceHandle(const Gpu* gpu, unsigned* is_mig) {
+    return constant_of(gpu, is_mig, 0U);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeRunningProcesses(const Gpu* gpu, unsigned* count, ProcessInfoV1* processes) {
+    return store_processes(gpu, count, processes);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeRunningProcesses_v2(const Gpu* gpu, unsigned* count, ProcessInfo* processes) {
+    return store_processes(gpu, count, processes);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeRunningProcesses_v3(const Gpu* gpu, unsigned* count, ProcessInfo* processes) {
+    return store_processes(gpu, count, processes);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGraphicsRunningProcesses(const Gpu* gpu, unsigned* count, void*) {
+    return store_no_processes(gpu, count);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGraphicsRunningProcesses_v2(const Gpu* gpu, unsigned* count, void*) {
+    return store_no_processes(gpu, count);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGraphicsRunningProcesses_v3(const Gpu* gpu, unsigned* count, void*) {
+    return store_no_processes(gpu, count);
+}
+
+} // namespace gdrkit::twin::nvml

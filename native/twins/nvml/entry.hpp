@@ -1,0 +1,62 @@
+// Common first steps of every exported function: check that NVML is initialized and that a handle is valid, and store
+// texts.
+#pragma once
+
+#include <cstring>
+#include <new>
+#include <string_view>
+#include <system_error>
+#include <utility>
+
+#include "nvml/nvml_abi.hpp"
+
+namespace gdrkit::twin::nvml {
+
+// Return whether nvmlInit was called more often than nvmlShutdown.
+bool is_initialized();
+
+// Return the number of a GPU in the machine, or -1 if the handle is not valid.
+int number_of(const Gpu* gpu);
+
+// Run the body of an exported function, and convert its exceptions to error codes: none may reach a C caller.
+template <typename Body> int entry(Body&& body) {
+    try {
+        return is_initialized() ? static_cast<int>(std::forward<Body>(body)()) : uninitialized;
+    } catch (const std::bad_alloc&) {
+        return unknown;
+    } catch (const std::system_error&) {
+        return unknown;
+    }
+}
+
+// Run the body of an exported function that queries one GPU and stores a result. The GPU's number is passed to the
+// body.
+template <typename Value, typename Body> int gpu_entry(const Gpu* gpu, Value* result, Body&& body) {
+    return entry([&] {
+        const int number = number_of(gpu);
+        return number < 0 || result == nullptr ? invalid_argument : std::forward<Body>(body)(number);
+    });
+}
+
+// Store a value that is the same for every GPU.
+template <typename Value> int constant_of(const Gpu* gpu, Value* result, Value value) {
+    return gpu_entry(gpu, result, [&](int) {
+        *result = value;
+        return success;
+    });
+}
+
+// Store a text with its final NUL in a buffer of the caller.
+inline Result store_text(std::string_view text, char* buffer, unsigned length_bytes) {
+    if (buffer == nullptr) {
+        return invalid_argument;
+    }
+    if (length_bytes <= text.size()) {
+        return insufficient_size;
+    }
+    std::memcpy(buffer, text.data(), text.size());
+    buffer[text.size()] = '\0';
+    return success;
+}
+
+} // namespace gdrkit::twin::nvml

@@ -1,0 +1,157 @@
+// Initialization of NVML, its error texts, and queries of the system.
+
+#include <unistd.h>
+
+#include <atomic>
+#include <fstream>
+#include <string>
+
+#include "model/config.hpp"
+#include "model/gpu.hpp"
+#include "model/note.hpp"
+#include "nvml/entry.hpp"
+
+GDRKIT_TWIN_NOTE("nvml twin of gdrkit")
+
+namespace gdrkit::twin::nvml {
+namespace {
+
+// The first driver of this CUDA version has this number. Versions of real drivers have a further part that is not 0.
+constexpr std::string_view driver_version_text = "580.00";
+constexpr std::string_view library_version_text = "13.580.00";
+static_assert(cuda_driver_version == 13000);
+
+std::atomic<unsigned> initialization_count = 0;
+
+struct ErrorText {
+    int code;
+    const char* text;
+};
+
+constexpr ErrorText error_texts[] = {
+    {0, "Success"},
+    {1, "Uninitialized"},
+    {2, "Invalid Argument"},
+    {3, "Not Supported"},
+    {4, "Insufficient Permissions"},
+    {5, "Already Initialized"},
+    {6, "Not Found"},
+    {7, "Insufficient Size"},
+    {8, "Insufficient External Power"},
+    {9, "Driver Not Loaded"},
+    {10, "Timeout"},
+    {11, "Interrupt Request Issue"},
+    {12, "NVML Shared Library Not Found"},
+    {13, "Function Not Found"},
+    {14, "Corrupted infoROM"},
+    {15, "GPU is lost"},
+    {16, "GPU requires reset"},
+    {17, "GPU access blocked by the operating system"},
+    {18, "Driver/library version mismatch"},
+    {19, "In use by another client"},
+    {20, "Insufficient Memory"},
+    {21, "No data"},
+    {22, "The requested vgpu operation is not available on the target device, because ECC is enabled"},
+    {23, "Insufficient Resources"},
+    {24, "Frequency Not Supported"},
+    {25, "Argument Version Mismatch"},
+    {26, "Deprecated"},
+    {27, "Not Ready"},
+    {28, "GPU Not Found"},
+    {29, "Invalid State"},
+};
+
+int initialize() {
+    // The text of the error was printed when the environment was read.
+    if (!config().error.empty()) {
+        return invalid_argument;
+    }
+    ++initialization_count;
+    return success;
+}
+
+int store_version(int* version) {
+    if (version == nullptr) {
+        return invalid_argument;
+    }
+    *version = cuda_driver_version;
+    return success;
+}
+
+} // namespace
+
+bool is_initialized() {
+    return initialization_count != 0;
+}
+
+GDRKIT_NVML_ENTRY int nvmlInit() {
+    return initialize();
+}
+
+GDRKIT_NVML_ENTRY int nvmlInit_v2() {
+    return initialize();
+}
+
+GDRKIT_NVML_ENTRY int nvmlInitWithFlags(unsigned) {
+    return initialize();
+}
+
+GDRKIT_NVML_ENTRY int nvmlShutdown() {
+    unsigned count = initialization_count;
+    while (count != 0 && !initialization_count.compare_exchange_weak(count, count - 1)) {
+    }
+    return count != 0 ? success : uninitialized;
+}
+
+GDRKIT_NVML_ENTRY const char* nvmlErrorString(int code) {
+    for (const ErrorText& error : error_texts) {
+        if (error.code == code) {
+            return error.text;
+        }
+    }
+    return "Unknown Error";
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemGetDriverVersion(char* text, unsigned length_bytes) {
+    return entry([&] { return store_text(driver_version_text, text, length_bytes); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemGetNVMLVersion(char* text, unsigned length_bytes) {
+    return entry([&] { return store_text(library_version_text, text, length_bytes); });
+}
+
+// These two functions also work before nvmlInit_v2, as documented.
+GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion(int* version) {
+    return store_version(version);
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+    return store_version(version);
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemGetProcessName(unsigned pid, char* text, unsigned length_bytes) {
+    return entry([&] {
+        if (text == nullptr || length_bytes == 0) {
+            return invalid_argument;
+        }
+        std::ifstream file("/proc/" + std::to_string(pid) + "/cmdline");
+        std::string name;
+        if (!std::getline(file, name, '\0')) {
+            return not_found;
+        }
+        // Like the real library, cut the name if the buffer is too small.
+        return store_text(name.substr(0, length_bytes - 1), text, length_bytes);
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlUnitGetCount(unsigned* count) {
+    return entry([&] {
+        if (count == nullptr) {
+            return invalid_argument;
+        }
+        *count = 0;
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::nvml

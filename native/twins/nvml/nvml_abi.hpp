@@ -1,0 +1,102 @@
+// The part of NVML's binary interface that the twin implements, written from the structures in pynvml.py of
+// nvidia-ml-py 13.615.71 and from NVML's public documentation.
+#pragma once
+
+#include <cstdint>
+
+namespace gdrkit::twin::nvml {
+
+// nvmlReturn_t codes that the twin returns; init.cpp names all codes.
+enum Result : int {
+    success = 0,
+    uninitialized = 1,
+    invalid_argument = 2,
+    unsupported = 3,
+    not_found = 6,
+    insufficient_size = 7,
+    unknown = 999,
+    argument_version_mismatch = 25,
+};
+
+// A handle of a GPU. It is the address of an object of the twin, which the caller must not read.
+struct Gpu;
+
+struct Memory {
+    std::uint64_t total, free, used;
+};
+struct MemoryV2 {
+    std::uint32_t version;
+    std::uint64_t total, reserved, free, used;
+};
+static_assert(sizeof(MemoryV2) == 40);
+inline constexpr std::uint32_t memory_v2_version = sizeof(MemoryV2) | 2U << 24;
+
+struct Utilization {
+    std::uint32_t gpu_percent, memory_percent;
+};
+
+struct PciInfo {
+    char bus_id_legacy[16];
+    std::uint32_t domain, bus, device, pci_device_id;
+    // Version 1 ends here.
+    std::uint32_t pci_subsystem_id;
+    union {
+        std::uint32_t reserved[4]; // version 2
+        char bus_id[32];           // version 3
+    };
+};
+static_assert(sizeof(PciInfo) == 68);
+inline constexpr std::size_t pci_info_v1_bytes = 32, pci_info_v2_bytes = 52;
+
+struct ProcessInfoV1 {
+    std::uint32_t pid;
+    std::uint64_t used_bytes;
+};
+struct ProcessInfo {
+    std::uint32_t pid;
+    std::uint64_t used_bytes;
+    std::uint32_t gpu_instance, compute_instance;
+};
+static_assert(sizeof(ProcessInfoV1) == 16 && sizeof(ProcessInfo) == 24);
+inline constexpr std::uint32_t no_instance = 0xffffffff; // the GPU is not in MIG mode
+
+struct FieldValue {
+    std::uint32_t field_id, scope_id;
+    std::int64_t timestamp_us, latency_us;
+    std::uint32_t value_type;
+    std::int32_t result;
+    std::uint64_t value;
+};
+static_assert(sizeof(FieldValue) == 40);
+
+struct FabricInfo {
+    std::uint8_t cluster_uuid[16];
+    std::int32_t status;
+    std::uint32_t clique_id;
+    std::uint8_t state; // 0: the GPU has no fabric
+};
+static_assert(sizeof(FabricInfo) == 28);
+struct FabricInfoV2 {
+    std::uint32_t version;
+    std::uint8_t cluster_uuid[16];
+    std::int32_t status;
+    std::uint32_t clique_id;
+    std::uint8_t state;
+    std::uint32_t health_mask;
+};
+struct FabricInfoV3 {
+    FabricInfoV2 base;
+    std::uint8_t health_summary;
+};
+inline constexpr std::uint32_t fabric_v2_version = sizeof(FabricInfoV2) | 2U << 24;
+inline constexpr std::uint32_t fabric_v3_version = sizeof(FabricInfoV3) | 3U << 24;
+static_assert(fabric_v2_version == 0x02000024 && fabric_v3_version == 0x03000028);
+
+inline constexpr int architecture_hopper = 9;   // nvmlDeviceArchitecture_t of compute capability 9.0
+inline constexpr int topology_host_bridge = 30; // nvmlGpuTopologyLevel_t
+enum P2pStatus { p2p_ok = 0, p2p_not_supported = 5 };
+enum P2pCapability { p2p_read = 0, p2p_write = 1, p2p_nvlink = 2, p2p_atomics = 3, p2p_pci = 4, p2p_end = 5 };
+
+#define GDRKIT_NVML_ENTRY extern "C" [[gnu::visibility("default")]]
+
+} // namespace gdrkit::twin::nvml

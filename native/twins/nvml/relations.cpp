@@ -1,0 +1,73 @@
+// Relations between GPUs (topology, peer access, fabric) and field values. The GPUs of the twin are connected over
+// PCIe: they have no NVLinks and no fabric, and nothing counts the bytes of their links.
+
+#include <cstring>
+
+#include "nvml/entry.hpp"
+
+namespace gdrkit::twin::nvml {
+namespace {
+
+template <typename Value, typename Body>
+int pair_entry(const Gpu* first, const Gpu* second, Value* result, Body&& body) {
+    return gpu_entry(first, result,
+                     [&](int) { return number_of(second) < 0 ? invalid_argument : body(first == second); });
+}
+
+} // namespace
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyCommonAncestor(const Gpu* first, const Gpu* second, int* level) {
+    return pair_entry(first, second, level, [&](bool is_same) {
+        *level = is_same ? 0 : topology_host_bridge; // 0: NVML_TOPOLOGY_INTERNAL
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceOnSameBoard(const Gpu* first, const Gpu* second, int* is_same_board) {
+    return pair_entry(first, second, is_same_board, [&](bool is_same) {
+        *is_same_board = is_same ? 1 : 0;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetP2PStatus(const Gpu* first, const Gpu* second, int capability, int* status) {
+    return pair_entry(first, second, status, [&](bool is_same) {
+        if (is_same || capability < p2p_read || capability >= p2p_end) {
+            return invalid_argument;
+        }
+        const bool is_supported = capability == p2p_read || capability == p2p_write || capability == p2p_pci;
+        *status = is_supported ? p2p_ok : p2p_not_supported;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfo(const Gpu* gpu, FabricInfo* info) {
+    return constant_of(gpu, info, FabricInfo{});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* info) {
+    return gpu_entry(gpu, info, [&](int) {
+        const std::uint32_t version = info->version;
+        if (version != fabric_v2_version && version != fabric_v3_version) {
+            return argument_version_mismatch;
+        }
+        // The caller's structure has the size of its version.
+        std::memset(static_cast<void*>(info), 0, version & 0xffffff);
+        info->version = version;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetFieldValues(const Gpu* gpu, int count, FieldValue* values) {
+    return gpu_entry(gpu, values, [&](int) {
+        if (count < 0) {
+            return invalid_argument;
+        }
+        for (int index = 0; index < count; ++index) {
+            values[index].result = unsupported;
+        }
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::nvml

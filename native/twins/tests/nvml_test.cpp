@@ -1,0 +1,140 @@
+// Tests of the NVML twin: its exports match the contract, unimplemented functions fail as documented, structures of
+// older versions keep their size, and the process list has this process while it has a context.
+#include <map>
+#include <string_view>
+
+#include "contract.hpp"
+#include "cuda_driver.hpp"
+#include "nvml/nvml_abi.hpp"
+
+using namespace gdrkit::twin;
+using nvml::Gpu;
+
+namespace {
+
+struct Function {
+    const char* symbol;
+    const char* kind;
+};
+
+constexpr Function functions[] = {
+#define X(symbol, kind) {#symbol, #kind},
+#include "nvml/functions.def"
+#undef X
+};
+
+template <typename... Arguments> int call(const char* symbol, Arguments... arguments) {
+    static void* const library = dlopen(GDRKIT_NVML_TWIN, RTLD_NOW | RTLD_LOCAL);
+    CHECK(library != nullptr);
+    void* const entry = dlsym(library, symbol);
+    CHECK(entry != nullptr);
+    return reinterpret_cast<int (*)(Arguments...)>(entry)(arguments...);
+}
+
+Gpu* gpu(unsigned index) {
+    Gpu* handle = nullptr;
+    CHECK(call("nvmlDeviceGetHandleByIndex_v2", index, &handle) == nvml::success);
+    return handle;
+}
+
+void test_exports_match_contract() {
+    std::set<std::string> contract_symbols;
+    std::map<std::string, std::string> kinds;
+    for (const auto& [symbol, kind] : read_table(GDRKIT_CONTRACTS "/nvml.conventions")) {
+        CHECK(contract_symbols.insert(symbol).second);
+        kinds[symbol] = kind;
+    }
+    CHECK(contract_symbols == exported_symbols(GDRKIT_NVML_TWIN));
+    for (const Function& function : functions) {
+        CHECK(kinds[function.symbol] == function.kind);
+    }
+    CHECK(kinds.size() == std::size(functions));
+}
+
+void check_unimplemented_functions(int expected) {
+    int count = 0;
+    for (const Function& function : functions) {
+        if (std::string_view(function.kind) == "not_supported") {
+            CHECK(call(function.symbol) == expected);
+            ++count;
+        }
+    }
+    CHECK(count > 300);
+}
+
+void test_invalid_arguments_are_refused() {
+    Gpu* handle = nullptr;
+    unsigned value = 0;
+    char text[8];
+    CHECK(call("nvmlDeviceGetHandleByIndex_v2", 3U, &handle) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceGetHandleByUUID", "GPU-0", &handle) == nvml::not_found);
+    CHECK(call("nvmlDeviceGetHandleByPciBusId_v2", "nonsense", &handle) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceGetHandleByPciBusId_v2", "00000000:A3:00.0", &handle) == nvml::not_found);
+    CHECK(call("nvmlDeviceGetHandleByPciBusId_v2", "0000:a2:00.0", &handle) == nvml::success && handle == gpu(2));
+    CHECK(call("nvmlDeviceGetIndex", static_cast<Gpu*>(nullptr), &value) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceGetIndex", gpu(1), static_cast<unsigned*>(nullptr)) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceGetName", gpu(1), text, 8U) == nvml::insufficient_size);
+    nvml::MemoryV2 memory{};
+    CHECK(call("nvmlDeviceGetMemoryInfo_v2", gpu(0), &memory) == nvml::argument_version_mismatch);
+}
+
+// A caller of an old function has a smaller structure.
+void test_old_structures_keep_their_size() {
+    for (const auto& [symbol, length_bytes] : {std::pair{"nvmlDeviceGetPciInfo", nvml::pci_info_v1_bytes},
+                                               std::pair{"nvmlDeviceGetPciInfo_v2", nvml::pci_info_v2_bytes},
+                                               std::pair{"nvmlDeviceGetPciInfo_v3", sizeof(nvml::PciInfo)}}) {
+        unsigned char bytes[128];
+        std::memset(bytes, 0xee, sizeof bytes);
+        CHECK(call(symbol, gpu(1), static_cast<void*>(bytes)) == nvml::success);
+        CHECK(std::string_view(reinterpret_cast<char*>(bytes)) == "0000:A1:00.0");
+        CHECK(bytes[length_bytes - 1] != 0xee && bytes[length_bytes] == 0xee);
+    }
+    nvml::FabricInfoV3 fabric{};
+    std::memset(static_cast<void*>(&fabric), 0xee, sizeof fabric);
+    fabric.base.version = nvml::fabric_v2_version;
+    CHECK(call("nvmlDeviceGetGpuFabricInfoV", gpu(0), &fabric) == nvml::success);
+    CHECK(fabric.base.version == nvml::fabric_v2_version && fabric.base.state == 0 && fabric.health_summary == 0xee);
+}
+
+void test_process_is_listed_while_it_has_a_context() {
+    constexpr std::uint64_t length_bytes = 2U << 20;
+    unsigned count = 0;
+    const auto processes = [&](unsigned capacity, nvml::ProcessInfo* info) {
+        count = capacity;
+        return call("nvmlDeviceGetComputeRunningProcesses_v3", gpu(0), &count, info);
+    };
+    nvml::ProcessInfo info{};
+    CHECK(processes(1, &info) == nvml::success && count == 0);
+    cuda::init_device(0);
+    const auto pointer = cuda::allocate(length_bytes);
+    CHECK(processes(0, nullptr) == nvml::insufficient_size && count == 1);
+    CHECK(processes(1, &info) == nvml::success && count == 1);
+    CHECK(info.pid == static_cast<std::uint32_t>(getpid()) && info.used_bytes == length_bytes);
+    nvml::Memory memory{};
+    CHECK(call("nvmlDeviceGetMemoryInfo", gpu(0), &memory) == nvml::success && memory.used == length_bytes);
+    CHECK(call("nvmlDeviceGetMemoryInfo", gpu(1), &memory) == nvml::success && memory.used == 0);
+    CHECK(cuda::cu("cuMemFree_v2", pointer) == cuda::success);
+}
+
+void test_every_init_needs_a_shutdown() {
+    unsigned count = 0;
+    CHECK(call("nvmlInitWithFlags", 0U) == nvml::success);
+    CHECK(call("nvmlShutdown") == nvml::success);
+    CHECK(call("nvmlDeviceGetCount_v2", &count) == nvml::success && count == 3);
+    CHECK(call("nvmlShutdown") == nvml::success);
+    CHECK(call("nvmlDeviceGetCount_v2", &count) == nvml::uninitialized);
+    CHECK(call("nvmlShutdown") == nvml::uninitialized);
+}
+
+} // namespace
+
+int main() {
+    test_exports_match_contract();
+    check_unimplemented_functions(nvml::uninitialized);
+    CHECK(call("nvmlInit_v2") == nvml::success);
+    check_unimplemented_functions(nvml::unsupported);
+    test_invalid_arguments_are_refused();
+    test_old_structures_keep_their_size();
+    test_process_is_listed_while_it_has_a_context();
+    test_every_init_needs_a_shutdown();
+}

@@ -1,0 +1,103 @@
+"""NVML and CUDA describe the same GPUs, on hardware and on the twins."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import TYPE_CHECKING, Any
+
+import pynvml
+import pytest
+
+from gdrkit.errors import Api
+from gdrkit.evidence import libraries
+from gdrkit.harness.needs import cuda as cuda_needs
+from gdrkit.harness.needs import needs, software
+from gdrkit.report.substrate import is_twin
+from gdrkit.units import MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gdrkit.cuda import Device
+
+pytestmark = needs(cuda_needs.device())
+
+# CUdevice_attribute
+_PCI_BUS_ID, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 33, 75, 76
+_NAME_BYTES = 96
+_P2P_READ = 0  # nvmlGpuP2PCapsIndex_t; the constant of pynvml is a tuple.
+
+
+@pytest.fixture(autouse=True)
+def nvml() -> Iterator[None]:
+    """Initialize NVML for the case."""
+    pynvml.nvmlInit()
+    yield
+    pynvml.nvmlShutdown()
+
+
+def ask(name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result of the driver.
+    """Call a function of the CUDA driver, and return its result."""
+    from cuda.bindings import driver
+
+    status, *results = getattr(driver, name)(*arguments)
+    assert int(status) == 0, (name, status)
+    return results[0] if len(results) == 1 else results
+
+
+def attribute_of(ordinal: int, attribute: int) -> int:
+    from cuda.bindings import driver
+
+    return int(ask("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), ordinal))
+
+
+def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
+    assert pynvml.nvmlSystemGetCudaDriverVersion_v2() == ask("cuDriverGetVersion")
+    for ordinal in range(ask("cuDeviceGetCount")):
+        handle = pynvml.nvmlDeviceGetHandleByPciBusId(
+            ask("cuDeviceGetPCIBusId", 32, ordinal).partition(b"\0")[0].decode()
+        )
+        digits = ask("cuDeviceGetUuid", ordinal).bytes.hex()
+        uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+        assert pynvml.nvmlDeviceGetUUID(handle) == uuid
+        by_uuid = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        assert pynvml.nvmlDeviceGetIndex(by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
+        name = ask("cuDeviceGetName", _NAME_BYTES, ordinal).partition(b"\0")[0].decode()
+        assert pynvml.nvmlDeviceGetName(handle) == name
+        capability = [attribute_of(ordinal, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
+        assert list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) == capability
+        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == attribute_of(ordinal, _PCI_BUS_ID)
+        # NVML also counts memory that the driver reserves.
+        assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= ask("cuDeviceTotalMem", ordinal)
+
+
+@needs(software(Api.CUDA))
+def test_nvml_twin_lists_this_process_and_its_memory(device: Device) -> None:
+    handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+    used_before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    with device.allocate(MIB):
+        (process,) = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
+        assert (process.pid, process.usedGpuMemory) == (os.getpid(), used_before + MIB)
+        assert pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == used_before + MIB
+    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used == used_before
+
+
+@needs(software(Api.CUDA))
+def test_nvml_twin_has_no_links_and_no_counters(device: Device) -> None:
+    handle, peer = (pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(2))
+    for name in ("nvmlDeviceGetNvLinkState", "nvmlDeviceGetPcieThroughput", "nvmlDeviceGetTemperature"):
+        with pytest.raises(pynvml.NVMLError_NotSupported):
+            getattr(pynvml, name)(handle, 0)
+    (field,) = pynvml.nvmlDeviceGetFieldValues(handle, [pynvml.NVML_FI_DEV_PCIE_COUNT_RX_BYTES])
+    assert field.nvmlReturn == pynvml.NVML_ERROR_NOT_SUPPORTED
+    assert pynvml.nvmlDeviceGetP2PStatus(handle, peer, _P2P_READ) == pynvml.NVML_P2P_STATUS_OK
+    fabric = pynvml.c_nvmlGpuFabricInfoV_t()
+    pynvml.nvmlDeviceGetGpuFabricInfoV(handle, ctypes.byref(fabric))
+    assert fabric.state == pynvml.NVML_GPU_FABRIC_STATE_NOT_SUPPORTED
+
+
+@needs(software(Api.CUDA))
+def test_nvml_twin_is_reported_as_a_twin(device: Device) -> None:
+    (library,) = (library for library in libraries() if library.soname == "libnvidia-ml.so.1")
+    assert is_twin(library)
