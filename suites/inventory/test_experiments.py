@@ -87,7 +87,7 @@ def test_correct_libraries_pass_here_and_in_a_capture(machine: Machine) -> None:
     findings = {code: rule_of(code).apply(machine) for code in CODES}
     verdicts = {code: finding.verdict for code, finding in findings.items()}
     assert verdicts == dict.fromkeys(CODES, Verdict.PASS), findings
-    assert "64 reads of 65536 bytes in one batch: 64 COMPLETE" in findings["pool-starved"].text
+    assert "128 reads of 65536 bytes in one batch: 128 COMPLETE" in findings["pool-starved"].text
     # The capture contains the results of the experiments, so each rule reaches the same verdict without the devices.
     machine_of_capture = captured_machine(
         serialization.from_json_data(Capture, serialization.to_json_data(machine.capture()))
