@@ -130,10 +130,12 @@ def monitor(listen: str) -> int:
     They are the queue pairs, memory regions and dma-bufs of every process, BAR1 of every GPU, and the counters of NICs
     and of nvidia-fs. They are read when Prometheus asks for them. The first line of the output is the address.
     """
+    import logging
     import signal
 
     from gdrkit.monitor import machine_metrics, parse_address, serve_metrics
 
+    logging.basicConfig(level=logging.WARNING, format="gdrkit monitor: %(message)s")
     host, port = parse_address(listen)
     # The thread of the HTTP server inherits the blocked signals, so sigwait() receives them in every case.
     signals = {signal.SIGTERM, signal.SIGINT}

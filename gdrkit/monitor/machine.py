@@ -1,11 +1,12 @@
 """Metrics of the machine: RDMA objects and dma-bufs of every process, BAR1, counters of NICs and of nvidia-fs.
 
 The values are read when Prometheus asks for them. What the kernel refuses is not zero: the metric has no value, and
-``gdrkit_not_read`` counts it.
+``gdrkit_not_read`` counts it. The first time, it is logged too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,9 @@ __all__ = ["machine_metrics"]
 # The directories of device nodes whose openers are listed with the number of their descriptors.
 _NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 _KIB = 1024
+_log = logging.getLogger(__name__)
+# The sources that were already logged as not read, with their causes.
+_logged: set[tuple[tuple[str, str], ...]] = set()
 # The device and the type of objects on software twins.
 _TWIN = "twin"
 
@@ -43,15 +47,20 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
     tree = HostTree() if tree is None else tree
     not_read = Metric("gdrkit_not_read", "Sources that could not be read, by source and cause; see docs/monitor.md.")
     twin_uses = _twin_uses(tree, not_read)
-    return (
+    metrics = (
         *_rdma_metrics(tree, twin_uses, not_read),
         *_process_metrics(tree, twin_uses, not_read),
         *_bar1_metrics(not_read),
-        *_port_metrics(tree),
-        *_nvidia_fs_metrics(tree),
+        *_port_metrics(tree, not_read),
+        *_nvidia_fs_metrics(tree, not_read),
         *_twin_metrics(twin_uses),
         not_read,
     )
+    for labels in not_read.values:
+        if labels not in _logged:
+            _logged.add(labels)
+            _log.warning("not read: %s", ", ".join(text for _, text in labels))
+    return metrics
 
 
 def _owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
@@ -65,7 +74,9 @@ def _rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_re
     regions = Metric("gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink.")
     region_bytes = Metric("gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from RDMA netlink.")
     # A machine without an RDMA device has no such objects, and then the kernel may lack RDMA netlink.
-    if tree.names("/sys/class/infiniband"):
+    if not tree.names("/sys/class/infiniband"):
+        not_read.add({"source": "rdma_netlink", "cause": "there is no RDMA device"}, 1)
+    else:
         try:
             found_pairs: Iterable[RdmaQueuePair] = evidence.rdma_queue_pairs()
             found_regions: Iterable[RdmaRegion] = evidence.rdma_regions()
@@ -128,7 +139,9 @@ def _field(text: str | None, line_start: str, *, position: int) -> int | None:
 def _bar1_metrics(not_read: Metric) -> tuple[Metric, ...]:
     size = Metric("gdrkit_bar1_bytes", "Size of BAR1, through which NICs access GPU memory, from NVML.")
     used = Metric("gdrkit_bar1_used_bytes", "Used part of BAR1, from NVML.")
-    if Path("/dev/nvidiactl").exists():
+    if not Path("/dev/nvidiactl").exists():
+        not_read.add({"source": "nvml", "cause": "the NVIDIA driver is not loaded"}, 1)
+    else:
         try:
             gpus = host.nvml_facts().gpus
         except GdrkitError as error:
@@ -141,7 +154,7 @@ def _bar1_metrics(not_read: Metric) -> tuple[Metric, ...]:
     return (size, used)
 
 
-def _port_metrics(tree: HostTree) -> tuple[Metric, ...]:
+def _port_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
     metrics = {
         name: Metric(f"gdrkit_port_{name}", f"{text} by an RDMA port, from sysfs.", is_counter=True)
         for name, text in (
@@ -156,12 +169,20 @@ def _port_metrics(tree: HostTree) -> tuple[Metric, ...]:
             value = getattr(counters, name)
             if value is not None:
                 metric.add({"device": counters.device, "port": counters.port}, value)
+            else:
+                cause = f"the driver of {counters.device} does not count {name.replace('_', ' ')}"
+                not_read.add({"source": "port_counters", "cause": cause}, 1)
     return tuple(metrics.values())
 
 
-def _nvidia_fs_metrics(tree: HostTree) -> tuple[Metric, ...]:
+def _nvidia_fs_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
     metric = Metric("gdrkit_nvidia_fs", "Counters of /proc/driver/nvidia-fs/stats, by line and name.", is_counter=True)
     nvidia_fs = read_nvidia_fs(tree)
+    if nvidia_fs is None:
+        not_read.add({"source": "nvidia_fs", "cause": "nvidia-fs is not loaded"}, 1)
+    elif not nvidia_fs.counting:
+        cause = "nvidia-fs does not count bytes: echo 1 > /sys/module/nvidia_fs/parameters/rw_stats_enabled"
+        not_read.add({"source": "nvidia_fs", "cause": cause}, 1)
     for name, value in ({} if nvidia_fs is None else nvidia_fs.counters).items():
         metric.add({"counter": name}, value)
     return (metric,)

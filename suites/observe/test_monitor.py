@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING
 
 import pytest
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
+from support.other_user import run_program
 from support.processes import LineChild
 
 from gdrkit import gds, monitor
@@ -37,6 +38,13 @@ GDRKIT = [sys.executable, "-m", "gdrkit"]
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
 REGISTRATIONS = 10_000
 HELD = 100
+# The metrics of each source that a machine may lack. A machine with NICs may have no RDMA object at the moment.
+SOURCES = {
+    "rdma_netlink": "gdrkit_rdma_",
+    "nvml": "gdrkit_bar1_",
+    "nvidia_fs": "gdrkit_nvidia_fs_",
+}
+PROCESSES, READINGS, SCRAPE_INTERVAL_S = 300, 10, 15
 TWIN_HOLDER = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
     *(sys.executable, "-m", "observe.twin_holder"),
@@ -80,6 +88,58 @@ def test_monitor_serves_the_machine_until_sigterm() -> None:
             text = reply.read().decode()
     for name in ("gdrkit_rdma_regions", "gdrkit_dmabufs", "gdrkit_bar1_used_bytes", "gdrkit_port_sent_bytes_total"):
         assert f"# HELP {name} " in text
+
+
+def test_missing_source_has_a_cause_and_no_value() -> None:
+    with contextlib.ExitStack() as stack:
+        process = stack.enter_context(started("monitor", "--listen", "127.0.0.1:0"))
+        address = address_in(process.stdout)
+        scrape(address)
+        samples = scrape(address)
+        process.send_signal(signal.SIGTERM)
+        assert process.stderr is not None
+        log = process.stderr.read()
+    for source, prefix in SOURCES.items():
+        causes = [name for name in samples if name.startswith("gdrkit_not_read{") and f'source="{source}"' in name]
+        values = [name for name in samples if name.startswith(prefix) and 'device="twin"' not in name]
+        assert causes or values or source == "rdma_netlink", source
+        assert log.count(f"not read: {source}, ") == len(causes)
+
+
+@needs(host.capability("CAP_SETUID"))
+def test_processes_of_other_users_are_counted_as_not_read() -> None:
+    program = """
+from gdrkit.monitor import machine_metrics
+from support.other_user import become_unprivileged
+machine_metrics()
+become_unprivileged()
+(not_read,) = [metric for metric in machine_metrics() if metric.name == "gdrkit_not_read"]
+print(sum(value for labels, value in not_read.values.items() if labels[0][1] == "descriptors_of_processes"))
+"""
+    completed = run_program(program)
+    assert completed.returncode == 0, completed.stderr
+    assert int(completed.stdout) > 0
+    assert completed.stderr.count("not read: descriptors_of_processes, Permission denied") == 1
+
+
+def test_reading_costs_less_than_one_percent_of_a_core() -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(PROCESSES):
+            stack.callback(stack.enter_context(subprocess.Popen(["sleep", "600"])).kill)
+        process = stack.enter_context(started("monitor", "--listen", "127.0.0.1:0"))
+        address = address_in(process.stdout)
+        scrape(address)  # The first reading imports libraries.
+        before_s = processor_time_s(process.pid)
+        for _ in range(READINGS):
+            scrape(address)
+        reading_s = (processor_time_s(process.pid) - before_s) / READINGS
+    assert reading_s < 0.01 * SCRAPE_INTERVAL_S
+
+
+def processor_time_s(process_id: int) -> float:
+    """Return the user and system time of a process."""
+    fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @needs(verbs.nic())
