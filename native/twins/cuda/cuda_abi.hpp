@@ -169,7 +169,7 @@ enum FlushScope : int { flush_to_owner = 100, flush_to_all_devices = 200 };
 
 // CUmemAllocationType, CUmemAllocationHandleType, CUmemLocationType, CUmemAccess_flags,
 // CUmemAllocationGranularity_flags
-enum AllocationType : int { allocation_pinned = 1 };
+enum AllocationType : int { allocation_pinned = 1, allocation_managed = 2 };
 enum HandleType : int { handle_none = 0, handle_posix_fd = 1, handle_fabric = 8 };
 enum LocationType : int { location_device = 1, location_host = 2 };
 enum AccessFlags : int { access_none = 0, access_read = 1, access_read_write = 3 };

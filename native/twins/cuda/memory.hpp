@@ -73,7 +73,7 @@ struct Range {
     MemoryRef memory;                // null for managed and host memory
     std::uint64_t memory_offset = 0; // offset of the range in `memory`
     Slot slot;                       // for kinds with an arena address
-    std::shared_ptr<void> owner;     // keeps the host pages or the VMM allocation alive
+    std::shared_ptr<void> owner;     // keeps the host pages, the VMM allocation or the pool alive
 
     std::byte* host = nullptr;    // CPU address of managed and host memory, equal to base; else null
     std::uint32_t host_flags = 0; // CU_MEMHOSTALLOC_* or CU_MEMHOSTREGISTER_*

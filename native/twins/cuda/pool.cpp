@@ -27,6 +27,12 @@ struct Pool {
     std::uint64_t used_bytes = 0, used_high_bytes = 0;
     std::map<Device, int> access;
 
+    int access_of(Device accessing_device) {
+        std::lock_guard lock(mutex);
+        const auto found = access.find(accessing_device);
+        const int default_access = accessing_device == device ? access_read_write : access_none;
+        return found == access.end() ? default_access : found->second;
+    }
     // Count the bytes as used. Return false if the pool would exceed its maximum size.
     bool charge(std::uint64_t length_bytes) {
         std::lock_guard lock(mutex);
@@ -127,6 +133,7 @@ Result allocate_from_pool(const ContextRef& context, const PoolRef& pool, Device
         return result;
     }
     range->pool = pool->handle;
+    range->owner = pool;
     add_range(range);
     *pointer = range->base;
     return success;
@@ -197,6 +204,10 @@ void record_pool_free(Handle handle, std::uint64_t length_bytes) {
     }
 }
 
+int pool_access_of(const Range& range, Device device) {
+    return std::static_pointer_cast<Pool>(range.owner)->access_of(device);
+}
+
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDefaultMemPool(Handle* handle, Device device) {
     return entry("cuDeviceGetDefaultMemPool", [&] { return store_pool_handle(handle, device, default_pool); });
 }
@@ -223,11 +234,13 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* properties) {
     return entry("cuMemPoolCreate", [&] {
-        if (handle == nullptr || properties == nullptr || properties->allocation_type != allocation_pinned) {
+        if (handle == nullptr || properties == nullptr ||
+            (properties->allocation_type != allocation_pinned && properties->allocation_type != allocation_managed)) {
             return invalid_value;
         }
-        if (properties->location.type != location_device || properties->handle_types != handle_none ||
-            properties->usage != 0) {
+        // An H200 has no pools of managed memory.
+        if (properties->allocation_type == allocation_managed || properties->location.type != location_device ||
+            properties->handle_types != handle_none || properties->usage != 0) {
             return not_supported;
         }
         if (!device_exists(properties->location.id)) {
@@ -307,10 +320,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Loc
             !device_exists(location->id)) {
             return invalid_value;
         }
-        std::lock_guard lock(pool->mutex);
-        const auto found = pool->access.find(location->id);
-        const int default_access = location->id == pool->device ? access_read_write : access_none;
-        *flags = found == pool->access.end() ? default_access : found->second;
+        *flags = pool->access_of(location->id);
         return success;
     });
 }

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "cuda/memory.hpp"
+#include "cuda/pool.hpp"
 #include "model/ledger.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -87,6 +88,9 @@ void add_range(const RangeRef& range) {
 }
 
 int access_of(const Range& range, Device device) {
+    if (range.kind == MemoryKind::pool) {
+        return pool_access_of(range, device);
+    }
     if (range.kind != MemoryKind::vmm) {
         return access_read_write;
     }

@@ -78,7 +78,19 @@ void test_created_pool_has_size_limit_and_access() {
     EXPECT_RESULT(invalid_value, "cuMemPoolGetAttribute", pool, 9, static_cast<void*>(&threshold));
     const AccessDescription second_device_access{{location_device, 1}, access_read_write},
         no_access{{location_device, 0}, access_none};
+    Handle second_context = 0, popped = 0;
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second_context, 1);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second_context);
+    const u64 other = allocate(1000);
+    EXPECT_RESULT(invalid_value, "cuMemcpyDtoD_v2", other, pointer, u64{1000});
+    EXPECT_RESULT(invalid_value, "cuMemcpyDtoD_v2", pointer, other, u64{1000});
+    EXPECT_RESULT(invalid_value, "cuMemcpyAsync", other, pointer, u64{1000}, Handle{0});
     EXPECT_SUCCESS("cuMemPoolSetAccess", pool, &second_device_access, u64{1});
+    EXPECT_SUCCESS("cuMemcpyDtoD_v2", other, pointer, u64{1000});
+    EXPECT_SUCCESS("cuMemcpyDtoD_v2", pointer, other, u64{1000});
+    EXPECT_SUCCESS("cuMemFree_v2", other);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &popped);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 1);
     EXPECT_RESULT(invalid_value, "cuMemPoolSetAccess", pool, &no_access, u64{1});
     int flags = -1;
     EXPECT_SUCCESS("cuMemPoolGetAccess", &flags, pool, &second_device_access.location);
@@ -90,6 +102,11 @@ void test_created_pool_has_size_limit_and_access() {
     CHECK(current != pool);
     properties.handle_types = handle_posix_fd;
     EXPECT_RESULT(not_supported, "cuMemPoolCreate", &pool, &properties);
+    properties.handle_types = handle_none;
+    properties.allocation_type = allocation_managed;
+    EXPECT_RESULT(not_supported, "cuMemPoolCreate", &pool, &properties);
+    properties.allocation_type = 3;
+    EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
 }
 
 } // namespace
