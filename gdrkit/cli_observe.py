@@ -124,7 +124,16 @@ def observe(
     metavar="HOST:PORT",
     help="Address of the HTTP server. Port 0 chooses a free port.",
 )
-def monitor(listen: str) -> int:
+@click.option(
+    "--interval",
+    "interval_s",
+    type=click.FloatRange(0, 3600),
+    default=1.0,
+    show_default=True,
+    metavar="S",
+    help="Read the machine at most once in this many seconds, however often the metrics are requested.",
+)
+def monitor(listen: str, interval_s: float) -> int:
     """Serve metrics of this machine to Prometheus, until SIGTERM or SIGINT.
 
     They are the queue pairs, memory regions and dma-bufs of every process, BAR1 of every GPU, and the counters of NICs
@@ -133,14 +142,14 @@ def monitor(listen: str) -> int:
     import logging
     import signal
 
-    from gdrkit.monitor import machine_metrics, parse_address, serve_metrics
+    from gdrkit.monitor import MachineReader, parse_address, serve_metrics
 
     logging.basicConfig(level=logging.WARNING, format="gdrkit monitor: %(message)s")
     host, port = parse_address(listen)
     # The thread of the HTTP server inherits the blocked signals, so sigwait() receives them in every case.
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    with serve_metrics(host, port, metrics=machine_metrics) as server:
+    with serve_metrics(host, port, metrics=MachineReader(interval_s=interval_s).read) as server:
         click.echo(server.address)
         signal.sigwait(signals)
     return 0

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from gdrkit.monitor.machine import machine_metrics
+from gdrkit.monitor.machine import MachineReader, machine_metrics
 from gdrkit.monitor.metrics import Metric
 from gdrkit.monitor.process import process_metrics, watch
 from gdrkit.monitor.server import MetricsServer, export_statistics, parse_address, serve_metrics
 
 __all__ = [
+    "MachineReader",
     "Metric",
     "MetricsServer",
     "export_statistics",

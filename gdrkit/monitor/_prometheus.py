@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import signal
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, Reason, SetupMissing
@@ -63,5 +64,11 @@ def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) 
 
     registry = library.CollectorRegistry()
     registry.register(Collector())
-    server, thread = library.start_http_server(port, host, registry)
+    # The threads of the server inherit the mask. If one of them received a signal for which another thread waits by
+    # sigwait(), the default action would end the process.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        server, thread = library.start_http_server(port, host, registry)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return server, thread

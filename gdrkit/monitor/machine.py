@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from gdrkit.evidence import RdmaQueuePair, RdmaRegion
     from gdrkit.twin_run import ProcessUse
 
-__all__ = ["machine_metrics"]
+__all__ = ["MachineReader", "machine_metrics"]
 
 # The directories of device nodes whose openers are listed with the number of their descriptors.
 _NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
@@ -34,6 +36,31 @@ _log = logging.getLogger(__name__)
 _logged: set[tuple[tuple[str, str], ...]] = set()
 # The device and the type of objects on software twins.
 _TWIN = "twin"
+
+
+class MachineReader:
+    """A reader of the metrics of this machine for any number of threads. It limits how often the machine is read.
+
+    Parameters
+    ----------
+    interval_s : float
+        Seconds for which a reading is returned again. 0 reads the machine for each call.
+    """
+
+    def __init__(self, *, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._lock = threading.Lock()
+        self._metrics: tuple[Metric, ...] = ()
+        self._expiry_s = 0.0
+
+    def read(self) -> tuple[Metric, ...]:
+        """Return the metrics, at most `interval_s` old. One thread at a time reads the machine."""
+        with self._lock:
+            now_s = time.monotonic()
+            if now_s >= self._expiry_s:
+                self._metrics = machine_metrics()
+                self._expiry_s = now_s + self._interval_s
+            return self._metrics
 
 
 def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:

@@ -126,7 +126,7 @@ def test_reading_costs_less_than_one_percent_of_a_core() -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(PROCESSES):
             stack.callback(stack.enter_context(subprocess.Popen(["sleep", "600"])).kill)
-        process = stack.enter_context(started("monitor", "--listen", "127.0.0.1:0"))
+        process = stack.enter_context(started("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
         address = address_in(process.stdout)
         scrape(address)  # The first reading imports libraries.
         before_s = processor_time_s(process.pid)
@@ -134,6 +134,23 @@ def test_reading_costs_less_than_one_percent_of_a_core() -> None:
             scrape(address)
         reading_s = (processor_time_s(process.pid) - before_s) / READINGS
     assert reading_s < 0.01 * SCRAPE_INTERVAL_S
+
+
+def test_machine_is_read_once_in_the_interval() -> None:
+    reader, eager_reader = monitor.MachineReader(interval_s=600), monitor.MachineReader(interval_s=0)
+    assert reader.read() is reader.read()
+    assert eager_reader.read() is not eager_reader.read()
+
+
+def test_thread_of_the_server_receives_no_signals() -> None:
+    before = {thread.native_id for thread in threading.enumerate()}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple):
+        (thread_id,) = {thread.native_id for thread in threading.enumerate()} - before
+        status = Path(f"/proc/self/task/{thread_id}/status").read_text()
+    (blocked,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
+    assert all(int(blocked, 16) >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
 
 
 def processor_time_s(process_id: int) -> float:
@@ -288,7 +305,7 @@ def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: thread
 def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
     write_short_rules(tmp_path)
     with (
-        started("monitor", "--listen", "127.0.0.1:0") as process,
+        started("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
         LineChild(*TWIN_HOLDER) as healthy,
         LineChild(*TWIN_HOLDER) as leaking,
     ):
