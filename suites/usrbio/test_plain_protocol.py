@@ -280,6 +280,22 @@ def test_recursive_rm_removes_the_open_folder(fuse_folder: Path) -> None:
         assert error.value.errno == expected_errno
 
 
+def test_ioctls_without_an_argument_succeed(fuse_folder: Path) -> None:
+    (fuse_folder / "folder" / "inner").mkdir(parents=True)
+    (fuse_folder / "file").write_bytes(b"content")
+    with (fuse_folder / "file").open("r+b") as file:
+        assert fcntl.ioctl(file, virtual.FSYNC) == 0
+        # The result of the next ioctl of the same thread is not omitted.
+        for _ in range(20):
+            assert fcntl.ioctl(file, virtual.GET_MAGIC, RESULT) == virtual.MAGIC.to_bytes(4, "little")
+    fd = os.open(fuse_folder / "folder", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        assert fcntl.ioctl(fd, virtual.RECURSIVE_RM) == 0
+    finally:
+        os.close(fd)
+    assert not (fuse_folder / "folder").exists()
+
+
 def test_random_ioctls_change_nothing(fuse_folder: Path, seed: int) -> None:
     random_source = random.Random(seed)
     (fuse_folder / "folder").mkdir()

@@ -14,7 +14,8 @@ import logging
 import os
 import threading
 from contextlib import contextmanager
-from functools import wraps
+from functools import cache, wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, Unsupported, UsageError, errno_name
@@ -23,10 +24,10 @@ from gdrkit.remedies import pip_install, system_install
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
-__all__ = ["Caller", "FuseSession", "caller", "copy_in", "copy_out", "missing_dependency"]
+__all__ = ["Caller", "FuseSession", "caller", "copy_in", "copy_out", "missing_dependency", "omit_result"]
 
+_REPLY_LIBRARY = Path(__file__).resolve().parents[1] / "lib" / "libgdrkit_fuse.so"
 _LIBRARY_NAME_VARIABLE = "FUSE_LIBRARY_NAME"
 _MOUNT_TIMEOUT_S = 20
 # How often the constructor of a mount checks whether libfuse has failed.
@@ -78,6 +79,15 @@ def copy_in(address: int, length_bytes: int) -> bytes:
 def copy_out(address: int, data: bytes) -> None:
     """Write the result of an ioctl to `address`. The number of the ioctl contains the size of the result."""
     ctypes.memmove(address, data, len(data))
+
+
+def omit_result() -> None:
+    """Return no result from the ioctl that this thread executes, so that its caller needs no argument.
+
+    The handler of the ioctl calls this last. A result that was copied is returned all the same if libfuse was linked so
+    that its functions cannot be replaced, or was loaded before gdrkit.
+    """
+    _reply_library().gdrkit_fuse_omit_result()
 
 
 class FuseSession:
@@ -248,6 +258,12 @@ def _default_library(name: str) -> Iterator[None]:
             os.environ.pop(_LIBRARY_NAME_VARIABLE, None)
 
 
+@cache
+def _reply_library() -> ctypes.CDLL:
+    """Return the library that replaces a function of libfuse. The first call has to precede that of libfuse."""
+    return ctypes.CDLL(str(_REPLY_LIBRARY), mode=ctypes.RTLD_GLOBAL)
+
+
 _lock = threading.Lock()
 
 
@@ -255,7 +271,11 @@ def _import_mfusepy() -> Any:
     """Return the module mfusepy. The first call opens libfuse3."""
     with _lock, _default_library("fuse3"):
         try:
+            reply_library = _reply_library()
             import mfusepy
+
+            reply = mfusepy._libfuse.fuse_reply_ioctl  # noqa: SLF001 - mfusepy has no public name for the library.
+            reply_library.gdrkit_fuse_set_reply(ctypes.cast(reply, ctypes.c_void_p))
         except ModuleNotFoundError as error:
             raise setup_missing(
                 operation="import mfusepy", text=str(error), what_to_do=_install_advice(), default_errno=errno.ENOENT

@@ -9,7 +9,7 @@ from pathlib import Path
 from gdrkit.errors import ApiError
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
-from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out
+from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out, omit_result
 from gdrkit.usrbio.fuse.operations import Operations
 
 __all__ = ["MountOperations"]
@@ -26,9 +26,11 @@ class MountOperations(Operations):
         elif request == virtual.FSYNC:
             self.fsync(None, 0, fh)
             copy_out(data, bytes(4))
+            omit_result()
         elif request == virtual.RECURSIVE_RM:
             self._remove_tree(self._open_folder(fh)[0])
             copy_out(data, bytes(4))
+            omit_result()
         elif request == virtual.HARDLINK:
             self._hardlink(fh, copy_in(data, virtual.HARDLINK_ARGUMENT.size))
         elif request == virtual.PUNCH_HOLE:
