@@ -6,6 +6,7 @@ plots of the page show the other values.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,10 @@ class Measurement:
     range_text: str
     bounds: tuple[Bound, ...]
     case: str
+
+
+# Words that people write in capitals, and O_DIRECT with its underscore.
+_FIELD_SPELLINGS = re.compile(r"\b(?:cpu|dram|gpu|iops|nic|numa|o direct|rdma)\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,4 +198,5 @@ def readable(identifier: str) -> str:
     """Return an identifier, or a parameter such as ``Direction.WRITE``, as words."""
     enumeration, dot, member = identifier.partition(".")
     text = member.lower() if dot and enumeration[:1].isupper() and member.isupper() else identifier
-    return text.replace("_", " ").strip()
+    words = text.replace("_", " ").strip()
+    return _FIELD_SPELLINGS.sub(lambda match: match[0].upper().replace(" ", "_"), words)

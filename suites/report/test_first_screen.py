@@ -18,7 +18,7 @@ from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verd
 from gdrkit.report.contents import read_contents
 from gdrkit.report.describe import headline_rows
 from gdrkit.report.matrix import balance_matrix, distance_matrix, path_matrix
-from gdrkit.report.measurements import measurements
+from gdrkit.report.measurements import measurements, readable
 from gdrkit.report.render import render, render_html
 from gdrkit.report.routes import file_statuses, route_statuses
 
@@ -63,6 +63,19 @@ def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
     text = render(write_run(tmp_path / "run", facts, list(host_records(facts)), host="node7")).index.read_text()
     assert text.index('<p class="hostname">node7</p>') < text.index("<h1>") < text.index('<h2 id="paths">')
     assert "<title>node7: " in text
+
+
+def test_page_says_that_records_do_not_name_the_host(tmp_path: Path) -> None:
+    facts = host_facts(gpus=1, nics=1)
+    path = write_run(tmp_path / "run", facts, list(host_records(facts)), host="node7")
+    RunFolder(path).run.unlink()
+    text = render(path).index.read_text()
+    assert text.index('<p class="hostname">Host name not recorded</p>') < text.index("<h1>")
+
+
+def test_titles_of_measurements_have_the_field_spelling() -> None:
+    assert readable("o_direct, fastest_threads_cpu") == "O_DIRECT, fastest threads CPU"
+    assert readable("pinned_copy") == "pinned copy"
 
 
 def test_cell_has_the_cause_of_its_state() -> None:

@@ -64,7 +64,7 @@ def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
     fleet = render_fleet(tmp_path)
     assert fleet.problems == ()
     page = (tmp_path / "index.html").read_text()
-    assert "<h1>3 of 3 qualified</h1>" in page
+    assert "<h1>3 hosts: 3 qualified</h1>" in page
     assert '<a href="run1/index.html">node1</a>' in page
 
 
@@ -105,7 +105,7 @@ def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: di
     assert row.state == state
     assert json.loads((tmp_path / "fleet.json").read_text())["tally"] == {state: 1}
     page = (tmp_path / "index.html").read_text()
-    assert f"<h1>1 of 1 {state}</h1>" in page
+    assert f"<h1>1 host: 1 {state}</h1>" in page
     # Only a qualified run has the green dot in the fleet page and in its own page.
     assert ('class="state pass"' in page) == (state == "qualified")
     assert ('class="mark good"' in folder.index.read_text()) == (state == "qualified")
