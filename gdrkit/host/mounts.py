@@ -71,7 +71,10 @@ def mounts(tree: HostTree) -> tuple[Mount, ...]:
 
 
 def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
-    """Return the mount on which `path` lies. `path` must be absolute and contain no symbolic links."""
+    """Return the mount on which `path` lies, or None if the table has none, as for the root in a chroot.
+
+    `path` must be absolute and contain no symbolic links.
+    """
 
     def contains(mount: Mount) -> bool:
         return path == mount.mount_point or path.startswith(mount.mount_point.rstrip("/") + "/")

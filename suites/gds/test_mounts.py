@@ -30,7 +30,8 @@ def test_file_is_read_into_every_device_with_its_route(
         path = Path(folder).resolve() / "data"
         path.write_bytes(pattern.payload(MIB, seed=seed))
         mount = mount_of(mounts(HostTree()), str(path))
-        assert mount is not None
+        # In a chroot, /proc/self/mounts has no line for the root.
+        mount_point = mount.mount_point if mount else "/"
         for device in devices:
             with device.allocate(MIB) as memory, warnings.catch_warnings():
                 warnings.simplefilter("ignore", gds.FallbackWarning)
@@ -38,4 +39,4 @@ def test_file_is_read_into_every_device_with_its_route(
                     result = file.read_into(memory)
                 pattern.check(memory.read(), seed=seed)
             why_not_direct = result.why_not_direct or None
-            evidence.file(device=device, mount=mount.mount_point, way=result.route, fell_back=why_not_direct)
+            evidence.file(device=device, mount=mount_point, way=result.route, fell_back=why_not_direct)
