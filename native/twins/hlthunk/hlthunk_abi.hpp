@@ -70,6 +70,26 @@ static_assert(offsetof(HardwareInfo, card_name) == 192 && offsetof(HardwareInfo,
 static_assert(offsetof(HardwareInfo, device_mem_alloc_default_page_size) == 264);
 static_assert(offsetof(HardwareInfo, revision_id) == 302 && offsetof(HardwareInfo, reserved_dram_size) == 328);
 
+// struct hlthunk_hw_ip_info of 2021. Programs that were built with it request the symbol version HLTNK_1.0.
+struct HardwareInfo2021 {
+    std::uint64_t sram_base_address;
+    std::uint64_t dram_base_address;
+    std::uint64_t dram_size;
+    std::uint32_t sram_size;
+    std::uint32_t num_of_events;
+    std::uint32_t device_id;
+    std::uint32_t cpld_version;
+    std::uint32_t psoc_pci_pll[4];
+    std::uint8_t tpc_enabled_mask;
+    std::uint8_t dram_enabled;
+    std::uint8_t cpucp_version[128];
+    std::uint32_t module_id;
+    std::uint8_t card_name[16];
+    std::uint64_t dram_page_size;
+};
+static_assert(sizeof(HardwareInfo2021) == 216 && offsetof(HardwareInfo2021, dram_enabled) == 57);
+static_assert(offsetof(HardwareInfo2021, module_id) == 188 && offsetof(HardwareInfo2021, dram_page_size) == 208);
+
 // struct hlthunk_dram_usage_info
 struct DramUsage {
     std::uint64_t dram_free_mem;

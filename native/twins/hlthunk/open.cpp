@@ -7,6 +7,7 @@
 #include <cstring>
 #include <string>
 #include <string_view>
+#include <type_traits>
 
 #include "hlthunk/device.hpp"
 #include "hlthunk/entry.hpp"
@@ -94,6 +95,36 @@ int open_by_bus_id_or_name(std::string_view symbol, int device_name, const char*
     return error != 0 ? -error : fd;
 }
 
+// Fill the structure of either age.
+template <typename Info> int hardware_info_entry(int fd, Info* info) {
+    return entry("hlthunk_get_hw_ip_info", [&] {
+        unsigned index = 0;
+        int error = 0;
+        if (info == nullptr) {
+            return EINVAL;
+        }
+        if (!find_index(fd, &index, &error)) {
+            return error;
+        }
+        const Properties& device_properties = properties();
+        *info = Info{};
+        info->dram_base_address = device_properties.has_virtual_memory ? device_properties.dram_virtual_base
+                                                                       : device_properties.dram_user_base;
+        info->dram_size = device_properties.dram_end() - device_properties.dram_user_base;
+        info->device_id = device_properties.pci_id;
+        info->dram_enabled = 1;
+        std::strncpy(reinterpret_cast<char*>(info->cpucp_version), "gdrkit twin", sizeof info->cpucp_version - 1);
+        info->module_id = module_id_of(index);
+        std::strncpy(reinterpret_cast<char*>(info->card_name), device_properties.card_name, sizeof info->card_name - 1);
+        info->dram_page_size = device_properties.default_page_bytes;
+        if constexpr (std::is_same_v<Info, HardwareInfo>) {
+            info->device_mem_alloc_default_page_size = device_properties.default_page_bytes;
+            info->reserved_dram_size = device_properties.dram_user_base - device_properties.dram_base;
+        }
+        return 0;
+    });
+}
+
 } // namespace
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open(int device_name, const char* bus_id) {
@@ -175,30 +206,12 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_index_from_pci_bus_id(const char* bu
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_hw_ip_info(int fd, HardwareInfo* info) {
-    return entry("hlthunk_get_hw_ip_info", [&] {
-        unsigned index = 0;
-        int error = 0;
-        if (info == nullptr) {
-            return EINVAL;
-        }
-        if (!find_index(fd, &index, &error)) {
-            return error;
-        }
-        const Properties& device_properties = properties();
-        *info = HardwareInfo{};
-        info->dram_base_address = device_properties.has_virtual_memory ? device_properties.dram_virtual_base
-                                                                       : device_properties.dram_user_base;
-        info->dram_size = device_properties.dram_end() - device_properties.dram_user_base;
-        info->device_id = device_properties.pci_id;
-        info->dram_enabled = 1;
-        std::strncpy(reinterpret_cast<char*>(info->cpucp_version), "gdrkit twin", sizeof info->cpucp_version - 1);
-        info->module_id = module_id_of(index);
-        std::strncpy(reinterpret_cast<char*>(info->card_name), device_properties.card_name, sizeof info->card_name - 1);
-        info->dram_page_size = device_properties.default_page_bytes;
-        info->device_mem_alloc_default_page_size = device_properties.default_page_bytes;
-        info->reserved_dram_size = device_properties.dram_user_base - device_properties.dram_base;
-        return 0;
-    });
+    return hardware_info_entry(fd, info);
+}
+
+__asm__(".symver gdrkit_get_hw_ip_info_2021, hlthunk_get_hw_ip_info@HLTNK_1.0");
+GDRKIT_HLTHUNK_ENTRY int gdrkit_get_hw_ip_info_2021(int fd, HardwareInfo2021* info) {
+    return hardware_info_entry(fd, info);
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_name_from_fd(int fd) {

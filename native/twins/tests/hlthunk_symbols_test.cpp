@@ -63,7 +63,9 @@ std::set<std::string> exported_symbols() {
         for (std::size_t at = 0; at < section.sh_size; at += sizeof(Elf64_Sym)) {
             Elf64_Sym symbol;
             std::memcpy(&symbol, bytes.data() + section.sh_offset + at, sizeof symbol);
-            if (symbol.st_shndx != SHN_UNDEF && ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
+            // The names of versions are absolute symbols.
+            if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
+                ELF64_ST_BIND(symbol.st_info) != STB_LOCAL) {
                 names.insert(text + symbol.st_name);
             }
         }
@@ -91,6 +93,27 @@ void test_unimplemented_functions_fail() {
         count += kind == "minus_errno";
     }
     CHECK(count > 60);
+}
+
+// A program that was built in 2021 has the smaller structure of that year.
+void test_hardware_info_of_2021_keeps_its_size() {
+    using Get = int (*)(int, void*);
+    const auto get = reinterpret_cast<Get>(dlvsym(library(), "hlthunk_get_hw_ip_info", "HLTNK_1.0"));
+    CHECK(get != nullptr && get != reinterpret_cast<Get>(dlsym(library(), "hlthunk_get_hw_ip_info")));
+    const int fd = hl("hlthunk_open_control", 1, static_cast<const char*>(nullptr));
+    HardwareInfo info{};
+    CHECK(hl("hlthunk_get_hw_ip_info", fd, &info) == 0);
+    unsigned char bytes[sizeof(HardwareInfo)];
+    std::memset(bytes, 0xee, sizeof bytes);
+    CHECK(get(fd, bytes) == 0);
+    for (std::size_t index = sizeof(HardwareInfo2021); index < sizeof bytes; ++index) {
+        CHECK(bytes[index] == 0xee);
+    }
+    HardwareInfo2021 old_info;
+    std::memcpy(&old_info, bytes, sizeof old_info);
+    CHECK(old_info.dram_size == info.dram_size && old_info.module_id == info.module_id);
+    CHECK(old_info.dram_enabled == 1 && old_info.dram_page_size == info.dram_page_size);
+    CHECK(hl("hlthunk_close", fd) == 0);
 }
 
 void test_device_names_and_ids() {
@@ -121,5 +144,6 @@ void test_device_names_and_ids() {
 int main() {
     test_exports_match_contract();
     test_unimplemented_functions_fail();
+    test_hardware_info_of_2021_keeps_its_size();
     test_device_names_and_ids();
 }
