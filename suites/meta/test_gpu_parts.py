@@ -33,7 +33,9 @@ def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
     in_parts = {case for part in run.PARTS.values() for case in part.cases}
     benchmarks = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
     # The results of these cases are recorded on a machine without hardware.
-    assert benchmarks - in_parts == {"suites/bench/test_doctor_cost.py", "suites/bench/test_tier_policy.py"}
+    assert benchmarks - in_parts == {
+        f"suites/bench/{name}.py" for name in ("test_doctor_cost", "test_iov_cost", "test_tier_policy")
+    }
 
 
 def test_wrong_usage_and_empty_folder_are_reported(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""Time to create and destroy an iov in host memory.
+
+Most of the time of a large iov goes into its pages: the client allocates them, and the agent pins them. With huge pages
+of ``/dev/shm`` the time is a small part of that; see docs/usrbio.md. The goals on an idle machine are 2 ms for 64 KiB,
+and 20 ms for 64 MiB with huge pages. They are not asserted. Run this with --benchmark-enable.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from bench.interleaved import measure_interleaved
+from support.raw_usrbio import AgentProcess
+
+from gdrkit import usrbio
+from gdrkit.harness.needs import needs, verbs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import pytest
+
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(verbs.nic())
+
+SIZES = {"64k": 64 * KIB, "1m": MIB, "64m": 64 * MIB}
+
+
+def test_create_and_destroy_of_a_host_iov(
+    request: pytest.FixtureRequest, evidence: Evidence, summary: list[str], tmp_path: Path
+) -> None:
+    is_measured = request.config.getoption("--benchmark-enable")
+
+    def create_and_destroy(length_bytes: int) -> Callable[[], None]:
+        return lambda: usrbio.create_iovec(str(tmp_path), length_bytes=length_bytes).close()
+
+    with AgentProcess(tmp_path) as agent:
+        calls = {name: create_and_destroy(length_bytes) for name, length_bytes in SIZES.items()}
+        measured = measure_interleaved(calls, rounds_count=9 if is_measured else 1, calls_count=5 if is_measured else 1)
+        assert agent.terminate() == 0, agent.error_output
+        assert agent.statistics["registrations"] >= len(SIZES)
+    if is_measured:
+        texts = []
+        for name, times in measured.items():
+            evidence.number(f"create_destroy_{name}_us_median", times.median_ns / 1e3)
+            evidence.number(f"create_destroy_{name}_us_min", times.minimum_ns / 1e3)
+            texts.append(f"{name}: {times.median_ns / 1e6:.2f} ms (minimum {times.minimum_ns / 1e6:.2f} ms)")
+        summary.append(f"create and destroy an iov in host memory: {', '.join(texts)}")
