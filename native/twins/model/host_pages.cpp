@@ -18,7 +18,8 @@
 namespace gdrkit::twin {
 namespace {
 
-// Return whether the kernel supports MADV_POPULATE_READ, which Linux 5.14 introduced. Populate one page to find out.
+// Return whether the kernel supports MADV_POPULATE_READ, which Linux 5.14 introduced. Populate a page to find out, and
+// a page that is no longer mapped: QEMU's user mode ignores unknown advice, and reports success for every address.
 bool kernel_populates() {
     static const bool is_supported = [] {
         const auto page_bytes = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -28,7 +29,7 @@ bool kernel_populates() {
         }
         const bool populated = madvise(probe, page_bytes, MADV_POPULATE_READ) == 0;
         munmap(probe, page_bytes);
-        return populated;
+        return populated && madvise(probe, page_bytes, MADV_POPULATE_READ) != 0;
     }();
     return is_supported;
 }

@@ -49,8 +49,9 @@ public:
         for (std::size_t index = 0; index < symbols.sh_size / sizeof(Elf64_Sym); ++index) {
             const auto& symbol = at<Elf64_Sym>(symbols.sh_offset + index * sizeof(Elf64_Sym));
             const auto version_number = at<Elf64_Half>(version_numbers.sh_offset + index * sizeof(Elf64_Half));
-            // The linker defines an absolute symbol for each version.
-            if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS) {
+            // The linker defines an absolute symbol for each version, and on some processors one for a section.
+            if (symbol.st_shndx != SHN_UNDEF && symbol.st_shndx != SHN_ABS &&
+                ELF64_ST_TYPE(symbol.st_info) != STT_SECTION) {
                 const bool is_hidden = (version_number & 0x8000) != 0; // not the default version of the symbol
                 names_.insert(string_at(symbols, symbol.st_name) + (is_hidden ? "@" : "@@") +
                               versions_[version_number & 0x7fff]);

@@ -18,9 +18,12 @@ namespace {
 int run_with_variable(const std::string& variable) {
     std::string program = "/proc/self/exe", argument = "list", setting = variable;
     char* arguments[] = {program.data(), argument.data(), nullptr};
-    std::vector<char*> environment{setting.data()}; // getenv finds the first of several values
-    for (char** variable = environ; *variable != nullptr; ++variable) {
-        environment.push_back(*variable);
+    const std::string name = variable.substr(0, variable.find('=') + 1);
+    std::vector<char*> environment{setting.data()};
+    for (char** inherited = environ; *inherited != nullptr; ++inherited) {
+        if (!std::string(*inherited).starts_with(name)) {
+            environment.push_back(*inherited);
+        }
     }
     environment.push_back(nullptr);
     pid_t child = 0;

@@ -19,7 +19,12 @@ constexpr int skipped = 77; // SKIP_RETURN_CODE of the test
 // Return the paths of the libraries, or an empty list on a machine without rdma-core.
 std::vector<fs::path> rdma_core_libraries() {
     std::vector<fs::path> libraries;
-    for (const char* const folder : {"/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64"}) {
+#if defined(__x86_64__)
+    const char* const debian_folder = "/usr/lib/x86_64-linux-gnu";
+#else
+    const char* const debian_folder = "/usr/lib/aarch64-linux-gnu";
+#endif
+    for (const char* const folder : {debian_folder, "/usr/lib64"}) {
         std::error_code ignored;
         for (const auto& entry : fs::directory_iterator(fs::path(folder) / "libibverbs", ignored)) {
             libraries.push_back(entry.path());

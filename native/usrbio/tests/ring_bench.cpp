@@ -30,6 +30,14 @@ using namespace gdrkit::usrbio;
 
 namespace {
 
+inline void pause_spinning() noexcept {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
 // Returns the semaphore as a glibc semaphore. 3FS calls the functions of glibc for it.
 sem_t* as_glibc(Semaphore* semaphore) {
     return reinterpret_cast<sem_t*>(semaphore);
@@ -276,7 +284,7 @@ private:
             }
             // Read the clock only at every 16th check of the ring.
             if (spin_ns_ != 0) {
-                __builtin_ia32_pause();
+                pause_spinning();
                 if (idle_checks == 0) {
                     idle_since = monotonic_ns();
                 }
