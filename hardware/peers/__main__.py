@@ -127,7 +127,8 @@ def _parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--lab", action="store_true", help="then run them on Soft-RoCE of a kernel, and compare")
     add_machine_options(parser)
-    # All programs took 17 minutes in a guest with KVM, beside other work on two processors.
+    # A guest without KVM is emulated, and a program in it then has a limit of its own (_GUEST_TIMEOUT_S in lab.py). The
+    # time of all programs in a guest with KVM is not measured.
     parser.set_defaults(limit_s=3600.0)
     return parser.parse_args()
 
