@@ -2,7 +2,11 @@
 
 #include <algorithm>
 #include <chrono>
+#include <mutex>
+#include <set>
+#include <string>
 #include <thread>
+#include <utility>
 
 #include "rdmacm/connection.hpp"
 #include "rdmacm/functions.hpp"
@@ -74,14 +78,30 @@ void report_unreachable(Identifier* id, int error) {
     }
 }
 
-// Connect to the listener of an address. Return the socket or -errno. If there is no listener, wait for it a short
-// time: the server of perftest -R listens only after it has told its client to connect. On hardware it is still early
-// enough; here its processor also does the work of the device.
+// Remember that this process found a listener at a destination, or return whether it did before.
+bool record_listener(const IpAddress& address, std::uint16_t port, bool was_found) {
+    static std::mutex mutex;
+    // Never destroyed, because threads of the program may connect while the process exits.
+    static auto* const destinations = new std::set<std::pair<std::string, std::uint16_t>>();
+    const auto* const bytes = reinterpret_cast<const char*>(address.bytes.raw);
+    const std::pair destination(std::string(bytes, sizeof address.bytes.raw), port);
+    std::lock_guard lock(mutex);
+    if (was_found) {
+        destinations->insert(destination);
+    }
+    return destinations->count(destination) != 0;
+}
+
+// Connect to the listener of an address. Return the socket or -errno. A port without a listener is refused at once,
+// unless this process found a listener there before. It then waits a short time: perftest -R exchanges its parameters
+// over a first connection, and its server listens at the same port again only after it has told its client to connect.
+// On hardware it is still early enough; here its processor also does the work of the device.
 int connect_or_wait(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
     const auto deadline = std::chrono::steady_clock::now() + listener_grace_time;
     for (;;) {
         const int result = connect_to_listener(ps, gid, address, port);
-        if (result != -ECONNREFUSED || std::chrono::steady_clock::now() >= deadline) {
+        const bool may_come = record_listener(address, port, result >= 0);
+        if (result != -ECONNREFUSED || !may_come || std::chrono::steady_clock::now() >= deadline) {
             return result;
         }
         std::this_thread::sleep_for(std::chrono::milliseconds(2));
