@@ -242,7 +242,7 @@ def _install_native() -> None:
 
 
 def _source_files(tree: Path) -> list[Path]:
-    """Return the files of a native project that a build reads, including those of its tests."""
+    """Return the files of a native project that a build reads, including the files of its tests."""
     files = (path for path in sorted(tree.rglob("*")) if path.is_file() and path.suffix != ".md")
     return [path for path in files if "__pycache__" not in path.parts]
 

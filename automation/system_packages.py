@@ -3,7 +3,7 @@
 New packages are installed, and installed packages may be updated within the same release. No package is removed, and no
 package of another vendor is replaced. If a vendor's RDMA stack is installed, the package manager is not called: nox
 prints the missing packages and exits with code 3, or continues without packages that only some cases need. Packages
-have their Debian names here; `gdrkit.remedies` has those of dnf.
+have their Debian names here; `gdrkit.remedies` has their names for dnf.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def missing_build_packages(python: str) -> list[str]:
 
 
 def missing_pyverbs_packages() -> list[str]:
-    """Return the missing packages that a build of pyverbs needs in addition to those of the native build."""
+    """Return the missing packages that a build of pyverbs needs in addition to the packages of the native build."""
     missing = [] if shutil.which("pkg-config") else ["pkgconf"]
     headers = {"libnl-3-dev": "netlink/netlink.h", "libnl-route-3-dev": "netlink/route/link.h"}
     return missing + [name for name, file in headers.items() if not Path("/usr/include/libnl3", file).exists()]

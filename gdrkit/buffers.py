@@ -211,7 +211,7 @@ class RegistrableMemory(Protocol):
 class DeviceBuffer(RegistrableMemory, Protocol):
     """The interface by which higher packages use memory that can be registered with a NIC.
 
-    The memory is that of a CUDA or Gaudi device, or host pages that gdrkit has mapped
+    The memory belongs to a CUDA or Gaudi device, or it consists of host pages that gdrkit has mapped
     (:class:`gdrkit.host.HostMemory`). For host pages, "device" means "host" below.
     """
 
@@ -225,7 +225,7 @@ class DeviceBuffer(RegistrableMemory, Protocol):
         A driver may reuse an address, but never a buffer id. A new buffer id at an address means a new allocation.
         """
 
-    def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+    def make_existence_check(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
         """Return a function that checks whether every allocation of `key` still exists.
 
         `key` is an earlier result of :meth:`allocation_key`. A cache of registrations repeats the check at every

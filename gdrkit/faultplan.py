@@ -80,7 +80,7 @@ _ROUTE_FAULT_POINT = "cufile.route"
 _STATUS_MIN_BY_POINT = {"cufile.async_io": 0}
 # The first route has the code 1, the second 2, and so on.
 _ROUTES = ("p2p", "nvfs", "posix")
-# The kernel's MAX_ERRNO. It is also the largest status of functions other than those of cuFile.
+# The kernel's MAX_ERRNO. It is also the largest status of every function outside cuFile.
 _ERRNO_MAX = 4095
 # The largest CUfileOpError is above all errnos.
 _CUFILE_STATUS_MAX = 5050

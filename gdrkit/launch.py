@@ -58,8 +58,8 @@ _TWINS = {
 TWINNED: frozenset[Api] = frozenset(_TWINS)
 
 _TWINS_PACKAGE = "gdrkit_twins"
-# This variable names a folder of twins that replaces the installed ones, such as a build with sanitizers. Its layout is
-# that of the lib folder of the installed package.
+# This variable names a folder of twins that replaces the installed ones, such as a build with sanitizers. It has the
+# same layout as the lib folder of the installed package.
 _TWINS_FOLDER_VARIABLE = "GDRKIT_TWINS_LIB"
 # This variable names the runtime library of a sanitizer, which is then added to LD_PRELOAD.
 _TWINS_PRELOAD_VARIABLE = "GDRKIT_TWINS_PRELOAD"

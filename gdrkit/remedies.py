@@ -11,8 +11,8 @@ from pathlib import Path
 __all__ = ["DNF_NAMES", "OS_RELEASE", "package_manager", "package_names", "pip_install", "system_install"]
 
 OS_RELEASE = Path("/etc/os-release")
-# The package of RHEL and Rocky Linux for each package of Debian that has another name there. Those of chromium and
-# busybox are in EPEL, and those of the headers of libnl and of Open MPI in CRB or AppStream.
+# The package of RHEL and Rocky Linux for each package of Debian that has another name there. The names of chromium and
+# busybox are in EPEL, and the headers of libnl and Open MPI are in CRB or AppStream.
 DNF_NAMES = {
     "busybox-static": "busybox",
     "fuse3": "fuse3 fuse3-libs",
@@ -57,7 +57,7 @@ def package_names(*debian_names: str, manager: str) -> tuple[str, ...]:
 
 
 def system_install(*debian_names: str, os_release: Path = OS_RELEASE) -> str:
-    """Return the command that installs these packages of Debian, or those of the same contents on this machine."""
+    """Return the command that installs these packages of Debian, or this machine's equivalent packages."""
     manager = package_manager(os_release)
     return f"{manager} install {' '.join(package_names(*debian_names, manager=manager))}"
 

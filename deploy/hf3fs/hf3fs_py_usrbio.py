@@ -1,6 +1,6 @@
 """The names of the native module hf3fs_py_usrbio of 3FS, implemented by :mod:`gdrkit.usrbio`.
 
-This is a module of gdrkit-hf3fs, and not that of 3FS.
+This is a module of gdrkit-hf3fs, not the module of 3FS.
 """
 
 from __future__ import annotations

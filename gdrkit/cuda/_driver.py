@@ -37,8 +37,8 @@ __all__ = [
     "initialize",
     "ipc_handle_bytes",
     "ipc_handle_from_bytes",
+    "make_existence_check",
     "new_structure",
-    "presence",
     "uninitialized_bytes",
 ]
 
@@ -181,7 +181,7 @@ def buffer_id(address: int) -> int:
     return int(value)
 
 
-def presence(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+def make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
     """Return a function that checks whether all chunks of an allocation key still exist.
 
     The returned function returns True if the address of each chunk still has the buffer id of the key. It runs at every

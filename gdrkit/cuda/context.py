@@ -31,7 +31,7 @@ _FLUSH_TO_OWNER = 100  # CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
 class DeviceAttribute(enum.IntEnum):
     """The attributes that :meth:`Device.attribute` can query.
 
-    The values are those of ``CUdevice_attribute``, the names lack its prefix.
+    Values and names are taken from ``CUdevice_attribute``; the names lack its prefix.
     """
 
     MULTIPROCESSOR_COUNT = 16

@@ -60,7 +60,7 @@ class CudaMemory(MemoryResource):
 
     # Returns a function that checks whether all chunks of an earlier allocation_key() still exist. It needs no
     # instance, because the key contains the addresses.
-    presence = staticmethod(pointer.presence)
+    make_existence_check = staticmethod(pointer.make_existence_check)
 
     def allocation(self) -> BorrowedMemory:
         """Return the chunks of :meth:`allocation_key` as one memory, from the first byte of the first to the last byte.

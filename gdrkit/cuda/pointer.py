@@ -1,6 +1,6 @@
 """Queries of the driver about a device address, whichever library allocated the memory.
 
-Source: ``cuPointerGetAttribute`` of the CUDA driver API. The numbers are those of ``CUpointer_attribute``.
+Source: ``cuPointerGetAttribute`` of the CUDA driver API. The numbers are values of ``CUpointer_attribute``.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ __all__ = [
     "allocation_key",
     "buffer_id",
     "device_index",
+    "make_existence_check",
     "memory_kind",
-    "presence",
     "synchronize_copies",
 ]
 
 
-# presence(key) returns a function that checks whether the memory of a key from allocation_key() still exists. The key
-# has the buffer id of each VMM chunk of the memory, or of the one allocation. The returned function makes one driver
-# call for each of them and needs no current context.
-presence = _driver.presence
+# make_existence_check(key) returns a function that checks whether the memory of a key from allocation_key() still
+# exists. The key has one buffer id for each VMM chunk of the memory, or one for an ordinary allocation. The returned
+# function makes one driver call for each buffer id and needs no current context.
+make_existence_check = _driver.make_existence_check
 
 
 class _Attribute(enum.IntEnum):

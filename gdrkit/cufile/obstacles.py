@@ -108,7 +108,7 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
 
 
 def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
-    """Return the obstacles that one transfer has in addition to those of its file.
+    """Return the obstacles that one transfer has in addition to the obstacles of its file.
 
     Parameters
     ----------

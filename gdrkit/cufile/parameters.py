@@ -2,7 +2,7 @@
 
 Parameters can be set only while the driver is closed. The values are staged: they take effect when the driver opens.
 While the driver is closed, the functions return the staged value, which the driver may discard when it opens.
-The numbers are those of ``cufile.h`` 1.20. A library that does not know a parameter returns CU_FILE_INVALID_VALUE.
+The numbers are taken from ``cufile.h`` 1.20. A library that does not know a parameter returns CU_FILE_INVALID_VALUE.
 """
 
 from __future__ import annotations

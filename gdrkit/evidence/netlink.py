@@ -1,7 +1,7 @@
 """Queries of the kernel over netlink: RDMA devices, queue pairs and memory regions, and the bytes of TCP sockets.
 
 The replies come from the kernel and not from a file or a library, so a mount over /sys or a replaced libibverbs cannot
-change them. The constants are those of include/uapi/rdma/rdma_netlink.h, include/uapi/linux/inet_diag.h and
+change them. The constants are taken from include/uapi/rdma/rdma_netlink.h, include/uapi/linux/inet_diag.h and
 drivers/infiniband/core/nldev.c of Linux.
 """
 
@@ -101,7 +101,7 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
     ------
     OSError
         EPROTONOSUPPORT: the RDMA subsystem of the kernel is not loaded. EBADMSG: a reply is malformed. Other errors are
-        those of socket(7).
+        errors of socket(7).
     """
     with _open_netlink(_NETLINK_RDMA) as netlink:
         device_attribute_maps = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
@@ -224,7 +224,7 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
     Raises
     ------
     OSError
-        EBADMSG: a reply is malformed. Other errors are those of socket(7).
+        EBADMSG: a reply is malformed. Other errors are errors of socket(7).
     """
     sockets = []
     with _open_netlink(_NETLINK_SOCK_DIAG) as netlink:

@@ -192,7 +192,7 @@ def call(operation: str, /, **arguments: Any) -> int:
     Raises
     ------
     ApiError
-        The function failed. ``errno`` is that of the kernel.
+        The function failed. ``errno`` is the number that the kernel returned.
     SetupMissing
         The library is missing, or it lacks the function.
     """

@@ -143,7 +143,7 @@ class GaudiContext(Closeable):
         Raises
         ------
         ApiError
-            An object could not be closed; if there are several, the error is that of the first. The device stays open,
+            An object could not be closed; if several fail, the first error is raised. The device stays open,
             and close can be called again.
         """
         if self._closed:

@@ -12,7 +12,7 @@ from gdrkit.gaudi import _hlthunk
 __all__ = ["DeviceInfo", "Generation", "bus_id_of", "device_count", "list_devices", "require_gaudi"]
 
 # PCI device ids of enum hl_pci_ids. The ids of one generation differ only in the last five bits, which identify the
-# board. All ids below that of Gaudi 2 are Gaudi 1, except Goya.
+# board. All ids below the id of Gaudi 2 are Gaudi 1, except Goya.
 _GOYA_ID = 0x0001
 _GAUDI2_ID = 0x1020
 _GAUDI3_ID = 0x1060
@@ -20,7 +20,7 @@ _BOARD_BITS = 0x1F
 
 
 class Generation(enum.Enum):
-    """The generation of the ASIC. The PCI device ids are those of ``enum hl_pci_ids``."""
+    """The generation of the ASIC. The PCI device ids are values of ``enum hl_pci_ids``."""
 
     GAUDI = "gaudi"
     GAUDI2 = "gaudi2"

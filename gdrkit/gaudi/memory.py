@@ -35,7 +35,7 @@ _allocation_numbers = itertools.count(1)
 _live_allocations: dict[int, Allocation] = {}
 
 
-def _presence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
     """Return a function that returns whether the allocations in the key of :meth:`allocation_key` still exist."""
     return lambda: all(
         allocation_number in _live_allocations
@@ -198,7 +198,7 @@ class GaudiMemory(MemoryResource):
         self._check_open()
         return self._allocation.key
 
-    presence = staticmethod(_presence_check)
+    make_existence_check = staticmethod(_make_existence_check)
 
     def allocation(self) -> BorrowedMemory:
         """Return a view of the whole allocation that contains this memory. Closing the view frees nothing."""
@@ -243,7 +243,7 @@ class GaudiMemory(MemoryResource):
         Raises
         ------
         Exception
-            An action failed. The error is that of the first failed action, with the other errors as notes. The memory
+            An action failed. The error of the first failed action is raised, with the other errors as notes. The memory
             is *not* freed, and close can be called again.
         ApiError
             EINVAL, BUSY: a dma-buf of the memory still exists. The memory stays allocated, and close can be called

@@ -24,7 +24,7 @@ __all__ = ["AsyncFile"]
 
 
 class AsyncFile:
-    """An open file whose transfers are awaited. The parameters and errors are those of :class:`~gdrkit.gds.File`.
+    """An open file whose transfers are awaited. Parameters and errors are the same as in :class:`~gdrkit.gds.File`.
 
     Attributes
     ----------

@@ -98,7 +98,7 @@ class CufilePath:
     device_index : int
         Index of the CUDA device.
     options : CufileOptions or None
-        Settings of the transfers; None for those of the driver.
+        Settings of the transfers; with None the driver's settings are used.
     """
 
     def __init__(self, driver: SharedDriver, fd: int, device_index: int, options: CufileOptions | None = None) -> None:

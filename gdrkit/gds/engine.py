@@ -207,7 +207,7 @@ class Engine:
     def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native object.
         """Move one short range on the calling thread. Return (bytes, failure or None).
 
-        The arguments are those of ``Engine::transfer_small`` in ``native/engine``.
+        The arguments are passed to ``Engine::transfer_small`` in ``native/engine``.
         """
         return call(self._engine.transfer_small, *arguments)
 

@@ -220,8 +220,8 @@ class File:
     ) -> Transferred:
         """Write memory into a range of the file, and wait until the kernel has the data.
 
-        The other parameters and the errors are those of :meth:`read_into`. If `length_bytes` is None, the memory is
-        written up to its end.
+        The other parameters and the errors are the same as in :meth:`read_into`. If `length_bytes` is None, the memory
+        is written up to its end.
 
         Parameters
         ----------

@@ -97,7 +97,7 @@ def new_file(
 ) -> Iterator[File]:
     """Create a file, give it its name when the block ends without an error, and remove it otherwise.
 
-    If the file replaces no other file, it gets the permission bits of the source without those of the umask. Otherwise
+    If the file replaces no other file, it gets the permission bits of the source, less the bits of the umask. Otherwise
     it gets the permission bits of the replaced file and, if this process may change owners, the owner of that file.
     Until then, only the owner of the new file can open it. Set-user-id, set-group-id and sticky bits are never copied.
 

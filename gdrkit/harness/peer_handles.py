@@ -128,7 +128,7 @@ class PeerNic(PeerObject):
     def queue_pair(self, *, depth: int | None = None, **limits: int) -> PeerQueuePair:
         """Create a queue pair, and a completion queue of `depth` entries for it.
 
-        The limits are those of :meth:`gdrkit.verbs.Nic.queue_pair`.
+        The limits have the same meaning as in :meth:`gdrkit.verbs.Nic.queue_pair`.
         """
         return PeerQueuePair(
             self.peer, self.peer.request("verbs.queue_pair", nic=self.number, depth=depth, limits=limits)
@@ -143,7 +143,7 @@ class PeerQueuePair(PeerObject):
         self.endpoint = Endpoint.from_dict(reply["endpoint"])
 
     def connect(self, remote: Endpoint, **options: int) -> None:
-        """Connect the queue pair to `remote`. The options are those of :meth:`gdrkit.verbs.QueuePair.connect`."""
+        """Connect the queue pair to `remote`. For the options see :meth:`gdrkit.verbs.QueuePair.connect`."""
         self.peer.request("verbs.connect", queue_pair=self.number, endpoint=remote.to_dict(), options=options)
 
     def join(self, local: QueuePair, **options: int) -> None:
@@ -257,15 +257,15 @@ class PeerQueuePair(PeerObject):
         self.peer.request("verbs.post_receive", queue_pair=self.number, buffer=number, options=options)
 
     def post_write(self, buffer: PeerBuffer, remote: RemoteRange, *, work_id: int, **options: Any) -> None:
-        """Post a WRITE and do not wait; options are those of :meth:`gdrkit.verbs.QueuePair.post_write`."""
+        """Post a WRITE and do not wait; for the options see :meth:`gdrkit.verbs.QueuePair.post_write`."""
         self._post("verbs.post_write", buffer, work_id, options, remote=remote.to_dict())
 
     def post_read(self, buffer: PeerBuffer, remote: RemoteRange, *, work_id: int, **options: Any) -> None:
-        """Post a READ and do not wait; options are those of :meth:`gdrkit.verbs.QueuePair.post_read`."""
+        """Post a READ and do not wait; for the options see :meth:`gdrkit.verbs.QueuePair.post_read`."""
         self._post("verbs.post_read", buffer, work_id, options, remote=remote.to_dict())
 
     def post_send(self, buffer: PeerBuffer, *, work_id: int, **options: Any) -> None:
-        """Post a SEND and do not wait; options are those of :meth:`gdrkit.verbs.QueuePair.post_send`."""
+        """Post a SEND and do not wait; for the options see :meth:`gdrkit.verbs.QueuePair.post_send`."""
         self._post("verbs.post_send", buffer, work_id, options)
 
     def wait(self, timeout_ms: float = _TIMEOUT_MS) -> Completion:

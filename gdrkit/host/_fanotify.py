@@ -128,7 +128,7 @@ def open_by_handle(handle: bytes, *, mount_descriptor: int) -> int:
     handle : bytes
         :attr:`OpenedFile.folder`.
     mount_descriptor : int
-        Descriptor of a file or folder on the same file system. The path of the result is that of its mount.
+        Descriptor of a file or folder on the same file system. The path in the result is the path of its mount.
 
     Raises
     ------

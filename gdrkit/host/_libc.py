@@ -111,7 +111,7 @@ def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> Non
     Raises
     ------
     OSError
-        EEXIST: `new_name` exists. Other errors are those of renameat2(2).
+        EEXIST: `new_name` exists. Other errors are errors of renameat2(2).
     """
     result = _renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
     error_number = ctypes.get_errno()

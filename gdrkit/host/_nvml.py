@@ -1,4 +1,4 @@
-"""Calls of NVML through ``pynvml`` (nvidia-ml-py), with its errors converted to those of gdrkit.
+"""Calls of NVML through ``pynvml`` (nvidia-ml-py), with its errors converted to errors of gdrkit.
 
 This is the only file that names the library. It calls only queries and changes no setting.
 """

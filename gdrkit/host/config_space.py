@@ -1,7 +1,7 @@
 """Parser of the PCI config space of a function, which is the file ``config`` of the function in sysfs.
 
 Every user may read the header, which is the first 64 bytes. The capabilities come after it, and only a process with
-CAP_SYS_ADMIN can read them. The offsets and bits here are those of linux/pci_regs.h.
+CAP_SYS_ADMIN can read them. The offsets and bits here are taken from linux/pci_regs.h.
 """
 
 from __future__ import annotations

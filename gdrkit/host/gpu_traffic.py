@@ -1,8 +1,8 @@
 """Bytes that crossed the PCIe link and the NVLinks of each GPU, from the counters of NVML.
 
-The counters are those of the GPU, so they include all processes, and PCIe bytes include the headers of the packets. The
-PCIe counters have 32 bits: at the rate of a fast link they wrap every 70 ms. :class:`GpuTrafficCounter` reads them in a
-thread more often than that, and reports how often it was late.
+The GPU counts the bytes of all processes together, and PCIe bytes include the headers of the packets. The PCIe counters
+have 32 bits: at the rate of a fast link they wrap every 70 ms. Therefore a thread of :class:`GpuTrafficCounter` reads
+them more often, and counts how often it was late.
 """
 
 from __future__ import annotations

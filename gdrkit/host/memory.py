@@ -49,7 +49,7 @@ class HostBuffer(MemoryResource):
         return self._mapping.key
 
     # Takes the result of an earlier :meth:`allocation_key`, and returns a function that checks that mapping.
-    presence = staticmethod(_make_existence_check)
+    make_existence_check = staticmethod(_make_existence_check)
 
     def allocation(self) -> BorrowedHostMemory:
         """Borrow the whole mapping that holds this memory. It stays mapped until the result is closed."""

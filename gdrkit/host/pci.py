@@ -109,7 +109,7 @@ def is_gpu(device: PciDevice) -> bool:
 
 
 def is_nic(device: PciDevice) -> bool:
-    """Return whether class and vendor are those of a NIC that may support RDMA.
+    """Return whether class and vendor belong to a NIC that may support RDMA.
 
     :func:`gdrkit.host.rdma_devices` has the NICs whose driver supports RDMA.
     """

@@ -124,8 +124,8 @@ def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None)
 def starved_s(process_id: int, tree: HostTree | None = None) -> float:
     """Return how long a thread of the process was ready to run and had no processor, in seconds.
 
-    The result is that of the thread that waited longest. It is 0 if the process does not exist or the kernel does not
-    account for waits. A wait is included when it has ended.
+    The result is the time of the thread that waited longest. It is 0 if the process does not exist or the kernel does
+    not account for waits. A wait is included when it has ended.
     """
     tree = HostTree() if tree is None else tree
     folder = f"/proc/{process_id}/task"

@@ -115,7 +115,7 @@ class HostTree:
 
     @property
     def is_this_host(self) -> bool:
-        """Whether the files are those of this machine."""
+        """Whether the files describe this machine."""
         return isinstance(self.files, DiskFiles) and self.files.root == Path("/")
 
     @property

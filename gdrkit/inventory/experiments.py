@@ -69,7 +69,7 @@ def _try_p2p() -> dict[str, str]:
 
 
 def _transfer_result(status: str, data: bytes, seed: int) -> str:
-    """Return the status of a completion, or the mismatch if the status is SUCCESS and `data` is not that of `seed`."""
+    """Return the status of a completion, or the mismatch if it is SUCCESS and `data` is not the pattern of `seed`."""
     if status != "SUCCESS":
         return status
     try:
@@ -157,7 +157,7 @@ def _read_links_under_load() -> dict[str, str]:
             stop_copying = threading.Event()
             data = bytes(_COPY_BYTES)
 
-            # Default values bind the variables of this iteration. A closure would use those of the last iteration.
+            # Default values bind the variables of this iteration. A closure would use the values of the last iteration.
             def copy_until_stopped(
                 memory: object = memory, data: bytes = data, stop_copying: threading.Event = stop_copying
             ) -> None:

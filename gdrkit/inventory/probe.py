@@ -122,7 +122,7 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
 
 
 def _is_this_host(tree: host.HostTree) -> bool:
-    """Return whether the files are those of this host, also if the reads are recorded."""
+    """Return whether the files describe this host, also if the reads are recorded."""
     return tree.is_this_host or isinstance(tree.files, Recorder)
 
 

@@ -176,7 +176,7 @@ class Profile:
     about : str
         Description in one sentence.
     extends : str
-        Name of a profile. Its absences, refusals, routes, links and numbers are also those of this profile. May be
+        Name of a profile. This profile inherits its absences, refusals, routes, links and numbers. May be
         empty.
     substrate : mapping
         For each API the allowed substrates (``hardware``, ``kernel_software``, ``twin``). An API that is not named may

@@ -1,7 +1,7 @@
 """Evidence from the log of NCCL: which registered memory it used, and by which network the ranks are connected.
 
 NCCL has no function that tells whether an operation used a registration. Its log does, if NCCL_DEBUG is INFO and
-NCCL_DEBUG_SUBSYS contains REG and NET. The lines are those of NCCL 2.28 and 2.32.
+NCCL_DEBUG_SUBSYS contains REG and NET. The lines have the format of NCCL 2.28 and 2.32.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class NcclLog:
     Attributes
     ----------
     network : str
-        Name of the network plug-in that NCCL chose: ``IB``, ``Socket`` or that of an external plug-in; empty if the log
-        does not say so. Ranks of one host may be connected without it.
+        Name of the network plug-in that NCCL chose: ``IB``, ``Socket`` or the name of an external plug-in; empty if the
+        log does not say so. Ranks of one host may be connected without it.
     channels : mapping
         Number of channels by their transport, such as ``P2P/CUMEM`` or ``NET/IB/0/GDRDMA``.
     uses : tuple

@@ -415,7 +415,7 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
     name, _, value = marker.partition("=")
     with tempfile.TemporaryDirectory(prefix="gdrkit-observe-") as folder, Observer(marker=marker.encode()) as observer:
         environment = {**os.environ, name: value, **(logs.switched_on(Path(folder)) if with_logs else {})}
-        status = supervise(command, environment, observer.sample, latest_s=_SAMPLE_S)
+        status = supervise(command, environment, observer.sample, interval_s_max=_SAMPLE_S)
         return observer.finish(command, os.waitstatus_to_exitcode(status)), status
 
 

@@ -111,7 +111,7 @@ def _decide_on_links(facts: Facts, profile: Profile, required: tuple[str, ...]) 
         return None
     return Outcome(
         code=ExitCode.FAILED,
-        verdict=f"The links are not those of profile {profile.name}",
+        verdict=f"The links differ from the links in profile {profile.name}",
         causes=shortfalls[:_CAUSES_MAX],
         to_do=("look for the slow or missing link with nvidia-smi nvlink -s, lspci -vv (LnkSta) and ibstat",),
         required=required,

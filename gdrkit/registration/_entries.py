@@ -65,7 +65,7 @@ class CacheEntry:
         self.memory = memory
         self.registration = registration
         self.end_lease = end_lease  # Ends one lease of this entry.
-        self.is_present = memory.presence(key)  # Checks by driver calls whether all chunks still exist.
+        self.is_present = memory.make_existence_check(key)  # Checks by driver calls whether all chunks still exist.
         self.indexed_memories: list[DeviceBuffer] = []  # The keys for which EntryIndex.by_memory has this entry.
         # One item for each lease. Items are added under the lock of the cache and removed without it.
         self.lease_marks: list[None] = []

@@ -206,7 +206,7 @@ def register_allocation(
         if (allocation.address, allocation.length_bytes) != (
             key[0][0],
             end_of(key) - key[0][0],
-        ) or not allocation.presence(key)():
+        ) or not allocation.make_existence_check(key)():
             message = "the memory was freed or remapped while it was registered"
             raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - the except clause closes the allocation.
     except BaseException as error:

@@ -80,7 +80,7 @@ class DmabufMemory(MemoryResource):
         self._check_open()
         return ((self._base, self._size_bytes, self._inode),)
 
-    def presence(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
+    def make_existence_check(self, key: tuple[tuple[int, int, int], ...]) -> Callable[[], bool]:
         """Return a function that checks whether this object still holds the dma-buf of `key`.
 
         The kernel gives no other dma-buf the same inode while a descriptor of this one is open.

@@ -93,7 +93,7 @@ def import_gdr(device: cuda.Device, data: bytes) -> SharedMemory:
         ENOTSUP: CUDA is not available in this process.
     UsageError
         MALFORMED: `data` is not a handle, or the memory is smaller than the handle states. NO_DEVICE: the memory is not
-        on `device`. The device number in the handle is that of the owner, and is not used.
+        on `device`. The device number in the handle counts the owner's devices, and is not used.
     ApiError
         The driver refused the handle, because the owner is this process, has ended or has freed the memory.
     """

@@ -174,7 +174,7 @@ class ShareHandle:
         )
 
     def _check_sizes(self) -> None:
-        # Integers of Python do not overflow, so sums need no check. The limits are those of the driver's 64-bit sizes.
+        # Integers of Python do not overflow, so sums need no check. The limits come from the driver's 64-bit sizes.
         if not 0 < self.allocation_bytes <= _SIZE_MAX:
             _refuse(f"its allocation_bytes {self.allocation_bytes} is out of range")
         if self.length_bytes <= 0 or self.offset_bytes < 0:

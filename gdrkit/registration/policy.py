@@ -111,8 +111,8 @@ class Registration:
         Raises
         ------
         ApiError
-            A region could not be deregistered. The error is that of the first such region, with the others as notes.
-            Then gdrkit cannot free the memory. Another close tries again.
+            A region could not be deregistered. The error of the first such region is raised, with the other errors as
+            notes. Then gdrkit cannot free the memory. Another close tries again.
         """
         if self._closed:
             return

@@ -108,7 +108,7 @@ class PathMatrix:
 
     @property
     def kinds(self) -> tuple[tuple[str, int], ...]:
-        """The heading above the columns of NICs and above those of mounts, each with the number of its columns."""
+        """The headings above the columns of NICs and of mounts, each with the number of its columns."""
         counts = {"NIC": 0, "mount": 0}
         for column in self.columns:
             counts[column.kind] += 1

@@ -1,6 +1,6 @@
 """Writer of metrics.prom, the report of a run for Prometheus (the textfile collector of node_exporter).
 
-The format is that of prometheus.io/docs/instrumenting/exposition_formats, version 0.0.4.
+The format is version 0.0.4 of prometheus.io/docs/instrumenting/exposition_formats.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ __all__ = ["NumberChange", "Sample", "compare_samples", "make_sample", "median_s
 # Width of the noise band in standard errors of the difference.
 _BAND_STANDARD_ERRORS = 3.0
 # For a normal distribution, the quartiles are 1.349 standard deviations apart. The standard error of a median is 1.2533
-# times that of a mean.
+# times the standard error of a mean.
 _QUARTILE_DISTANCE = 1.349
 _MEDIAN_ERROR_FACTOR = 1.2533
 _ROUNDS_MIN = 2

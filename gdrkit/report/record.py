@@ -78,7 +78,7 @@ class SeenLibrary:
     soname, build_id : str or None
         SONAME and build id of the library, if it has them.
     notes : tuple of ElfNote
-        The ELF notes of the library, except those of the linker.
+        The ELF notes of the library, except the notes that the linker wrote.
     error : str or None
         Why the file of the library could not be read.
     """

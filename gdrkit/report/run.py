@@ -186,7 +186,7 @@ class RunFolder:
     def make_empty(self) -> None:
         """Create the folder if it does not exist, and remove the files of an earlier run.
 
-        Otherwise the records of this run would be appended to those of the earlier run.
+        Otherwise the records of this run would be appended to the records of the earlier run.
 
         Raises
         ------

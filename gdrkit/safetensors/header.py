@@ -63,7 +63,7 @@ class ElementType(NamedTuple):
     dlpack_code : int
         The code of the type in DLPack (``DLDataTypeCode``).
     torch_name : str
-        The name of the type in torch. torch has no types of 6 bits, so that their name is that of bytes.
+        The name of the type in torch. torch has no types of 6 bits, so their tensors have the type of bytes.
     """
 
     bits: int

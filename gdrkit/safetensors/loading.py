@@ -60,7 +60,7 @@ class LoadReport(NamedTuple):
     bytes : int
         Bytes that were read from files, for all devices together.
     direct_io_bytes : int
-        Those of them that bypassed the page cache (O_DIRECT).
+        The part of these bytes that bypassed the page cache (O_DIRECT).
     peer_bytes : int
         Bytes that were copied from one device to another.
     duration_s : float

@@ -60,7 +60,7 @@ class StorageClient:
     timeout_ms : float
         Longest time without a reply of the server, in milliseconds.
     placement : Placement or None
-        The choice of the NICs for device memory. With None, that of this machine.
+        The choice of the NICs for device memory. With None, this machine's choice.
 
     Raises
     ------

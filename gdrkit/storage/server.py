@@ -180,7 +180,7 @@ class StorageServer:
         # The comparison takes constant time, so that its duration reveals nothing about the token.
         token = (hello.token or "").encode("utf-8", "surrogatepass")
         if not connection.is_unix and not hmac.compare_digest(token, self._store.token.encode()):
-            self._refuse(connection, sequence, errno.EACCES, "the token is not that of this store")
+            self._refuse(connection, sequence, errno.EACCES, "the token is not the token of this store")
 
     def _find_session(self, connection: ControlConnection, sequence: int, request: messages.Attach) -> RequestHandler:
         """Return the session that a data connection belongs to."""

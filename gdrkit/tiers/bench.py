@@ -53,7 +53,7 @@ class Speed:
     ----------
     past_cache : bool
         Whether the benchmark bypassed the page cache by O_DIRECT. False: the file system does not support O_DIRECT, so
-        the rates and latencies are those of the page cache, not of the disk.
+        the rates and latencies describe the page cache, not the disk.
     latency_us_median, latency_us_p99 : float
         Latency in microseconds of a read of one page at a random offset, with one read at a time.
     device_read_gb_per_s : float or None

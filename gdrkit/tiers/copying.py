@@ -84,7 +84,7 @@ def digest_of_copy(
 
     The kernel is advised to drop the copy from the page cache, so that the bytes come from the disk.
 
-    The chunks are those of the source. A hole of the source must be zero in the copy. The parameters are those of
+    The copy has the same chunks as the source. A hole of the source must be zero in the copy. For the parameters see
     :func:`copy_data`.
 
     Raises

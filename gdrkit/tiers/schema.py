@@ -1,7 +1,8 @@
 """The SQL schema of the catalogue.
 
 Triggers update the totals of a tier, so that a query of the totals need not read a million rows. The triggers do not
-use INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides that of the trigger.
+use INSERT OR IGNORE, because the conflict clause of the statement that fires a trigger overrides the clause of the
+trigger.
 """
 
 from __future__ import annotations

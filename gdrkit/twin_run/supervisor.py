@@ -30,7 +30,7 @@ _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
 _SI_KERNEL = 0x80
 # If one of these signals stops the command, the terminal has stopped the whole job, of which this process is a part.
 _JOB_STOPS = {signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU}
-_OBSERVE_FIRST_S, _OBSERVE_LATEST_S = 0.02, 2.0
+_OBSERVE_FIRST_INTERVAL_S, _OBSERVE_INTERVAL_S_MAX = 0.02, 2.0
 _EXEC_FAILED = 127
 
 
@@ -39,7 +39,7 @@ def supervise(
     environment: Mapping[str, str],
     observe: Callable[[int], None],
     *,
-    latest_s: float = _OBSERVE_LATEST_S,
+    interval_s_max: float = _OBSERVE_INTERVAL_S_MAX,
 ) -> int:
     """Run a command and return its wait status, as os.waitpid does.
 
@@ -51,8 +51,8 @@ def supervise(
         The environment of the command.
     observe : callable
         Called with the process ID of the command while it runs: first after 20 ms, then at intervals that double up to
-        `latest_s`, and once when a child has ended, before this process reads its status.
-    latest_s : float
+        `interval_s_max`, and once when a child has ended, before this process reads its status.
+    interval_s_max : float
         The longest interval between two calls of `observe`, in seconds.
 
     Raises
@@ -85,7 +85,7 @@ def supervise(
             reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
             what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
         )
-    return _wait(child, observe, latest_s)
+    return _wait(child, observe, interval_s_max)
 
 
 def _execute(
@@ -105,14 +105,14 @@ def _execute(
         os._exit(_EXEC_FAILED)
 
 
-def _wait(child: int, observe: Callable[[int], None], latest_s: float) -> int:
-    interval_s = _OBSERVE_FIRST_S
+def _wait(child: int, observe: Callable[[int], None], interval_s_max: float) -> int:
+    interval_s = _OBSERVE_FIRST_INTERVAL_S
     next_observation_s = time.monotonic() + interval_s
     while True:
         details = signal.sigtimedwait(_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
         if details is None:
             observe(child)
-            interval_s = min(2 * interval_s, latest_s)
+            interval_s = min(2 * interval_s, interval_s_max)
             next_observation_s = time.monotonic() + interval_s
         elif details.si_signo == signal.SIGCHLD:
             observe(child)
@@ -141,7 +141,7 @@ def exit_like(status: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     if os.WIFSIGNALED(status):
-        # This process must not write a core file over that of the command.
+        # This process must not overwrite the core file of the command.
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
         number = os.WTERMSIG(status)
         if number != signal.SIGKILL:

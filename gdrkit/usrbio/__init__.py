@@ -1,6 +1,6 @@
 """The user-space I/O interface of hf3fs for Python programs, and the agent that serves it.
 
-The names are those of ``hf3fs_fuse.io`` of 3FS. Importing this package opens no library. The first call opens the
+The names are the same as in 3FS's ``hf3fs_fuse.io``. Importing this package opens no library. The first call opens the
 client library: gdrkit's own, or the one that ``GDRKIT_USRBIO_LIBRARY`` names.
 """
 

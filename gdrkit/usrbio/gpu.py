@@ -109,8 +109,8 @@ def open_gpu_iovec(
 ) -> Iovec:
     """Return the iovec of device memory that another process published with the id `identity`.
 
-    `length_bytes`, `device` and `block_size` must be those of the publication. Closing the iovec does not end the
-    publication.
+    `length_bytes`, `device` and `block_size` must equal the values in the published link. Closing the iovec does not
+    end the publication.
 
     Raises
     ------

@@ -208,7 +208,7 @@ def open_iovec(
 ) -> Iovec:
     """Return the iovec of memory that another process published with the id `identity`; see :func:`make_iovec`.
 
-    Closing the iovec does not end the publication. After its owner has ended the publication, operations fail with
+    Closing the iovec does not remove the published link. After the owner has removed the link, operations fail with
     EACCES.
     """
     iovec = native().open_iovec(identity, hf3fs_mount_point, length_bytes, block_size, numa)

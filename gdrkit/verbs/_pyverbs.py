@@ -219,7 +219,7 @@ def _device_list_errno() -> tuple[int | None, str]:
     if devices:
         library.ibv_free_device_list(devices)
         return None, "a second call succeeded"
-    return error_number or None, "the errno is that of a second call, because pyverbs does not keep the first one"
+    return error_number or None, "the errno comes from a second call, because pyverbs does not keep the first one"
 
 
 def list_devices() -> list[DeviceRow]:
@@ -276,9 +276,9 @@ assert (_IbvMr.length.offset, _IbvMr.lkey.offset, _IbvMr.rkey.offset) == (24, 36
 
 
 def host_address(view: memoryview) -> tuple[object, int]:
-    """Return an object that keeps a writable host buffer at its address, and the address."""
-    keeper = (ctypes.c_char * view.nbytes).from_buffer(view)
-    return keeper, ctypes.addressof(keeper)
+    """Return an export of a writable host buffer, which prevents its move or resize, and the address of the buffer."""
+    buffer_export = (ctypes.c_char * view.nbytes).from_buffer(view)
+    return buffer_export, ctypes.addressof(buffer_export)
 
 
 def register_address(domain: Any, *, address: int, length_bytes: int, access: int, is_device: bool) -> NativeRegion:

@@ -84,8 +84,8 @@ class NicContext(Closeable):
         Raises
         ------
         ApiError
-            Some objects could not be closed. The error is that of the first one, with the others as notes. Another
-            close tries again.
+            Some objects could not be closed. The error of the first one is raised, with the other errors as notes.
+            Another close tries again.
         """
         if self._closed:
             return

@@ -110,11 +110,11 @@ class Nic(NicContext):
             message = "only a writable, contiguous, non-empty buffer can be registered"
             raise UsageError(message)
         view = view.cast("B")
-        keeper, address = _pyverbs.host_address(view)
+        buffer_export, address = _pyverbs.host_address(view)
         native = _pyverbs.register_address(
             self.domain, address=address, length_bytes=view.nbytes, access=int(access), is_device=False
         )
-        return Region(self, native, length_bytes=view.nbytes, memory=view, keeper=keeper)
+        return Region(self, native, length_bytes=view.nbytes, memory=view, buffer_export=buffer_export)
 
     def register_pages(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
         """Register host memory by its address. The owner must keep the memory mapped until the region is closed.
@@ -132,7 +132,7 @@ class Nic(NicContext):
         native = _pyverbs.register_address(
             self.domain, address=address, length_bytes=length_bytes, access=int(access), is_device=False
         )
-        return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
+        return Region(self, native, length_bytes=length_bytes, memory=None, buffer_export=None)
 
     def register_address(self, address: int, *, length_bytes: int, access: Access = _ALL_ACCESS) -> Region:
         """Register device memory by its address (peer memory). The owner must keep the memory allocated.
@@ -150,7 +150,7 @@ class Nic(NicContext):
         native = _pyverbs.register_address(
             self.domain, address=address, length_bytes=length_bytes, access=int(access), is_device=True
         )
-        return Region(self, native, length_bytes=length_bytes, memory=None, keeper=None)
+        return Region(self, native, length_bytes=length_bytes, memory=None, buffer_export=None)
 
     def register_dmabuf(self, source: DmabufRange, *, access: Access = _ALL_ACCESS) -> Region:
         """Register a range of a dma-buf.
@@ -178,7 +178,7 @@ class Nic(NicContext):
             iova=source.address,
             access=int(access),
         )
-        return Region(self, native, length_bytes=source.length_bytes, memory=None, keeper=None)
+        return Region(self, native, length_bytes=source.length_bytes, memory=None, buffer_export=None)
 
     def completion_queue(self, *, depth: int = 256, events: bool = False) -> CompletionQueue:
         """Create a completion queue for at least `depth` completions, with a completion channel if `events` is true."""

@@ -198,7 +198,7 @@ class QueuePair(Resource):
     def fail(self) -> None:
         """Move to the error state.
 
-        Outstanding requests end with WR_FLUSH_ERR, and those of the other side with an error.
+        Outstanding requests end with WR_FLUSH_ERR, and requests of the other side with an error.
         """
         self._modify(QueuePairState.ERR, _AttributeMask(0))
 

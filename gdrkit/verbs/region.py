@@ -41,17 +41,24 @@ class Region(Resource):
     memory : memoryview or None
         The bytes of a host buffer. None for dma-bufs and for memory that was registered by its address.
 
-    The constructor's `keeper` is an object that keeps a host buffer at its address while the region exists.
+    The constructor's `buffer_export` uses Python's buffer protocol: while it exists, the owner of a host buffer cannot
+    move or resize the buffer.
     """
 
     def __init__(
-        self, nic: NicContext, native: NativeRegion, *, length_bytes: int, memory: memoryview | None, keeper: object
+        self,
+        nic: NicContext,
+        native: NativeRegion,
+        *,
+        length_bytes: int,
+        memory: memoryview | None,
+        buffer_export: object,
     ) -> None:
         self.nic = nic
         self.length_bytes = length_bytes
         self.memory = memory
         self._native = native
-        self._keeper = keeper
+        self._buffer_export = buffer_export
         super().__init__("verbs.region", name="memory region", on_close=nic.on_close, size_bytes=length_bytes)
 
     @property
@@ -103,7 +110,7 @@ class Region(Resource):
     def _release(self) -> None:
         self._native.close()
         # The references keep a host buffer at its address, so they are dropped only after the deregistration.
-        self.memory = self._keeper = None
+        self.memory = self._buffer_export = None
 
     def _checked_native(self) -> NativeRegion:
         self._check_open()

@@ -31,7 +31,7 @@ MODULE_FOLDERS = (
 def kernel_image(cache: Path, *, backports: bool = False) -> Path:
     """Return the path of a kernel image, whose modules are also below `cache`. apt downloads both if they are missing.
 
-    The kernel is that of this release of the distribution or, with `backports`, the newest one of its backports. The
+    The kernel belongs to this release of the distribution or, with `backports`, is the newest of its backports. The
     package lists of the backports are kept below `cache`; the configuration of apt does not change.
 
     Raises

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["Difference", "compare", "run_in_guest"]
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
-# hardware/lab/rxe.sh makes this device and gives its network interface this address. GID 1 is that of the address.
+# hardware/lab/rxe.sh makes this device and gives its network interface this address. GID 1 is made from the address.
 _GUEST_DEVICE = ("--device", "rxe0", "--address", "10.9.0.1", "--gid-index", "1")
 # The guest is emulated where KVM is missing, so a program gets more time there.
 _GUEST_TIMEOUT_S = 180.0
@@ -81,7 +81,7 @@ def run_in_guest(options: argparse.Namespace, output: Path) -> Path:
 def compare(twin: Path, kernel: Path) -> list[Difference]:
     """Return every program and every test of rdma-core that passes in only one of two records files.
 
-    The order is that of the twin's records. Programs and tests that are missing in a file are left out.
+    The twin's records determine the order. Programs and tests that are missing in a file are left out.
     """
     twin_outcomes, kernel_outcomes = _outcomes(read_records(twin)), _outcomes(read_records(kernel))
     common = [name for name in twin_outcomes if name in kernel_outcomes]

@@ -24,7 +24,7 @@ _COMMAND = "nox -s peers"
 
 
 def program_record(program: StockProgram, outcome: ProgramOutcome, *, version: str, substrate: str) -> Record:
-    """Return the record of a run. `substrate` is that of verbs: ``twin`` or ``kernel_software``."""
+    """Return the record of a run. `substrate` of verbs is ``twin`` or ``kernel_software``."""
     evidence: dict[str, object] = {
         "program": program.name,
         "package": program.package,

@@ -212,7 +212,7 @@ def _run_processes(
         if client.popen.returncode != 0:
             return [*servers, client], f"the client {client.describe_end()}"
         if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
-            # Some servers, such as those of rcopy and rdma_xserver, serve further clients until they are ended.
+            # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until they are ended.
             servers[0].end()
         elif servers and servers[0].popen.returncode != 0:
             return [*servers, client], f"the server {servers[0].describe_end()}"

@@ -73,7 +73,7 @@ private:
             const std::uint32_t sigma1 = std::rotr(word_2, 17) ^ std::rotr(word_2, 19) ^ (word_2 >> 10);
             words[index] = words[index - 16] + sigma0 + words[index - 7] + sigma1;
         }
-        // The names a to h, t1 and t2 are those of FIPS 180-4.
+        // FIPS 180-4 uses the names a to h, t1 and t2.
         auto [a, b, c, d, e, f, g, h] = state_;
         for (std::size_t index = 0; index < 64; ++index) {
             const std::uint32_t choice = (e & f) ^ (~e & g);

@@ -90,7 +90,7 @@ struct Chunk {
 
 struct Progress {
     std::uint64_t bytes = 0;        // Bytes that arrived.
-    std::uint64_t direct_bytes = 0; // Those of the arrived bytes that were moved with O_DIRECT.
+    std::uint64_t direct_bytes = 0; // Bytes among them that O_DIRECT moved.
     bool is_cancelled = false;      // Cancelled before all chunks were started.
     std::optional<Failure> failure; // The first failure.
     std::uint32_t failed_extent = 0;

@@ -43,7 +43,7 @@ void Inode::set_modification_time(int file) {
 
 void Inode::finish_change(int file) {
     struct stat now {};
-    // If fstat fails, the stored version differs from that of the file, so the next access discards all sums.
+    // If fstat fails, the stored version differs from the version of the file, so the next access discards all sums.
     sums_.end_change(fstat(file, &now) == 0 ? Version::of(now) : Version{});
 }
 

@@ -40,7 +40,7 @@ public:
 
     // Opens the sums file `name` in `folder`, and creates it if `create` is set. `file` is a descriptor of the inode's
     // file. Returns 0 or -errno. If the sums belong to another inode or chunk size, or another program has changed the
-    // file, all sums are discarded. Afterwards version() is that of the file.
+    // file, all sums are discarded. Afterwards version() is the version of the file.
     int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes);
     bool is_open() const noexcept { return header_ != nullptr; }
 

@@ -47,6 +47,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     """Print the lines of the fixture `summary`."""
     lines = config.stash.get(_SUMMARY_LINES, [])
     if lines:
-        terminalreporter.write_sep("-", "measurements, next to those of other software in the same run")
+        terminalreporter.write_sep("-", "measurements, beside measurements of other software in the same run")
         for line in lines:
             terminalreporter.write_line(line)

@@ -197,7 +197,7 @@ class DeviceRange:
 class Kvikio:
     """kvikio without cuFile, as on a machine without GPUDirect Storage.
 
-    The settings are those of kvikio.defaults. If the number of threads changes, kvikio creates a new thread pool. The
+    kvikio.defaults has the settings. If the number of threads changes, kvikio creates a new thread pool. The
     end of `stack` closes the files that stay open.
     """
 

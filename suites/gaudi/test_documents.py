@@ -1,7 +1,7 @@
 """Calls of hl-thunk exactly as two documents on Gaudi and InfiniBand describe them. Most of these calls are wrong.
 
 Each case makes a documented call with the signature of the real header ``hlthunk.h``, and shows what it returns.
-docs/gaudi.md compares the calls of the documents with those of the header and of gdrkit.
+docs/gaudi.md compares the calls in the documents with the header and with gdrkit.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def test_cache_registers_an_allocation_once(gaudi: Device, nic: Nic) -> None:
 @NEEDS_GAUDI
 def test_reused_address_has_another_allocation_key(gaudi: Device) -> None:
     with gaudi.allocate(64 * KIB) as old_memory:
-        key, is_present = old_memory.allocation_key(), old_memory.presence(old_memory.allocation_key())
+        key, is_present = old_memory.allocation_key(), old_memory.make_existence_check(old_memory.allocation_key())
         assert is_present()
     with gaudi.allocate(64 * KIB) as new_memory:
         assert new_memory.address == old_memory.address

@@ -60,7 +60,7 @@ def dgx(tmp_path: Path) -> Facts:
 
 
 def with_gpu(facts: Facts, gpu: GpuLink) -> Facts:
-    """Return facts in which this GPU replaces the one of the same address."""
+    """Return facts in which this GPU replaces the GPU with the same address."""
     assert facts.nvml is not None
     gpus = tuple(gpu if other.pci_bus_id == gpu.pci_bus_id else other for other in facts.nvml.gpus)
     return replace(facts, nvml=replace(facts.nvml, gpus=gpus))

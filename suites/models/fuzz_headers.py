@@ -1,7 +1,7 @@
 """Fuzz target of the headers of model files: ``python -m models.fuzz_headers --seconds 10``.
 
-The parser may refuse a text with its documented error. If it accepts one, the entries are those of Python's parser of
-JSON. They cover the data without a gap, and a header that is packed from them is parsed to the same entries.
+The parser may refuse a text with its documented error. If it accepts one, the entries equal the result of Python's
+parser of JSON. They cover the data without a gap, and a header that is packed from them is parsed to the same entries.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def main() -> None:
     if action.startswith("create-for-"):
         create_file(action.removeprefix("create-for-"), path, int(sys.argv[3]))
     elif LOADERS[action](path) != pattern.payload(BLOCK_BYTES, seed=_SEED):
-        sys.exit("the last block on the GPU differs from that of the file")
+        sys.exit("the last block on the GPU differs from the last block of the file")
 
 
 if __name__ == "__main__":

@@ -384,6 +384,6 @@ def test_slow_link_fails_a_machine_with_proven_routes() -> None:
     assert decide(facts, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
     faster = dataclasses.replace(profile, links=(dataclasses.replace(links[0], at_least=800),))
     outcome = decide(facts, faster, [PROVEN_RECORD], software_asked=False)
-    assert (outcome.code, outcome.verdict) == (ExitCode.FAILED, "The links are not those of profile any")
+    assert (outcome.code, outcome.verdict) == (ExitCode.FAILED, "The links differ from the links in profile any")
     assert outcome.causes[0].startswith("nic_gbit_per_s: 0 of 1 have 800 (mlx5_0 port 1 has 400)")
     assert outcome.to_do

@@ -139,7 +139,7 @@ def test_killed_rank_fails_its_pairs_and_the_report_exists(tmp_path: Path) -> No
     with job_on_this_machine(tmp_path / "out") as job:
         assert str(tmp_path / "out" / "index.html") in job.wait_for_line("2 of 2 ranks")
         os.kill(job.rank_process(rank=1), signal.SIGKILL)
-        # The exit code is that of mpirun, which waits only a second or two for the other ranks.
+        # The exit code comes from mpirun, which waits only a second or two for the other ranks.
         assert job.wait() == 128 + signal.SIGKILL
         job.wait_for_all_processes(limit_s=120)
     folder = RunFolder(tmp_path / "out")

@@ -257,7 +257,7 @@ class CopyReader:
         self._round_number = round_number
 
     def finish(self) -> Reading:
-        """Copy the flag once, and the data if the flag is that of the round."""
+        """Copy the flag once, and the data if the flag has the value of this round."""
         target = self._target
         flag, data = bytearray(WORD_BYTES), bytearray(target.words_count * WORD_BYTES)
         self.stream.read_into(target.flag_memory, flag, offset_bytes=target.flag_offset_bytes)

@@ -53,7 +53,7 @@ def test_nics_carry_the_shares_of_their_links(
     for load in balance.loads:
         evidence.number(f"{load.nic}_share_percent", load.share_percent)
     if not balance.is_counted:
-        evidence.unproven("a port has no byte counters, so the shares are those of the initiators")
+        evidence.unproven("a port has no byte counters, so the shares were counted by the initiators")
     if balance.slow_nics:
         names = ", ".join(balance.slow_nics)
         evidence.unproven(f"these NICs carry less than 70 % of the share of their links: {names}")

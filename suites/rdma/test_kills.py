@@ -82,7 +82,7 @@ def processes_with(variable: str) -> list[int]:
 
 def left_behind(domain: str, temporary: Path) -> list[str]:
     """Return what the processes of a domain have left: their state, sockets, and files."""
-    state = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - the folder is that of gdrkit run.
+    state = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - gdrkit run uses this folder.
     names = [str(path) for path in state.glob(f"{domain}*")] if state.exists() else []
     names += [line for line in Path("/proc/net/unix").read_text().splitlines() if f"/{domain}/" in line]
     return names + [str(path) for path in temporary.iterdir()]

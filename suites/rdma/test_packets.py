@@ -1,4 +1,4 @@
-"""Each port counts the packets that the bytes need with the path MTU, also that of an rxe device in the lab."""
+"""Each port counts the packets that the bytes need with the path MTU, also the port of an rxe device in the lab."""
 
 from __future__ import annotations
 

@@ -53,12 +53,12 @@ def test_new_mapping_at_the_same_address_is_a_miss() -> None:
     for _ in range(20):
         with HostMemory(LENGTH_BYTES) as memory:
             key = memory.allocation_key()
-            assert memory.presence(key)()
+            assert memory.make_existence_check(key)()
             ((base, length_bytes, mapping_id),) = key
             assert (base, length_bytes) == (memory.address, LENGTH_BYTES)
             mapping_ids.add(mapping_id)
             addresses.add(base)
-        assert not memory.presence(key)()
+        assert not memory.make_existence_check(key)()
     assert len(mapping_ids) == 20
     # The kernel reuses the address that was just unmapped, so the address alone does not identify the memory.
     assert len(addresses) < 20

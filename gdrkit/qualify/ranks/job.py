@@ -110,8 +110,9 @@ def _detach_from_mpi() -> None:
     """Continue in a child process in a new session, which MPI does not kill.
 
     If one process of a job dies, MPI kills all others one second later. The child process of rank 0 can then still
-    write the report, and those of the other ranks still measure. The process that MPI has started waits for the child
-    and exits with its exit code. If rank 0 ends, the children end too, because their connections to it are closed.
+    write the report, and the processes of the other ranks still measure. The process that MPI has started waits for the
+    child and exits with its exit code. If rank 0 ends, the children end too, because their connections to it are
+    closed.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -71,7 +71,7 @@ class _Operations:
         }
 
     def connect(self, endpoint: dict[str, Any]) -> None:
-        """Connect the queue pair of the target to that of the initiator."""
+        """Connect the queue pair of the target to the queue pair of the initiator."""
         if self._target is None:
             message = "connect is allowed only after open_target"
             raise UsageError(message)

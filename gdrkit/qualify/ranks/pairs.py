@@ -86,7 +86,7 @@ def plan_pairs(ranks: Sequence[RankFacts], *, within_hosts: bool) -> tuple[Pair,
     """Return one pair for each combination of a GPU and a NIC of one machine. This GPU and NIC are the target.
 
     The GPUs of a machine are divided among its ranks. The initiator is the next rank on another machine. It uses the
-    NIC with the same position in the list of NICs as that of the target, because such NICs are usually on the same
+    NIC at the same position in the list of NICs as the target's NIC, because such NICs are usually on the same
     network (a rail). With a single machine, or with `within_hosts`, the initiator is the next rank on the same machine.
     """
     has_several_hosts = len({rank_facts.host for rank_facts in ranks}) > 1

@@ -115,8 +115,8 @@ class MeasuringChild:
 def join(listener: Mapping[str, Any], hello: RankHello) -> MessageSocket:
     """Connect to rank 0 at the first of its addresses at which it answers.
 
-    Several hosts may have one of the addresses, such as that of a container bridge. Another program may answer there,
-    so the next address is tried after a wrong answer.
+    Several hosts may have one of the addresses, such as the address of a container bridge. Another program may answer
+    there, so the next address is tried after a wrong answer.
 
     Parameters
     ----------

@@ -39,7 +39,7 @@ class AgentError(GdrkitError):
 
 
 def as_agent_error(error: GdrkitError | OSError) -> AgentError:
-    """Return the error to send to the client: with the errno of `error` if it has one, else with that of its reason."""
+    """Return the error to send to the client: with the errno of `error` if it has one, else the errno of its reason."""
     if isinstance(error, AgentError):
         return error
     if isinstance(error, ApiError) and error.errno:

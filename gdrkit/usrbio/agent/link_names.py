@@ -1,8 +1,8 @@
 """Parsers of the name of a publication's link, and of the target of a link to device memory.
 
-The names are those of 3FS. The name of host memory is ``UUID[.bBLOCK]``, that of a ring
-``UUID(.rDEPTH|.wDEPTH)[.ph|.pl][.tMS][.fBITS]``, and that of device memory ``UUID.gdr.dDEVICE``. For other names the
-parsers raise ``AgentError`` with EINVAL.
+3FS uses the same names. The name of host memory is ``UUID[.bBLOCK]``, the name of a ring
+``UUID(.rDEPTH|.wDEPTH)[.ph|.pl][.tMS][.fBITS]``, and the name of device memory ``UUID.gdr.dDEVICE``. For other names
+the parsers raise ``AgentError`` with EINVAL.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class PublishedDeviceMemory:
     Raises
     ------
     AgentError
-        EINVAL: the share handle has fewer bytes than the target, or it has more bytes and is not that of a dma-buf.
+        EINVAL: the share handle has fewer bytes than the target, or it has more bytes and is not a handle of a dma-buf.
     GdrkitError
         See :func:`~gdrkit.registration.import_dmabuf`.
     """
@@ -166,7 +166,7 @@ class PublishedDeviceMemory:
         if handle_message is not None:
             device = device_of(handle_message.handle)
         elif target.ipc_handle is not None:
-            # The number in the link is that of the owner. This process may have another number for the device.
+            # The owner's number of the device is in the link. This process may have another number for the device.
             device = cuda.Device(cuda.device_of_handle(target.ipc_handle))
         else:
             return
@@ -344,7 +344,7 @@ class Nics:
                     self._placement.reach.measured(device, self._connected)
 
     def _nearest_nics(self, memory: PublishedDeviceMemory, nics: Sequence[verbs.Nic]) -> tuple[int, ...]:
-        """Return the indices of those of `nics` that are nearest to the GPU of the memory."""
+        """Return the indices of the NICs in `nics` that are nearest to the GPU of the memory."""
         if memory.device is None:
             return ()
         nearest = self._placement.nearest(memory.device.pci_bus_id, nics)

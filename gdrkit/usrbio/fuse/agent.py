@@ -1,6 +1,6 @@
 """An agent in FUSE mode: for a store on another machine, and for programs that know only the mount of 3FS.
 
-The files of the mount are those of the storage server. The real folder ``3fs-virt`` is in a private folder of the user,
+The mount shows the files of the storage server. The real folder ``3fs-virt`` is in a private folder of the user,
 where the next agent of this mount finds it. An iov that a process publishes by a symbolic link is removed when the
 process ends.
 """

@@ -54,7 +54,7 @@ class StoreFiles:
     def request(self, request: Request, reply_type: type[_Result]) -> _Result:
         """Send a request of :mod:`gdrkit.storage.messages` and return its reply, which is a `reply_type`.
 
-        The handles in requests and replies are those of this object, and not those of the server.
+        The handles in requests and replies are valid in this object; the server has other handles.
         """
         with self._lock:
             message = cast("Any", request)

@@ -126,7 +126,7 @@ private:
 using DeviceRef = std::shared_ptr<Device>;
 
 // Find the open device of a descriptor. On failure return null and set *error. EBADF: the descriptor is not open.
-// ENOTTY: it is not that of a device. ENODEV: the device belongs to another process.
+// ENOTTY: it is not a descriptor of a device. ENODEV: the device belongs to another process.
 DeviceRef find_device(int fd, int* error);
 // Find the index of the device to which a descriptor of a device or of a control device belongs. Return false and set
 // *error as find_device does.

@@ -1,5 +1,5 @@
 // A library for LD_PRELOAD, by which programs see the devices of the verbs twin in /sys and /dev. Each function here
-// replaces the function of libc with the same name. If its path is that of a device file, it calls the function of libc
+// replaces the function of libc with the same name. If its path names a device file, it calls the function of libc
 // with the path of this file in the tree of the domain. `gdrkit run` creates the tree and sets the variables for its
 // child. The library needs only libc, so it adds little to the start of a process.
 #include <dirent.h>
@@ -25,7 +25,7 @@ using gdrkit::twin::Path;
 
 namespace {
 
-// Return the definition of a function after this library's, which is that of libc. `cache` may be filled by several
+// Return the definition of a function that follows this library's definition: libc's. `cache` may be filled by several
 // threads at once.
 void* next_definition(const char* name, void** cache) {
     void* function = __atomic_load_n(cache, __ATOMIC_RELAXED);

@@ -18,7 +18,7 @@
 namespace gdrkit::twin {
 namespace {
 
-// System calls by their number. The functions of libc with these names are those of devices.cpp in this process.
+// System calls by their number. In this process, devices.cpp replaces the functions of libc with these names.
 int open_directly(const char* path, int flags) {
     return static_cast<int>(syscall(SYS_openat, AT_FDCWD, path, flags | O_CLOEXEC, 0));
 }

@@ -38,7 +38,7 @@ void write_file(const fs::path& path, const std::string& text) {
     }
 }
 
-// Create a relative link, like those of sysfs, which stays inside the tree.
+// Create a relative link, like the links of sysfs, which stays inside the tree.
 void write_link(const fs::path& link, const fs::path& target) {
     fs::create_directories(link.parent_path());
     fs::create_symlink(target.lexically_relative(link.parent_path()), link);
@@ -241,7 +241,7 @@ void write_tree(const fs::path& tree) {
             write_nic(tree, nic_port, index, devices[index]);
         }
         if (index < gpu_count) {
-            // The address is that of cuDeviceGetPCIBusId.
+            // cuDeviceGetPCIBusId returns the same address.
             const PciFunction gpu{format("0000:%02x:00.0", 0xa0 + index), "0x10de", "0xfff1", display_class};
             write_pci_function(tree, gpu_port / gpu.address, gpu);
         }

@@ -51,7 +51,7 @@ int connect_to(std::string_view name);
 int reserve_name(std::string_view name);
 
 // Open a socket that receives datagrams at this name, with the credentials of the sender. Return the socket or -errno,
-// as listen_on does. The names of datagram sockets and those of listening sockets are independent.
+// as listen_on does. Datagram sockets and listening sockets have separate namespaces.
 int receive_datagrams_at(std::string_view name);
 
 // Open a socket that sends datagrams. Return the socket or -errno.

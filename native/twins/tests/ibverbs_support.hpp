@@ -15,8 +15,8 @@
 
 namespace gdrkit::twin::tests {
 
-// Set GDRKIT_TWINS_DOMAIN to a name of this process, so that its NICs do not reach those of tests that run at the same
-// time.
+// Set GDRKIT_TWINS_DOMAIN to a name of this process, so that its NICs do not reach the NICs of tests that run at the
+// same time.
 inline void isolate_from_other_processes() {
     if (std::getenv("GDRKIT_TWINS_DOMAIN") == nullptr) {
         setenv("GDRKIT_TWINS_DOMAIN", ("test." + std::to_string(getpid())).c_str(), 1);

@@ -175,7 +175,7 @@ void test_invalid_arguments() {
     CHECK(open_domain(context, 1 << 20) == nullptr && errno == EBADF);
     CHECK(create_receive_pair(context, nullptr) == nullptr && errno == EINVAL);
     CHECK(create_xrc_queue(pair.other_pd, nullptr, pair.queue_cq) == nullptr && errno == EINVAL);
-    // A queue of an XRC domain cannot be that of another queue pair.
+    // A queue pair of type RC cannot use the receive queue of an XRC domain.
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = pair.receiver.cq;
     init.srq = pair.first;

@@ -2,7 +2,7 @@
 //
 // Every client of an agent can fill the semaphore with invalid values or truncate its file. Therefore only the kernel
 // reads and writes the memory (FUTEX_WAIT, FUTEX_WAKE_OP). The kernel returns EFAULT where an access by the processor
-// would raise SIGBUS. The layout is that of a glibc semaphore shared between processes, because a client of 3FS calls
+// would raise SIGBUS. The layout equals a glibc semaphore shared between processes, because a client of 3FS calls
 // sem_post, and a daemon of 3FS calls sem_wait.
 #pragma once
 

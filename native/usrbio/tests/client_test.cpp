@@ -124,7 +124,7 @@ void test_wrapped_memory_has_the_block_size_of_its_link() {
             unlink(link.c_str());
         }
     }
-    // A link whose name only begins like that of the memory is another publication, such as a ring.
+    // A link whose name only begins with the name of the memory belongs to another object, such as a ring.
     CHECK_EQUAL(symlink("/dev/shm/other", mount.link(to_string(id) + ".r0").c_str()), 0);
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
 }

@@ -129,7 +129,7 @@ void test_changed_handles_are_refused() {
     run_and_check("import", mount, handle_with(64, 1 << 30), iov.id, -EINVAL);
     run_and_check("import", mount, handle_with(64, u64{1} << 63), iov.id, -EINVAL);
     run_and_check("import", mount, handle_with(72, UINT64_MAX), iov.id, -EINVAL);
-    // The number of the device is that of the owner. The importer may have other numbers, so it asks the driver.
+    // The owner wrote its own number of the device. The importer may have other numbers, so it asks the driver.
     copy_to_device(reinterpret_cast<u64>(iov.base), pattern(size, 5));
     run_and_check("import", mount, handle_with(72, 1000), iov.id);
     gdrkit_share_handle_t share{};

@@ -40,7 +40,7 @@ PROOF_PATCHES = (READ_NOT_FLUSHED, NIC_NOT_ASKED)
 
 
 def ignore_counters(routes: Any) -> None:
-    """a route is proven if the libraries were those of hardware, without the port counters"""
+    """a route is proven if the process loaded the hardware's libraries, without the port counters"""
     routes._why_no_proof = lambda record, _route, apis: routes._why_not_hardware(record, apis)
 
 

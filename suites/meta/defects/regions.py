@@ -66,7 +66,7 @@ def register_null_pointer(policy: Any) -> None:
                 nic.domain, address=memory.address, length_bytes=memory.length_bytes, access=int(access), is_device=True
             )
             registration._add_region(
-                nic, Region(nic, region, length_bytes=memory.length_bytes, memory=None, keeper=None)
+                nic, Region(nic, region, length_bytes=memory.length_bytes, memory=None, buffer_export=None)
             )
 
     policy._REGISTER_BY_ROUTE[policy.RegistrationRoute.PEER_MEMORY] = _by_address
@@ -178,14 +178,14 @@ def evict_leased(cache: Any) -> None:
 
 def identify_by_address(pointer: Any) -> None:
     """a lookup identifies memory by its address and does not query the buffer id"""
-    original = pointer.presence
-    pointer.presence = lambda key: (lambda: True) if len(key) == 1 else original(key)
+    original = pointer.make_existence_check
+    pointer.make_existence_check = lambda key: (lambda: True) if len(key) == 1 else original(key)
 
 
 def check_first_chunk_only(pointer: Any) -> None:
     """a lookup queries the buffer id of the first chunk only"""
-    original = pointer.presence
-    pointer.presence = lambda key: original(key[:1])
+    original = pointer.make_existence_check
+    pointer.make_existence_check = lambda key: original(key[:1])
 
 
 def leave_device_current(driver: Any) -> None:

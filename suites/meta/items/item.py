@@ -21,7 +21,7 @@ __all__ = ["DOCUMENTS", "Document", "Item", "State", "problems", "read_document"
 
 
 class State(StrEnum):
-    """The state of an item. The values are those of the TOML files and of docs/findings.md."""
+    """The state of an item. The TOML files and docs/findings.md contain these values."""
 
     DONE = "done"
     # The real headers contradict the item, or something else replaced it. `Item.guide` has the explanation.
