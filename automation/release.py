@@ -276,7 +276,7 @@ def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel
         require([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked)])
         (stripped,) = folder.glob("*.whl")
         excluded = [f"--exclude={library}" for library in _EXCLUDED]
-        # auditwheel accepts a tag of its own machine only, and finds out that of a wheel for another processor.
+        # auditwheel accepts a tag of its own machine only, and determines the tag of a wheel for another one.
         repair = ["repair", "--plat=auto", *excluded, "--wheel-dir", str(folder / "wheel")]
         require([str(tools / "auditwheel"), *repair, str(stripped)], environ=prepend_to_path(tools))
         (repaired,) = (folder / "wheel").glob("*.whl")

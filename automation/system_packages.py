@@ -88,7 +88,7 @@ def missing_build_packages(python: str) -> list[str]:
     headers = Path(output_of([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h")
     if headers.exists():
         return missing
-    # The package python3-dev has the headers of the system's Python alone.
+    # python3-dev has headers only for the system's Python.
     is_system_python = python_version(python) == python_version(SYSTEM_PYTHON)
     version = "3" if is_system_python else ".".join(map(str, python_version(python)))
     return [*missing, f"python{version}-dev"]
@@ -104,7 +104,7 @@ def missing_pyverbs_packages() -> list[str]:
 def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
     """Install packages by the package manager of the distribution that the file `os_release` names.
 
-    The parameter `packages` has the names of Debian. If the package manager must not be called, print what to install
+    `packages` are names of Debian packages. If the package manager must not be called, print what to install
     and exit from nox with code 3.
     """
     if not packages:
@@ -166,13 +166,13 @@ def install_filesystem_tools() -> None:
 
 
 def install_strace() -> None:
-    """Install strace. Only the cases that make single system calls fail need it."""
+    """Install strace. Only the cases that inject errors into system calls need it."""
     if os.geteuid() == 0 and not shutil.which("strace"):
         _install_optional(["strace"], consequence="the cases of failing system calls will not run")
 
 
 def find_vendor_stack() -> str | None:
-    """Return a text about a vendor's RDMA libraries, or None if they are the distribution's or are missing."""
+    """Return a description of a vendor's RDMA libraries, or None if no vendor has replaced the distribution's."""
     if shutil.which("ofed_info"):
         return "ofed_info is installed"
     for row in output_of(["/sbin/ldconfig", "-p"]).splitlines():
@@ -214,7 +214,7 @@ def dnf_changes(output: str) -> list[Change]:
         if row.split()[:1] == ["replacing"]:
             changes.append(Change(row.split()[1], replaces=True, is_allowed=False, text=row.strip()))
             continue
-        # dnf breaks a row behind a long name, so the columns are counted.
+        # dnf wraps a row after a long name, so the columns are counted and not the lines.
         words += row.split()
         if len(words) >= _DNF_COLUMNS and words[0] != "Package":
             name, replaces = words[0], not section.startswith("installing")

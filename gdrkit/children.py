@@ -1,4 +1,5 @@
-"""Waits with a time limit for the end of child processes and threads. Each wait reports the ones that did not end.
+"""Waits with a time limit for the end of child processes and threads. Each wait reports the children and threads that
+did not end.
 
 SIGKILL does not end a process that waits inside the kernel (state D), such as for a driver or disk that hangs. A wait
 for a process that is stopped by a debugger does not return either. Every wait for a child therefore has a limit.
@@ -24,7 +25,7 @@ __all__ = ["KILL_TIMEOUT_S", "join_threads", "kill_child"]
 
 # Longest wait for the end of a killed child, in seconds.
 KILL_TIMEOUT_S = 5.0
-# Killed children that had not ended within the limit. Each later call of kill_child collects those that have ended.
+# Killed children that had not ended within the limit. Each later call of kill_child collects the ended children.
 _abandoned_children: list[subprocess.Popen[bytes]] = []
 
 
@@ -37,7 +38,7 @@ def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, time
         The child. If it has ended already, its process group is killed nevertheless.
     leads_group : bool
         Whether the child leads a process group (``process_group=0``, ``start_new_session=True``). The whole group is
-        killed: all processes that the child has started, except those that left the group.
+        killed: all processes that the child has started, except processes that left the group.
     timeout_s : float
         Longest wait for the end, in seconds.
 

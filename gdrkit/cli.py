@@ -204,7 +204,7 @@ def qualify(
 @click.option(
     "--software", is_flag=True, help="Run every API on its software twin. This says nothing about the machine."
 )
-@click.option("--profile", metavar="NAME", help="The profile of this kind of machine. Default: the one that fits best.")
+@click.option("--profile", metavar="NAME", help="The profile of this kind of machine. Default: the best fit.")
 def check(budget_s: float, software: bool, profile: str | None) -> int:
     """Check the routes that the profile requires, and print one line.
 
@@ -233,7 +233,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
         "  ibv_reg_dmabuf_mr  call=2    errno=EOPNOTSUPP\n"
         "  cuMemAlloc_v2      call=1-3  status=2\n"
         "  wc.rdma_write      call=*    status=12\n\n"
-        "\b\nExit codes: that of COMMAND, or\n"
+        "\b\nExit codes: the exit code of COMMAND, or\n"
         "  127 COMMAND was not found\n"
         "  126 COMMAND cannot be executed\n"
         "  2 wrong usage, or a malformed fault plan\n"
@@ -289,7 +289,7 @@ def run_command(
     """Run a program on software twins of its libraries.
 
     A software twin is a drop-in library that emulates the hardware. The program is not changed: variables of the
-    dynamic loader make it use the twins. Signals, the terminal and the exit code are those of the program. At its end,
+    dynamic loader make it use the twins. Signals reach the program, and gdrkit returns its exit code. At its end,
     one line for each API says which processes used the twin. docs/twins.md lists programs that were tested.
     """
     from gdrkit import host, launch

@@ -23,7 +23,7 @@ __all__ = ["COMMANDS"]
         "  gdrkit observe --logs --html path.html -- mpirun -n 2 all_reduce_perf\n"
         "  gdrkit observe --pid 4711 --seconds 10 --json\n"
         "  gdrkit run --software -- gdrkit observe -- ib_write_bw\n\n"
-        "\b\nExit codes: that of COMMAND, or\n"
+        "\b\nExit codes: the exit code of COMMAND, or\n"
         "  0 the process of --pid was observed\n"
         "  1 there is no such process, or it belongs to another user\n"
         "  2 wrong usage\n"

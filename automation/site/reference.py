@@ -39,7 +39,7 @@ _REASON = re.compile(r'^    #: (?P<meaning>.+)\n    [A-Z_]+ = "(?P<value>\w+)"$'
 
 @functools.cache
 def public_modules() -> dict[str, ModuleType]:
-    """Return the modules with public names: packages, modules beside packages, and those that guides import from.
+    """Return the modules with public names: packages, modules beside packages, and modules that guides import from.
 
     The modules of the command line are left out, because people use their commands and not their functions.
     """
@@ -126,7 +126,7 @@ def _context(command: click.Command, name: str, *, parent: click.Context | None 
 
 
 def commands_page() -> str:
-    """Return the page of all commands. The texts are those that ``--help`` prints."""
+    """Return the page of all commands. ``--help`` prints the same texts."""
     # cli.py has no public name except `main`, which runs the program.
     group: click.Group = importlib.import_module("gdrkit.cli").cli
     parts = ["# Commands\n", "This page has the help text of every command: `gdrkit COMMAND --help` prints the same.\n"]

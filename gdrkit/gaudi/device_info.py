@@ -91,7 +91,7 @@ def device_count() -> int:
 
 
 def list_devices() -> tuple[DeviceInfo, ...]:
-    """Return all devices, also those that another program has open. They are queried through their control devices."""
+    """Return all devices, also if another program has them open. They are queried through their control devices."""
     return tuple(_query_device(number) for number in range(device_count()))
 
 

@@ -122,7 +122,7 @@ def copy_file(
         not report (procfs, sysfs) is read to its end.
     destination : path
         The new file, or the folder for it. A regular file of that name is replaced; a symbolic link is followed. The
-        permission bits are those that cp would set: see :func:`~gdrkit.gds.new_file.new_file`.
+        permission bits equal the bits that cp would set: see :func:`~gdrkit.gds.new_file.new_file`.
     device_index : int
         The device whose memory the bytes pass through; :data:`~gdrkit.gds.HOST` for host memory.
     chunk_bytes : int

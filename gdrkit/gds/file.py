@@ -307,7 +307,7 @@ class File:
             self._end_use()
 
     def close(self) -> None:
-        """Wait for the transfers of the file, including those that other threads are starting, and close it.
+        """Wait for the transfers of the file, including transfers that other threads are starting, and close it.
 
         A second close does nothing. A close during another close waits for the first.
         """

@@ -86,7 +86,7 @@ class TransferFailed(ApiError):
     Attributes
     ----------
     transferred : Transferred
-        The result up to the error. Bytes after those that it counts may have been moved, too.
+        The result up to the error. More bytes than it counts may have been moved.
     """
 
     transferred: Transferred

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["start_harness"]
 
-# The cases that pytest has processed, also those that did not run because of an unmet need.
+# The cases that pytest has processed, also cases that did not run because of an unmet need.
 _CASES: pytest.StashKey[list[Case]] = pytest.StashKey()
 _RUNNING_CASE: pytest.StashKey[Case | None] = pytest.StashKey()
 # Whether the collection is complete.

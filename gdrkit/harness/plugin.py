@@ -20,11 +20,11 @@ _OPTIONS = {
         "SUBSTRATE",
         "fail unless the APIs run on this substrate: software, hardware, or e.g. verbs=twin,cuda=hardware",
     ),
-    "--profile": ("NAME", "the profile of this machine (hardware/profiles); by default the one that fits best"),
+    "--profile": ("NAME", "the profile of this machine (hardware/profiles); by default the profile that fits best"),
     "--records": ("FILE", "append one JSON record per case"),
     "--facts": ("FILE", "read the facts of this machine from this file and do not query the APIs"),
     "--plan": ("FILE", "write the collected cases with their unmet needs"),
-    "--command": ("TEXT", "the command line that the records contain; by default that of pytest"),
+    "--command": ("TEXT", "the command line that the records contain; by default the command line of pytest"),
     "--cases": ("FILE", "run only the cases whose ids are in this file, one per line"),
 }
 

@@ -82,7 +82,7 @@ class Session:
 
     @cached_property
     def profile(self) -> Profile:
-        """The profile of ``--profile``, or without that option the one that fits this machine best.
+        """The profile of ``--profile``, or without that option the profile that fits this machine best.
 
         Raises
         ------

@@ -34,7 +34,7 @@ _ADVICE = {
     "NVML_ERROR_NO_PERMISSION": "give this user read and write permission for /dev/nvidiactl and /dev/nvidia*",
     "NVML_ERROR_DRIVER_NOT_LOADED": "load the kernel module nvidia",
     "NVML_ERROR_LIB_RM_VERSION_MISMATCH": (
-        "reboot, or reload the kernel module: its version and that of libnvidia-ml differ"
+        "reboot, or reload the kernel module: its version and the version of libnvidia-ml differ"
     ),
 }
 

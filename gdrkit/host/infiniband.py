@@ -1,7 +1,7 @@
 """RDMA devices of the kernel, as sysfs shows them.
 
 :mod:`gdrkit.verbs` lists the devices that a program can open. They may differ from the devices of the kernel, because
-the libibverbs of the program may not be the one of the system.
+the program may use another libibverbs than the system's.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessId
 def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool | None:
     """Return whether the process still runs, or None if this process cannot see that.
 
-    A process cannot see the processes of another PID namespace, or those that /proc hides from its user.
+    A process cannot see processes of another PID namespace, or processes that /proc hides from its user.
     """
     tree = HostTree() if tree is None else tree
     boot_id = _boot_id(tree)

@@ -43,7 +43,7 @@ class RecordedReads:
     Attributes
     ----------
     texts, binaries : mapping
-        Contents of files. `texts` has those that are UTF-8; `binaries` has the others, in base64.
+        Contents of files. `texts` has the contents in UTF-8; `binaries` has all others, in base64.
     lines : mapping
         The lines that contain one of the searched words. The key is the path and the words, joined by ``|``.
     folders : mapping

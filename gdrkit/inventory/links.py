@@ -1,4 +1,4 @@
-"""Comparison of the links of a machine with those that its profile expects: PCIe, NVLink and the ports of the NICs.
+"""Comparison of the links of a machine with the links that its profile expects: PCIe, NVLink and the ports of the NICs.
 
 A link that trained below its expected speed still works, so no case fails because of it. All functions here are pure.
 """

@@ -69,7 +69,7 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
     Parameters
     ----------
     tree : HostTree or None
-        The files of the machine; None for this one. Queue pairs, regions and BAR1 are always those of this machine.
+        The files of the machine; None for this one. Queue pairs, regions and BAR1 are always read from this machine.
     """
     tree = HostTree() if tree is None else tree
     not_read = Metric("gdrkit_not_read", "Sources that could not be read, by source and cause; see docs/monitor.md.")

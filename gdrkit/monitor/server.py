@@ -71,7 +71,7 @@ class MetricsServer:
 
 
 def serve_metrics(host: str, port: int, *, metrics: Callable[[], Iterable[Metric]] = process_metrics) -> MetricsServer:
-    """Serve metrics to Prometheus. With the default, they are those of this process; see :func:`watch`.
+    """Serve metrics to Prometheus. By default they describe this process; see :func:`watch`.
 
     Raises
     ------

@@ -213,7 +213,7 @@ def _file_route(observation: Observation) -> ObservedRoute | None:
     gpus = _used_gpus(observation)
     processes = observation.processes
     pcie_counts = [gpu.pcie_received_bytes for gpu in gpus if gpu.pcie_received_bytes is not None]
-    # The counts of a process include those of its children that have ended, so that a sum would count them twice.
+    # The counts of a process include the counts of its ended children, so a sum would count them twice.
     sizes = _FileBytes(
         read=max((process.read_bytes or 0 for process in processes), default=0),
         from_storage=max((process.storage_read_bytes or 0 for process in processes), default=0),

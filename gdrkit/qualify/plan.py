@@ -23,7 +23,7 @@ __all__ = ["CasePlan", "PlannedCase", "fitting_sessions", "read_plan"]
 
 @dataclass(frozen=True, slots=True)
 class PlannedCase:
-    """A case with its declared needs and those that this machine does not meet.
+    """A case with its declared needs and the needs that this machine does not meet.
 
     Attributes
     ----------

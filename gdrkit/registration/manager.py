@@ -82,7 +82,7 @@ class GdrState:
     Attributes
     ----------
     nics : tuple of str
-        Names of the active NICs. :attr:`GpuState.nics` has those that reach a GPU.
+        Names of the active NICs. :attr:`GpuState.nics` has the NICs that reach a GPU.
     gpus : tuple of GpuState
         States of all requested GPUs.
     obstacles : tuple of GdrObstacle

@@ -77,7 +77,7 @@ class ReachTable:
             return tuple(self._results[key] for key in keys)
 
     def store(self, results: Iterable[Reach]) -> None:
-        """Keep the results of measurements. Of several for one GPU and NIC, keep the one that proves most."""
+        """Keep the results of measurements. If a GPU and a NIC have several, keep the result that proves most."""
         best: dict[_Key, Reach] = {}
         for result in results:
             key = (result.gpu_uuid, result.nic_gid)
@@ -107,7 +107,7 @@ class ReachTable:
         return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
 
     def _measure(self, device: PrimaryContext, due: Sequence[Nic], nics: Sequence[Nic]) -> None:
-        """Measure the NICs `due` in loopback. Measure those that fail again, with a working NIC as the peer."""
+        """Measure the NICs `due` in loopback. If a NIC fails, measure it again with a working NIC as the peer."""
         results = dict(zip(due, measure_reach(device, [(nic, nic) for nic in due], tree=self._tree), strict=True))
         known = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
         working = next((nic for nic, result in known.items() if result.moved), None)

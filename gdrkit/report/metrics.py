@@ -27,8 +27,8 @@ __all__ = ["render_metrics"]
 def render_metrics(contents: Contents, view: View, *, host: str | None = None) -> str:
     """Return the contents of metrics.prom.
 
-    A state has one gauge for each possible value. The gauge of the present value is 1, and the others are 0. `host` is
-    used as the label ``host`` instead of the host name of the run, if several hosts have that name.
+    A state has one gauge for each possible value. The gauge of the present value is 1, and the others are 0. If several
+    hosts have the same name, `host` replaces the host name of the run in the label ``host``.
     """
     return "".join(_list_families(contents, view, contents.run.host if host is None else host))
 

@@ -109,8 +109,8 @@ def substrate_of(
     nics : collection of str
         The names of the used NICs. If empty, all NICs of the facts count as used.
     nodes : collection of DeviceNode or None
-        The character devices that the process had open. If None, the ones that were open while the facts about the API
-        were collected.
+        The character devices that the process had open. If None, the devices that were open while the facts about the
+        API were collected.
     """
     libraries_of: dict[str, list[_Library]] = {}
     for library in libraries:

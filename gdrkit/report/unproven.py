@@ -81,8 +81,8 @@ _NO_RATE_MEASURED = UnprovenCases(
 def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
     """Return the groups of cases that proved nothing about hardware.
 
-    Cases that did not run are first, and among them those that the profile does not foresee. Then follow the cases that
-    ran on software.
+    Cases that did not run are first, beginning with the cases that the profile does not foresee. Then follow the cases
+    that ran on software.
     """
     not_run: dict[tuple[bool, str, str], list[str]] = {}
     on_software: dict[tuple[str, str], list[str]] = {}

@@ -82,7 +82,7 @@ class Batch:
         ApiError
             The first operation that failed, with the errno of the server.
         DataMismatch
-            Bytes that arrived in host memory differ from those that the server sent.
+            Bytes that arrived in host memory differ from the bytes that the server sent.
         """
         remaining = iter(results)
         return [

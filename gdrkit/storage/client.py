@@ -219,7 +219,7 @@ class StorageClient:
             that were written. ENODATA: the file has a hole, and `forbid_holes` is set. EREMOTEIO: the server is gone,
             or could not access the memory.
         DataMismatch
-            Bytes that arrived in host memory differ from those that the server sent.
+            Bytes that arrived in host memory differ from the bytes that the server sent.
         """
         batch = Batch(IoOpcode.READ, self.limits, forbid_holes=forbid_holes, checksum=True)
         return self._transfer(batch, requests)

@@ -32,7 +32,7 @@ class ControlConnection:
         # header or of the payload that have arrived.
         self._header: Header | None = None
         self._arrived = bytearray()
-        # Descriptors that arrived with the last frame (SCM_RIGHTS). The caller removes those that it keeps.
+        # Descriptors that arrived with the last frame (SCM_RIGHTS). The caller removes the descriptors that it keeps.
         self.descriptors: list[int] = []
 
     @property

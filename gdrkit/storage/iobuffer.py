@@ -126,7 +126,7 @@ class IOBuffer:
 
     @classmethod
     def of_pool(cls, pooled: PooledMemory, cache: RegionCache) -> Self:
-        """Lease a registration of memory of a pool. This method owns `pooled`, also if it raises."""
+        """Lease a registration of pooled memory. It returns to the pool after the lease, or if this method raises."""
         try:
             return cls.of_device(pooled.memory, cache, length_bytes=pooled.length_bytes, after_close=pooled.close)
         except BaseException:
@@ -176,7 +176,7 @@ class IOBuffer:
         return view[self._offset_bytes : self._offset_bytes + self.length_bytes]
 
     def checksum(self, *, length_bytes: int) -> int:
-        """Return the CRC32C of the first bytes, computed by the CPU. Device memory fails as in :meth:`data`."""
+        """Return the CRC32C of the first bytes, computed by the CPU. For device memory it raises like :meth:`data`."""
         return crc32c(self.data()[:length_bytes])
 
     def copy_out(self) -> bytes:
@@ -187,7 +187,7 @@ class IOBuffer:
         return memory.read(offset_bytes=self._offset_bytes, length_bytes=self.length_bytes)
 
     def zero(self, *, offset_bytes: int, length_bytes: int) -> None:
-        """Set bytes to zero. Device memory is zeroed by its device, and this call waits for that."""
+        """Set bytes to zero. The device zeroes its own memory, and this call waits for the device."""
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         memory = self._check_open().memory
         if memory is None:
@@ -213,7 +213,7 @@ class IOBuffer:
         return registration.regions[nic].remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
-        """Deregister the memory. A second close does nothing, and neither does the close of a subrange."""
+        """Deregister the memory. A second close and the close of a subrange do nothing."""
         if not self._is_subrange:
             self._registration.close()
 

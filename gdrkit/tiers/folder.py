@@ -225,7 +225,7 @@ class TierFolder:
         """Hold the lock of the tier during the block: shared to start a migration, exclusive for a recovery.
 
         A migration holds the shared lock only while it creates its copy and its record. So a process with the exclusive
-        lock can tell a new copy from one that a dead process left.
+        lock can tell a new copy from a copy that a dead process left.
 
         Yields
         ------
@@ -334,7 +334,7 @@ def _open_folder(parent_fd: int, name: str) -> int | None:
     try:
         return os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
     except OSError:
-        return None  # The model tier has no such folder, so the new folder gets default permissions.
+        return None  # The tier `create_like` has no such folder, so the new folder gets default permissions.
 
 
 def _create_folder(parent_fd: int, name: str, model_fd: int | None) -> None:

@@ -82,7 +82,7 @@ def open_for_writing(
 
 
 def _has_name(descriptor: int, name: str, tier: TierFolder) -> bool:
-    """Return whether the open file is the one that has this name in the tier."""
+    """Return whether this name in the tier still names the open file."""
     named_info, open_info = tier.stat(name), os.fstat(descriptor)
     return named_info is not None and os.path.samestat(named_info, open_info)
 

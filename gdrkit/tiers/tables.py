@@ -117,7 +117,7 @@ def findings_table(findings: Iterable[TierFinding]) -> Table:
 
 
 def speeds_table(speeds: Iterable[Speed]) -> Table:
-    """Return the table of the measured speeds, beside those that the requirements state for the default tiers."""
+    """Return the table of the measured speeds, beside the required speeds of the default tiers."""
     table = _table(
         "tier",
         "read GB/s",

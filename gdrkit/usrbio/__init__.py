@@ -1,7 +1,7 @@
 """The user-space I/O interface of hf3fs for Python programs, and the agent that serves it.
 
 The names are the same as in 3FS's ``hf3fs_fuse.io``. Importing this package opens no library. The first call opens the
-client library: gdrkit's own, or the one that ``GDRKIT_USRBIO_LIBRARY`` names.
+client library: gdrkit's own, or the library that ``GDRKIT_USRBIO_LIBRARY`` names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The client library of hf3fs: gdrkit's own, or the one that GDRKIT_USRBIO_LIBRARY names.
+"""The client library of hf3fs: gdrkit's own, or the library that GDRKIT_USRBIO_LIBRARY names.
 
 Only this file imports the native module ``gdrkit.usrbio._hf3fs``. The first call opens the library, which then stays
 open. The native module looks up each function of the library by name, because the libraries of released versions of 3FS

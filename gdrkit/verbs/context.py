@@ -18,7 +18,7 @@ __all__ = ["NicContext"]
 class NicContext(Closeable):
     """An open RDMA device with one port and one protection domain; the base of :class:`~gdrkit.verbs.Nic`.
 
-    Regions, completion queues and queue pairs belong to it. :meth:`close` closes those that are still open, in the
+    Regions, completion queues and queue pairs belong to it. :meth:`close` closes the open ones, in the
     reverse order of their creation. A queue pair is created after its completion queues, so it is closed before them.
 
     Attributes

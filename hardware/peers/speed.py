@@ -1,7 +1,7 @@
 """`python -m hardware.peers --speed`: the speed of the verbs twin, of TCP and of a memory copy, in one run.
 
-Every figure is measured once in each turn, so that other load on the machine meets all of them. The ratios are those of
-the medians of the turns.
+Every figure is measured once in each turn, so that other load on the machine meets all of them. The ratios
+divide medians of the turns.
 """
 
 from __future__ import annotations

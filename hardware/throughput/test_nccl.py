@@ -88,8 +88,8 @@ def measure_all_reduce(
     }
     if not meter.is_on:
         return
-    # In an all-reduce of n devices, each device sends and receives 2 (n - 1) / n of the bytes. The time of a round is
-    # that of the slowest rank.
+    # In an all-reduce of n devices, each device sends and receives 2 (n - 1) / n of the bytes. The slowest rank
+    # determines the time of a round.
     carried_bytes = int(length_bytes * 2 * (ranks_count - 1) / ranks_count)
     rates = {}
     for name in results[0]["times_s"]:

@@ -1,4 +1,4 @@
-"""Transfers by kvikio, without cupy: every byte is right, and the reported route is the one that was taken."""
+"""Transfers by kvikio, without cupy: every byte is right, and the bytes took the reported route."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Links of a machine are compared with those that its profile expects: PCIe, NVLink and the ports of the NICs."""
+"""Links of a machine are compared with the links that its profile expects: PCIe, NVLink and the ports of the NICs."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ NIC_CAUSES = {
     "stale-key",
     "missing-flush",
 }
-# For each text of the doctor about a missing part: the path that is then missing.
+# The doctor may report a missing part by one of these texts only if the path beside the text does not exist.
 PATH_OF_MISSING_PART = {
     "no NVIDIA driver": "/proc/driver/nvidia/version",
     "no RDMA device": "/sys/class/infiniband",

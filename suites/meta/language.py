@@ -1,4 +1,4 @@
-"""Checks of the language: replaced words, openings without a subject, long names of cases.
+"""Checks of the language: replaced words, openings without a subject, pronouns for a noun, long names of cases.
 
 Readers search for the terms of RDMA, CUDA and storage. GONE_WORDS has words that only this project used, and the term
 that replaces each. The checks cover the parts of the tree that REWRITTEN lists.
@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["GONE_WORDS", "REWRITTEN", "TEST_NAME_MAX", "gone_words", "headless_openings", "long_test_names"]
+__all__ = [
+    "GONE_WORDS",
+    "REWRITTEN",
+    "TEST_NAME_MAX",
+    "chained_pronouns",
+    "gone_words",
+    "headless_openings",
+    "long_test_names",
+]
 
 # These parts of the tree were rewritten. A part is added after its rewrite, and no part is removed.
 REWRITTEN: tuple[str, ...] = (
@@ -116,6 +124,7 @@ _INSTALLED = ("gdrkit/usrbio/examples/", "gdrkit/usrbio/include/")
 _SUFFIXES = (".c", ".cpp", ".h", ".hpp", ".md", ".py", ".sh", ".toml", ".yml")
 _COMMENT = re.compile(r"^\s*(#|//|\"\"\")")
 _HEADLESS = re.compile(r"^\s*(?:#|//|\"\"\")\s*(?:Who|What|Whoever|Of|Where|By which|For who)\b(?P<rest>.*)$")
+_CHAINED_PRONOUN = re.compile(r"\b(?:that|those|the ones?) of\b", re.IGNORECASE)
 _TEST_NAME = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
 TEST_NAME_MAX = 60
 
@@ -143,6 +152,14 @@ def headless_openings(root: Path) -> Iterator[str]:
         if opening and not continues and "?" not in opening["rest"] and not file.endswith(".md"):
             yield f"{location} begins without a subject: {line.strip()}"
         previous_line, previous_file = line, file
+
+
+def chained_pronouns(root: Path) -> Iterator[str]:
+    """Yield one line for each "that of" and "those of" outside of guides and items."""
+    for location, line in _lines(root):
+        pronoun = _CHAINED_PRONOUN.search(line)
+        if pronoun and ".md:" not in location and not location.startswith("suites/meta/items/"):
+            yield f"{location} contains {pronoun[0]!r}; repeat the noun: {line.strip()}"
 
 
 def long_test_names(root: Path) -> Iterator[str]:

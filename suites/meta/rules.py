@@ -196,6 +196,13 @@ RULES = (
         must_pass={"automation/a.py": "# A lease that is held, and\n# what it covers, stays.\n# Why? See cache.py.\n"},
     ),
     Rule(
+        name="a comment repeats a noun instead of a pronoun",
+        why="The reader of a pronoun such as 'those' has to search for its noun.",
+        violations=language.chained_pronouns,
+        must_fail={"automation/a.py": "# The errors are those " + "of the driver.\n"},
+        must_pass={"automation/a.py": "# The driver's errors are raised. Those in the log remain.\n", "docs/a.md": ""},
+    ),
+    Rule(
         name="the name of a case has at most 60 characters",
         why="Reports and terminals show the names in one line.",
         violations=language.long_test_names,

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: of the machine by `gdrkit monitor`, and of a process, an agent and a server."""
+"""`gdrkit monitor` exports metrics of the machine. A process, an agent and a server export their own metrics."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def own_values() -> dict[str, float]:
 
 
 def changes(before: dict[str, float]) -> dict[str, float]:
-    """Return by how much the metrics of this process have changed, without those that have not."""
+    """Return the differences of the metrics of this process to `before`, without zeros."""
     return {name: value - before.get(name, 0) for name, value in own_values().items() if value != before.get(name, 0)}
 
 

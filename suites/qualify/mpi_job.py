@@ -86,7 +86,7 @@ class MpiJob:
         return self._process_of(rank, b"qualify\0")
 
     def _process_of(self, rank: int, command_part: bytes) -> int:
-        # The process that MPI has started is the parent of the one that measures. It has the lower id.
+        # MPI has started the parent of the process that measures. The parent has the lower id.
         for process_id, environment in sorted(self.processes().items(), reverse=True):
             # A process may have ended since processes() returned.
             with contextlib.suppress(OSError):

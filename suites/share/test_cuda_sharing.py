@@ -1,6 +1,6 @@
 """Device memory that two processes share: by CUDA IPC handles, VMM descriptors and dma-buf descriptors.
 
-The expected errors are those that were observed on an H200.
+The expected errors were observed on an H200.
 """
 
 from __future__ import annotations

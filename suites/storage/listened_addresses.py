@@ -81,7 +81,7 @@ def logged_addresses() -> dict[str, str]:
 
 
 def closed_connections() -> dict[str, list[int]]:
-    """Open 128 silent connections and one more, and return the indices of those that the listener closes, by host."""
+    """Open 128 silent connections and one more, and return the indices of the closed ones, by host."""
     with _listener("0.0.0.0") as port, contextlib.ExitStack() as stack:  # noqa: S104 - in a network namespace.
         connections = {
             host: [

@@ -93,7 +93,7 @@ mount -t proc proc "$root/proc"
 mount --rbind /sys "$root/sys" && mount --make-rslave "$root/sys"
 mount --rbind /dev "$root/dev" && mount --make-rslave "$root/dev"
 
-# The new system inherits only the variables of the package sources. HOME and PATH are those of a new user.
+# The new system inherits only the variables of the package sources. HOME and PATH have the values of a new user.
 variables=()
 while IFS= read -r name; do variables+=("$name=${!name}"); done < <(compgen -e | grep -iE '^(pip_|.*_proxy$|ssl_cert|requests_ca)' || true)
 

@@ -65,7 +65,7 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
                 f"the migration is stopped in {phase}",
                 timeout_s=60,
             )
-            # In the worst case, one device has all writes, and the other device only those that fsync wrote.
+            # In the worst case, one device has all writes, and the other device only the writes of fsync.
             synced_tier = {"source": source, "destination": destination}[synced_side]
             subprocess.run(["sync", "-f", str(tmp_path / synced_tier)], check=True)
             copies = tmp_path / f"after-{phase.value}"

@@ -59,7 +59,7 @@ def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: P
 @rule(
     code="peermem-symbols",
     title="nvidia_peermem was built for another RDMA stack",
-    why="The module was built for another ib_core: for that of the Linux distribution and not for that of a vendor's "
+    why="The module was built for another ib_core: for the one in the Linux distribution and not for a vendor's "
     "RDMA stack, or the reverse. The kernel refuses to load such a module.",
     remedy="install the driver again after the RDMA stack, so that nvidia_peermem is built against it; or use dma-buf, "
     "which needs no such module",

@@ -63,7 +63,7 @@ class AdmittedRanks:
     rejected : mapping
         For each rank that rank 0 refused: the reason.
     connections : list of MessageSocket
-        The connections to all ranks, also to the refused ones.
+        The connections to all ranks, including rejected ranks.
     """
 
     ranks: dict[int, RankProxy] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Registration of published memory: host memory with all NICs of the agent, device memory with those that reach it.
+"""Registration of published memory: host memory with all NICs of the agent, device memory with the NICs that reach it.
 
 :func:`gdrkit.registration.register` chooses the method: device memory is registered by dma-buf or as peer memory. This
 module opens the memory of a client as an object that this function accepts.

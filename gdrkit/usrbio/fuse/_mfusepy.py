@@ -260,7 +260,7 @@ def _default_library(name: str) -> Iterator[None]:
 
 @cache
 def _reply_library() -> ctypes.CDLL:
-    """Return the library that replaces a function of libfuse. The first call has to precede that of libfuse."""
+    """Return the library that replaces a function of libfuse. Call it before libfuse uses the function."""
     return ctypes.CDLL(str(_REPLY_LIBRARY), mode=ctypes.RTLD_GLOBAL)
 
 

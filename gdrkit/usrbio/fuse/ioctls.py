@@ -19,7 +19,7 @@ class MountOperations(Operations):
     """The requests of the kernel to a mount, with the ioctls of version 1; see :class:`Operations`."""
 
     def ioctl(self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
-        """Execute an ioctl, whose argument or result is at the address `data`. ENOTTY for an unknown one."""
+        """Execute an ioctl, whose argument or result is at the address `data`. Raise ENOTTY if it is unknown."""
         request &= 0xFFFFFFFF
         if result := self._result(request):
             copy_out(data, result)
@@ -72,14 +72,14 @@ class MountOperations(Operations):
         self._store.request(request, messages.Done)
 
     def _move(self, fh: int, argument: bytes) -> None:
-        """Rename an entry of the open folder. A store has no trash, so the flag for it has no effect."""
+        """Rename an entry of the open folder. The flag for the trash has no effect: a store has no trash."""
         inode, padded_name, new_inode, padded_new_name, _to_trash = virtual.MOVE_ARGUMENT.unpack(argument)
         folder = self._folder_with_inode(fh, inode)
         new_folder = self._folder_of_inode(new_inode)
         self.rename(_join(folder, padded_name), _join(new_folder, padded_new_name))
 
     def _remove(self, fh: int, argument: bytes) -> None:
-        """Remove an entry of the open folder: a file, an empty folder, or with the flag a folder with its contents."""
+        """Remove an entry of the open folder: a file or an empty folder; the flag also allows a full folder."""
         inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
         path = _join(self._folder_with_inode(fh, inode), padded_name)
         if is_recursive:
@@ -93,7 +93,7 @@ class MountOperations(Operations):
             self.rmdir(path)
 
     def _folder_with_inode(self, fh: int, inode: int) -> str:
-        """Return the path of the open folder. EINVAL if the argument of the ioctl names another folder."""
+        """Return the path of the open folder. Raise EINVAL if the argument names another folder."""
         path, open_inode = self._open_folder(fh)
         if inode != open_inode:
             raise _error(errno.EINVAL)
@@ -109,7 +109,7 @@ class MountOperations(Operations):
 
 
 def _join(folder: str, padded_name: bytes) -> str:
-    """Return the path of an entry of a folder. EINVAL if the name is not one path component."""
+    """Return the path of an entry of a folder. Raise EINVAL if the name is not one path component."""
     name = os.fsdecode(padded_name.partition(b"\0")[0])
     if name in {"", ".", ".."} or "/" in name:
         raise _error(errno.EINVAL)

@@ -79,7 +79,7 @@ class FuseMount:
     Raises
     ------
     SetupMissing
-        FUSE is not available on this machine, or not to this user.
+        This machine has no FUSE, or this user may not use it.
     UsageError
         The folder does not exist or is not empty, or a file system is mounted on it.
     """
@@ -106,7 +106,7 @@ class FuseMount:
         self._handle = Handle("usrbio.fuse_mount")
 
     def close(self) -> None:
-        """Unmount, also if files are open. After an error, close again. A second close does nothing.
+        """Unmount even if files are open. After an error, close again. A second close does nothing.
 
         Raises
         ------

@@ -1,5 +1,5 @@
 /* The control interface of the twins, with which tests query a twin's state and replace its fault plan. Every twin
- * but that of NVML exports the first two functions under the version GDRKIT_TWIN_1. Look them up by dlsym in the
+ * but the twin of NVML exports the first two functions under the version GDRKIT_TWIN_1. Look them up by dlsym in the
  * library whose state you want, for example libibverbs.so.1. They are not part of the interface that the twin emulates.
  */
 #pragma once

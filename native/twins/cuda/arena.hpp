@@ -9,7 +9,7 @@ namespace gdrkit::twin::cuda {
 inline constexpr std::uint64_t page_bytes = 4096;
 inline constexpr std::uint64_t address_granularity_bytes = 512; // alignment of cuMemAlloc, as on an H200
 inline constexpr std::uint64_t vmm_granularity_bytes = std::uint64_t{2} << 20;
-// Allocations of this size or larger begin at a multiple of vmm_granularity_bytes. Smaller ones are packed.
+// Allocations of this size or larger begin at a multiple of vmm_granularity_bytes. Smaller allocations are packed.
 inline constexpr std::uint64_t min_aligned_bytes = std::uint64_t{1} << 20;
 
 constexpr std::uint64_t round_up(std::uint64_t value, std::uint64_t multiple) {
@@ -31,7 +31,7 @@ void free_slot(const Slot& slot);
 
 // Reserve an address range for cuMemAddressReserve and return its base; 0 on failure.
 std::uint64_t reserve_addresses(std::uint64_t length_bytes, std::uint64_t alignment_bytes);
-// Unmap a reserved range. In contrast, a freed slot stays reserved.
+// Unmap a reserved range. free_slot(), in contrast, keeps the addresses reserved.
 void free_addresses(std::uint64_t base, std::uint64_t length_bytes);
 
 // Return whether the address lies in a reserved range of this process, allocated or not.

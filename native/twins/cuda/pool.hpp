@@ -11,7 +11,7 @@ namespace gdrkit::twin::cuda {
 // Count an allocation of a pool as freed.
 void record_pool_free(Handle pool, std::uint64_t length_bytes);
 
-// Return the CUmemAccess_flags with which a device may access a range of a pool. They are those of the pool, also after
+// Return the CUmemAccess_flags with which a device may access a range of a pool. They are the pool's flags, also after
 // the pool was destroyed.
 int pool_access_of(const Range& range, Device device);
 

@@ -12,14 +12,14 @@ namespace gdrkit::twin::cuda {
 #include "cuda/functions.def"
 #undef X
 
-// Return whether a function has this name. Store its newest form that `version` supports; null if all forms are newer.
+// Return whether a function has this name. Store its newest signature that `version` has, or null if all are newer.
 bool find_entry(std::string_view name, int version, void** entry);
 
 namespace {
 
 struct Function {
     std::string_view name;
-    int since; // CUDA version that introduced this form of the function; 0: never returned
+    int since; // First CUDA version with this signature; 0: cuGetProcAddress never returns it.
     int (*entry)();
 };
 

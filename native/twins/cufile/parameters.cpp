@@ -95,7 +95,7 @@ std::string json_value_of(std::string_view text, std::string_view key) {
     return std::string(text.substr(begin, text.find_first_of(" \t,}", begin) - begin));
 }
 
-// Return the value that a call has set, else that of the environment variable, else that of the file, else the default.
+// Return the value that a call has set, else the environment variable, else the value in the file, else the default.
 bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable, const std::string& value_of_file,
                   bool default_value) {
     if (value_of_call) {

@@ -10,7 +10,7 @@
 
 namespace gdrkit::twin::cufile {
 
-// The path of a transfer's bytes. The values are those of route= in a fault plan.
+// The path of a transfer's bytes. A fault plan uses the same values in route=.
 enum class Route { p2p = 1, nvfs = 2, posix = 3 };
 enum class CallType { single, vector, batch, stream };
 

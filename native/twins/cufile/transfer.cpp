@@ -119,7 +119,7 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
 }
 
 // In compat mode, if several streams use one registration at the same time, the real library (1.15) mixes up the bytes
-// of their transfers. Do the same: overwrite the bytes that this transfer has stored with those of the concurrent
+// of their transfers. Do the same: overwrite the bytes that this transfer has stored with bytes of the concurrent
 // transfer.
 void mix_up(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong = transfer;

@@ -52,8 +52,8 @@ BounceBuffer::~BounceBuffer() {
 }
 
 // The raw system calls bypass the libc functions that ThreadSanitizer intercepts. To the client these copies are the
-// DMA of a device, which completions order, sometimes those of another process. ThreadSanitizer does not know this
-// order and would report data races.
+// DMA of a device, which completions order, sometimes completions in another process. ThreadSanitizer does not know
+// this order and would report data races.
 
 int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size) {
     const char* source = static_cast<const char*>(memory);

@@ -56,7 +56,7 @@ bool is_multicast_gid(const ibv_gid& gid);
 bool is_same_gid(const ibv_gid& one, const ibv_gid& other);
 
 // Return the name of the socket at which a queue pair receives its datagrams, or at which a member of a multicast group
-// receives those of the group.
+// receives the datagrams of the group.
 std::string datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
 std::string multicast_socket_name(const ibv_gid& group, unsigned member);
 

@@ -120,7 +120,8 @@ DatagramHeader DatagramQueuePair::header_of(const DatagramWork& work, const Addr
     header.qkey = (work.remote_qkey & controlled_qkey) != 0 ? own_qkey : work.remote_qkey;
     header.immediate = work.work.immediate;
     header.payload_bytes = static_cast<std::uint32_t>(work.work.length_bytes);
-    // The field of the route has 32 bits, that of the header 20. UCX sets all 32, and the kernel does not check them.
+    // The field of the route has 32 bits, the field of the header 20. UCX sets all 32, and the kernel does not check
+    // them.
     header.flow_label = route.flow_label & 0xfffff;
     header.flags = (work.work.opcode == IBV_WR_SEND_WITH_IMM ? datagram_has_immediate : 0) |
                    (work.work.is_solicited ? datagram_is_solicited : 0);

@@ -22,7 +22,7 @@ struct Traffic {
     explicit Traffic(unsigned index)
         : sent(make(index, PortDirection::sent, PortDirection::received, Side::requester)),
           served(make(index, PortDirection::received, PortDirection::sent, Side::responder)) {}
-    // The payload of a read goes in the other direction than that of writes and sends.
+    // The payload of a read goes in the other direction than the payload of writes and sends.
     static Direction make(unsigned index, PortDirection direction, PortDirection read_direction, Side side) {
         return {{index, direction, side},
                 {index, read_direction, side},
@@ -69,7 +69,7 @@ Device* find_device(const ibv_device* device);
 
 ibv_gid_type gid_type_at(unsigned index);
 
-// Return the attributes of a device, and those of its port.
+// Return the attributes of a device, and the attributes of its port.
 ibv_device_attr device_attributes(const Device& device);
 ibv_port_attr port_attributes();
 

@@ -6,7 +6,7 @@
 
 namespace gdrkit::twin::verbs {
 
-// Frequency of the clock. It is that of a common NIC, so a program fails if it treats cycles as nanoseconds.
+// Frequency of the clock. Common NICs have this frequency, so a program fails if it treats cycles as nanoseconds.
 inline constexpr std::uint64_t device_clock_khz = 156'250;
 // The valid bits of a timestamp.
 inline constexpr std::uint64_t device_clock_mask = (std::uint64_t{1} << 63) - 1;

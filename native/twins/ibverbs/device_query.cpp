@@ -69,7 +69,7 @@ ibv_device_attr device_attributes(const Device& device) {
     attr.max_srq = 65536;
     attr.max_srq_wr = 16384;
     attr.max_srq_sge = 32;
-    // The limits of Soft-RoCE (rxe), which counts the members of a group per device; the twin counts those of the
+    // The limits of Soft-RoCE (rxe), which counts the members of a group per device; the twin counts them in the
     // domain.
     attr.max_mcast_grp = 8192;
     attr.max_mcast_qp_attach = max_multicast_members;

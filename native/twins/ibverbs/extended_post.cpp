@@ -1,4 +1,4 @@
-// Implements the extended way to post send requests. The errors are those of mlx5: the first one of a list is returned
+// Implements the extended way to post send requests. The errors equal mlx5's: the first error of a list is returned
 // by ibv_wr_complete, and then no request of the list is posted.
 
 #include "ibverbs/extended_post.hpp"

@@ -1,5 +1,5 @@
-// The ibv_copy_*_from_kern functions: copies between structures of the kernel's uverbs interface and those of
-// libibverbs. librdmacm calls them to set up queue pairs.
+// The ibv_copy_*_from_kern functions: copies between structures of the kernel's uverbs interface and structures
+// of libibverbs. librdmacm calls them to set up queue pairs.
 #include <rdma/ib_user_sa.h>
 #include <rdma/ib_user_verbs.h>
 

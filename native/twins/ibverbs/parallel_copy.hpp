@@ -1,4 +1,4 @@
-// Copies between the memory of this process and that of a peer, by process_vm_readv and process_vm_writev. A thread
+// Copies between the memory of this process and a peer's memory, by process_vm_readv and process_vm_writev. A thread
 // that has nothing else to do can take part in a large copy of another thread.
 #pragma once
 

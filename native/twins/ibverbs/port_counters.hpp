@@ -1,5 +1,5 @@
-// Counters of the bytes of a device's requests: those of this process, and those of the port, which all processes of
-// the domain share and /sys/class/infiniband shows.
+// Counters of the bytes of a device's requests: counters of this process, and counters of the port, which all processes
+// of the domain share and /sys/class/infiniband shows.
 #pragma once
 
 #include <atomic>

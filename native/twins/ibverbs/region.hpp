@@ -115,7 +115,7 @@ bool has_windows(const Region& region);
 [[nodiscard]] bool remove_keys(const Region& region);
 
 // Return the region with this key if it belongs to this domain, permits `required_access` and covers the range; else
-// nullptr. An rkey may be that of a memory window (window.hpp). `qp_num` is the queue pair that got the request, and
+// nullptr. An rkey may belong to a memory window (window.hpp). `qp_num` is the queue pair that got the request, and
 // *address is replaced by the address in the region.
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
                                      std::uint64_t address, std::uint64_t size);

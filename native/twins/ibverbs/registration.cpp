@@ -237,7 +237,7 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     return mr;
 }
 
-// The first checks are those of the library, which leave the region unchanged. The others are those of the kernel.
+// The library makes the first checks, which leave the region unchanged. The kernel makes the other checks.
 int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t length, int access) {
     const auto fail = [](int error, int result) {
         errno = error;

@@ -101,7 +101,7 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
 }
 
 // Count a request, and return the status that the fault plan injects. A rule with nic= applies if it names the NIC of
-// the requester or that of the responder, if the latter is on this machine.
+// the requester, or the port of the responder if the responder is on this machine.
 std::optional<int> fault_of_path(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
     if (!site->has_rule()) {
         return injected_fault(site);
@@ -217,7 +217,7 @@ bool ConnectedQueuePair::start_next_send(const ibv_qp_attr& attr) {
     return true;
 }
 
-// Bind or invalidate a memory window for the only started request. The status codes are those of rxe_do_local_ops.
+// Bind or invalidate a memory window for the only started request. The status codes equal rxe_do_local_ops.
 void ConnectedQueuePair::change_keys(const SendWork& work) {
     RequesterState& requester = requester_state_;
     const bool is_bind = work.opcode == IBV_WR_BIND_MW;

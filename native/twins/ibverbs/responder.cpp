@@ -16,7 +16,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// A queue pair needs one connection, that of its peer. Further connections may be attempts that the peer made before
+// A queue pair needs one connection, from its peer. Further connections may be attempts that the peer made before
 // this side was ready, or come from untrusted clients.
 constexpr std::size_t max_connections = 16;
 
@@ -236,7 +236,7 @@ wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* l
     }
 }
 
-// Return the domain in which the key of a request is valid. An XRC request uses that of its shared receive queue.
+// Return the domain in which the key of a request is valid. An XRC request uses the domain of its shared receive queue.
 ProtectionDomain* ConnectedQueuePair::target_domain(const IncomingMessage& incoming) const {
     return xrc_domain_ != nullptr ? incoming.source->domain() : domain_;
 }

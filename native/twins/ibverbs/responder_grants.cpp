@@ -4,7 +4,7 @@
 namespace gdrkit::twin::verbs {
 
 // Let the peer access the region itself from now on (grants.hpp). A memory window is not granted, because its bounds
-// are not those of its region.
+// differ from its region's bounds.
 void ConnectedQueuePair::grant(Region* region, std::uint32_t rkey, const Connection& connection) {
     if (connection.grants == nullptr || region->rkey != rkey || connection.grants->has_granted(rkey)) {
         return;

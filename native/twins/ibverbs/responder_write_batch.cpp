@@ -44,7 +44,7 @@ std::optional<std::uint32_t> ConnectedQueuePair::serve_write_batch(Connection* c
             std::uint64_t address = request.remote_address;
             region =
                 find_by_rkey(request.rkey, domain_, qp_num_, IBV_ACCESS_REMOTE_WRITE, &address, request.message_bytes);
-            // This rkey is that of a memory window, whose bounds differ from those of the region. Serve its writes one
+            // This rkey belongs to a memory window, whose bounds differ from the region's bounds. Serve its writes one
             // by one.
             if (region != nullptr && region->rkey != request.rkey) {
                 region.reset();

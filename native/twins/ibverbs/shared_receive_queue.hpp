@@ -39,7 +39,7 @@ public:
     // Every completion of a request of this queue must free one of these slots.
     [[nodiscard]] const std::shared_ptr<WorkQueueSlots>& slots() const { return slots_; }
 
-    // The completion queue of an XRC queue; nullptr for a basic one, which uses those of the queue pairs.
+    // The completion queue of an XRC queue; nullptr for a basic queue, which uses the queues of the queue pairs.
     [[nodiscard]] const std::shared_ptr<CompletionQueue>& completion_queue() const { return completion_queue_; }
     // The number by which send requests of XRC queue pairs name this queue.
     [[nodiscard]] std::uint32_t number() const { return number_; }

@@ -1,4 +1,4 @@
-// Implements memory windows. The rules are those of Soft-RoCE (rxe_mw.c), which cites the InfiniBand specification. A
+// Implements memory windows. The rules are taken from Soft-RoCE (rxe_mw.c), which cites the InfiniBand specification. A
 // window of type 2 belongs to the queue pair that bound it (type 2B).
 
 #include "ibverbs/window.hpp"

@@ -31,7 +31,7 @@ struct Window {
 struct WindowBinding {
     std::shared_ptr<Window> window;
     std::shared_ptr<Region> region; // nullptr: unbind a window of type 1
-    std::uint32_t rkey = 0;         // the new key, whose upper 24 bits are those of the old one
+    std::uint32_t rkey = 0;         // the new key, which has the upper 24 bits of the old key
     std::uint64_t address = 0;
     std::uint64_t length_bytes = 0;
     unsigned access = 0;

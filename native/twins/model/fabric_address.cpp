@@ -71,7 +71,7 @@ std::optional<Network> parse_network(std::string_view text) {
     return network;
 }
 
-// The addresses of all network interfaces, without those that are valid on one link only.
+// The addresses of all network interfaces, without link-local addresses.
 std::vector<FabricAddress> local_addresses() {
     std::vector<FabricAddress> addresses;
     ifaddrs* list = nullptr;

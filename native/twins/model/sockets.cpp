@@ -231,7 +231,7 @@ int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size
     message.msg_controllen = sizeof control_buffer;
     ssize_t received = 0;
     do {
-        // The buffer has no room for descriptors, so the kernel closes those that a hostile sender attaches.
+        // The buffer has no room for descriptors, so the kernel closes the descriptors that a hostile sender attaches.
         received = recvmsg(socket, &message, MSG_DONTWAIT | MSG_TRUNC | MSG_CMSG_CLOEXEC);
     } while (received < 0 && errno == EINTR);
     if (received < 0) {

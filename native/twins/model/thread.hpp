@@ -6,7 +6,7 @@
 
 namespace gdrkit::twin {
 
-// Start a thread that blocks every signal except those that the thread itself causes (SIGSEGV, SIGABRT ...). So the
+// Start a thread that blocks every signal except signals that the thread itself causes (SIGSEGV, SIGABRT ...). So the
 // threads of the program handle the program's signals. Throws std::system_error if no thread can be created.
 std::thread start_signal_blocking_thread(std::function<void()> function);
 

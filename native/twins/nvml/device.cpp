@@ -281,7 +281,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetBAR1MemoryInfo(const Gpu* gpu, Memory* memory
     return constant_of(gpu, memory, Memory{gpu_memory_bytes, gpu_memory_bytes, 0});
 }
 
-// The percentages are those of the time in which kernels ran. The twin runs no kernels.
+// The percentages describe the share of time in which kernels ran. The twin runs no kernels.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetUtilizationRates(const Gpu* gpu, Utilization* rates) {
     return constant_of(gpu, rates, Utilization{0, 0});
 }

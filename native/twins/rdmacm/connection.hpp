@@ -44,8 +44,8 @@ void send_message(Connection* connection, const wire::Message& message);
 // long.
 std::optional<wire::Message> make_message(const Identifier& id, wire::Type type, const void* private_data = nullptr,
                                           std::size_t private_bytes = 0);
-// Send a disconnect request, or the reply to that of the peer. Return whether the identifier has or had an established
-// connection.
+// Send a disconnect request, or the reply to the peer's request. Return whether the identifier has or had an
+// established connection.
 bool disconnect(Identifier* id);
 // End the connection of an identifier that is destroyed.
 void abandon(Identifier* id);

@@ -97,7 +97,7 @@ std::optional<LocalPort> find_local_port(const IpAddress& address) {
     std::optional<LocalPort> found;
     for (const auto& device : devices) {
         for (const ibv_gid_entry& entry : device->gids) {
-            // The address is in the table once for each type of GID. The one of RoCE v2 is preferred.
+            // The address is in the table once for each type of GID. The GID of RoCE v2 is preferred.
             if (same_gid(entry.gid, address.bytes) && (!found || entry.gid_type == IBV_GID_TYPE_ROCE_V2)) {
                 found = LocalPort{device.get(), static_cast<std::uint8_t>(entry.gid_index)};
             }

@@ -1,4 +1,4 @@
-// The RDMA devices that the connection manager uses: those of the libibverbs.so.1 that this process has loaded.
+// The RDMA devices that the connection manager uses. They belong to the libibverbs.so.1 that this process has loaded.
 #pragma once
 
 #include <memory>

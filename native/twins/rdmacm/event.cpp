@@ -1,4 +1,4 @@
-// Event channels, and the conversion of the connection manager's events to those of the program.
+// Event channels, and the conversion of the connection manager's events to the program's events.
 
 #include <cstring>
 

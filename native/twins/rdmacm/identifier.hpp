@@ -70,7 +70,7 @@ struct Identifier {
     State state = State::idle;
     Channel* channel = nullptr;
     bool is_synchronous = false; // the identifier owns its channel, and each call waits for its event
-    // Counts the events that the program took and those that it acknowledged.
+    // Counts the events that the program took, and the acknowledged events.
     std::shared_ptr<verbs::EventCounter> counter = std::make_shared<verbs::EventCounter>();
     std::optional<LocalPort> local;
     CmDevice* pd_device = nullptr; // the device whose default protection domain the identifier uses
@@ -86,7 +86,7 @@ struct Identifier {
     int backlog = 0;
     // If this is not 0, the connection manager answers datagram requests (SIDR) with this number, and reports no event.
     std::uint32_t automatic_qp_num = 0;
-    // Used by an identifier with a connection. `responder_resources` and `initiator_depth` are those of this side.
+    // Used by an identifier with a connection. `responder_resources` and `initiator_depth` describe this side.
     std::shared_ptr<Connection> connection;
     std::uint8_t responder_resources = 0, initiator_depth = 0;
     std::uint8_t retry_count = 7, rnr_retry_count = 7;

@@ -66,7 +66,7 @@ public:
     virtual int receive(std::span<const iovec> parts, int flags, sockaddr_storage* source, std::size_t* moved) = 0;
     virtual int shut_down(int how) = 0;
     virtual int close() = 0;
-    // Return those of the events POLLIN, POLLOUT, POLLHUP and POLLERR that are true now.
+    // Return the events among POLLIN, POLLOUT, POLLHUP and POLLERR that are true now.
     virtual short ready_events() = 0;
     // Make the descriptors of wait_descriptors() readable at the next change.
     void arm();

@@ -44,7 +44,7 @@ struct Message {
 };
 static_assert(sizeof(Message) == 4 * 7 + 6 + 10 + 4 * 16 + 224);
 
-// The sizes in bytes of the private data in an event, which are those of the InfiniBand messages. An event of the
+// The sizes in bytes of the private data in an event, which equal the sizes in InfiniBand messages. An event of the
 // kernel always has the whole field, padded with zeros. The header of the connection manager takes 36 bytes of a
 // request.
 inline constexpr std::size_t request_private_bytes = 92 - 36;

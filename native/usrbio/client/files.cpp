@@ -81,7 +81,7 @@ void deregister_with(AgentConnection& agent, std::uint64_t inode) noexcept {
 }
 
 // Registers the file with the agent, and sets `file.inode` and `file.agent`. In a FUSE mount of 3FS without an agent,
-// the inode is that of the file.
+// the inode belongs to the file.
 int register_file(int fd, Registration& file) {
     std::string mount;
     if (find_agent_mount(fd, mount)) {

@@ -66,8 +66,8 @@ private:
     pid_t creator_pid_;
 };
 
-// Returns the object of the GPU iov. Returns null if the struct is not that of a GPU iov, if the iov was destroyed, or
-// if a parent process created it before a fork.
+// Returns the object of the GPU iov. Returns null if the struct does not belong to a GPU iov, if the iov was destroyed,
+// or if a parent process created it before a fork.
 std::shared_ptr<GpuIov> find_gpu_iov(const hf3fs_iov* iov) noexcept;
 
 } // namespace gdrkit::usrbio

@@ -270,7 +270,7 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     if (error) {
         return -error.value();
     }
-    // The number of the device in the link is that of the owner. map_ipc() checks the device of the memory.
+    // The link contains the owner's number of the device. map_ipc() checks the device of the memory.
     const auto target = parse_target(text);
     if (!target || !name.ends_with(".gdr.d" + std::to_string(target->device)) || target->size_bytes != size) {
         log_line(LogLevel::error, "%s is not an iov of %zu bytes: %s", name.c_str(), size, text.c_str());
@@ -300,7 +300,7 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
         log_line(LogLevel::error, "hf3fs_iov_import_gpu: the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
     }
-    // The number of the device in the handle is that of the owner.
+    // The handle contains the owner's number of the device.
     int device = -1;
     if (const int error =
             find_ipc_device(*cuda::driver(), parsed_handle->ipc, static_cast<int>(parsed_handle->device), &device);

@@ -54,7 +54,7 @@ std::size_t number_from_environment(const char* variable, std::size_t default_va
 // All members are guarded by library_mutex(), which fork() locks.
 struct Pool {
     Blocks idle;             // The longest idle block is the first.
-    std::set<GpuBlock*> all; // Idle blocks and those of iovs.
+    std::set<GpuBlock*> all; // Idle blocks, and blocks in use.
     std::size_t idle_bytes = 0, all_bytes = 0;
     std::size_t idle_bytes_max = 0;
     std::chrono::milliseconds idle_time_max{};

@@ -224,7 +224,7 @@ int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::s
     return -ENOENT;
 }
 
-// Publishes memory that the application has mapped and linked. `block_size` becomes that of the link.
+// Publishes memory that the application has mapped and linked. `block_size` becomes the block size of the link.
 int publish_wrapped(const char* mount, const Uuid& id, std::size_t& block_size) {
     std::string target;
     if (const int status = find_link(mount, id, block_size, target); status != 0) {

@@ -10,7 +10,7 @@
  *     The objects behind `iovh` and `iorh` belong to the library until the matching destroy.
  *   - Several threads may use the library at once, with one rule for a ring: one thread at a time prepares and submits,
  *     while others may wait. No thread may destroy a ring, an iov or a registered descriptor that another thread uses.
- *   - After fork(), a child may create iovs and rings of its own. Those of its parent return -EREMOTEIO in the child,
+ *   - After fork(), a child may create iovs and rings of its own. The parent's return -EREMOTEIO in the child,
  *     and destroying them there frees only the child's copy. Memory mapped by iovs stays shared, as fork() leaves it.
  *
  * A mount is a folder with `3fs-virt/iovs` in it: a FUSE mount of 3FS, or a plain folder that an agent serves over the
@@ -111,7 +111,7 @@ HF3FS_API int hf3fs_iovcreate(struct hf3fs_iov* iov, const char* hf3fs_mount_poi
                               int numa);
 
 /*
- * Maps memory that another process created; id, size and block_size are those of hf3fs_iovcreate. The memory stays the
+ * Maps memory that another process created; id, size and block_size equal hf3fs_iovcreate's. The memory stays the
  * creator's: hf3fs_iovunlink does nothing, hf3fs_iovdestroy unmaps it. If an agent serves the mount, a process of the
  * same user must have published the memory to it. Operations on it fail with -EACCES from the time at which that
  * process withdraws the publication or ends.
@@ -141,7 +141,7 @@ HF3FS_API void hf3fs_iovdestroy(struct hf3fs_iov* iov);
  * Describes memory that the caller has mapped from /dev/shm. The caller has created the link
  * <mount>/3fs-virt/iovs/<uuid>[.b<block size>] to it, and removes that link later. The memory stays the caller's and
  * must stay mapped. The block size belongs to the link: if the link has another one than block_size, or none,
- * iov->block_size becomes that of the link. In a folder that is not a FUSE mount, the library reports the link to the
+ * iov->block_size becomes the link's. In a folder that is not a FUSE mount, the library reports the link to the
  * agent, which withdraws the publication when the caller removes the link.
  *   -EINVAL        null, mount point empty or too long, size 0
  *   -ENOENT        there is no link with this uuid, so nothing is published
@@ -183,7 +183,7 @@ HF3FS_API int hf3fs_iorcreate4(struct hf3fs_ior* ior, const char* hf3fs_mount_po
 
 /*
  * Uses a ring in memory that the caller has mapped, aligned to 64 bytes, and published. The memory stays the caller's.
- * Errors are those of hf3fs_iorcreate; -EINVAL also if no ring has that size or the memory contains an invalid ring.
+ * Errors as of hf3fs_iorcreate; -EINVAL also if no ring has that size or the memory contains an invalid ring.
  */
 HF3FS_API int hf3fs_iorwrap(struct hf3fs_ior* ior, void* buf, const char* hf3fs_mount_point, size_t size, bool for_read,
                             int io_depth, int priority, int timeout, uint64_t flags);
@@ -249,7 +249,7 @@ HF3FS_API int hf3fs_wait_for_ios(const struct hf3fs_ior* ior, struct hf3fs_cqe* 
 
 /*
  * Creates a hard link. Returns 0, or a positive errno: EINVAL (null, empty name), ENAMETOOLONG, EXDEV (two mounts),
- * ENOTTY (not a mount of 3FS), EREMOTEIO, and those of link(2).
+ * ENOTTY (not a mount of 3FS), EREMOTEIO, and errors of link(2).
  */
 HF3FS_API int hf3fs_hardlink(const char* target, const char* link_name);
 

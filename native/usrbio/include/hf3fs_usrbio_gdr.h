@@ -82,7 +82,7 @@ HF3FS_API int hf3fs_iovcreate_gpu(struct hf3fs_iov* iov, const char* hf3fs_mount
  * mount, the iov borrows the publication from it: operations fail with -EACCES from the time at which the owner
  * withdraws the publication or ends.
  *   size         The size of the iov as it was published.
- * Errors: those of create, and
+ * Errors: the errors of create, and
  *   -ENOENT      There is no publication with that id.
  *   -EINVAL      Two links have that id; the target is malformed or has another size; the memory is on another device
  *                than gpu_device_id, or the driver reports another allocation.
@@ -99,7 +99,7 @@ HF3FS_API int hf3fs_iovopen_gpu(struct hf3fs_iov* iov, const uint8_t id[16], con
  * gpu_ptr may be inside an allocation. The memory must stay allocated until the iov is destroyed. The function sets its
  * attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS, which stays set. VMM memory has no such attribute; for it the function
  * sets the flag CU_CTX_SYNC_MEMOPS of the context.
- * Errors: those of create, and
+ * Errors: the errors of create, and
  *   -EINVAL      gpu_ptr or id is null; the bytes are host memory, managed memory or memory of another device, or they
  *                extend beyond the end of their allocation.
  *   -EEXIST      A publication with that id exists.
@@ -165,7 +165,7 @@ HF3FS_API int hf3fs_iov_export_gpu(const struct hf3fs_iov* iov, hf3fs_gpu_ipc_ha
  *   -EINVAL      iov, handle or mount is null, the mount is empty or too long; the handle is malformed (an empty IPC
  *                handle, a size of 0); the allocation is smaller than the size in the handle; the driver refuses it
  *                (the owner is this process, has ended, or has freed the memory, or CUDA_VISIBLE_DEVICES hides the
- *                device from this process). The device number in the handle is that of the owner, and is not used.
+ *                device from this process). The handle has the owner's device number, which is not used.
  *   -ENODEV      This process has no CUDA device.
  *   -ENOMEM      The device has not enough resources for the mapping.
  *   -EIO         The driver failed afterwards.
@@ -224,7 +224,7 @@ HF3FS_API int gdrkit_iov_export_share(const struct hf3fs_iov* iov, gdrkit_share_
 
 /*
  * Same as hf3fs_iov_import_gpu, but uses the offset in the handle, and finds the device by its UUID.
- * Errors: those of hf3fs_iov_import_gpu, and
+ * Errors: the errors of hf3fs_iov_import_gpu, and
  *   -EINVAL      The handle is damaged or has another version.
  *   -ENOTSUP     The handle is of a type (VMM, dma-buf) that needs descriptors.
  *   -ESRCH       The owner has ended.
@@ -264,7 +264,7 @@ HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
 
 /*
  * Fills `statistics`; `size` is the size of the struct.
- *   -EINVAL      statistics is null, or size is that of another version of the struct.
+ *   -EINVAL      statistics is null, or size belongs to another version of the struct.
  */
 HF3FS_API int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statistics, size_t size);
 

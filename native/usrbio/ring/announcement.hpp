@@ -13,10 +13,10 @@
 namespace gdrkit::usrbio {
 
 // The announcements of one side. An announcement for one sleep moves a cache line between the processors four times:
-// this side announces, the other side reads and withdraws the announcement, and this side reads that. If a side nearly
-// always sleeps until exactly one post, it announces its sleep permanently, and both processors keep the line in their
-// caches. If it then gets posts while it is awake, each of them causes a needless wake-up later, so it withdraws the
-// permanent announcement.
+// this side announces, the other side reads and withdraws the announcement, and this side reads the withdrawal. If a
+// side nearly always sleeps until exactly one post, it announces its sleep permanently, and both processors keep the
+// line in their caches. If it then gets posts while it is awake, each of them causes a needless wake-up later, so it
+// withdraws the permanent announcement.
 class SleepAnnouncement {
 public:
     explicit SleepAnnouncement(SideState& side) noexcept : side_(&side) {}

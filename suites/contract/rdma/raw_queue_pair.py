@@ -109,7 +109,8 @@ class RawPair:
     def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed: int) -> None:
         """Make one transition to `state` with valid attributes. `changed` replaces the values of some of them.
 
-        The call passes the attributes of `mask`. If `mask` is None, it passes those that the transition requires.
+        The call passes the attributes of `mask`. If `mask` is None, it passes the attributes that the transition
+        requires.
         """
         attribute_mask = REQUIRED_ATTRIBUTES.get(QueuePairState(state), Mask(0)) if mask is None else mask
         address = path_to_itself(self.nic) if Mask.AV in attribute_mask else None

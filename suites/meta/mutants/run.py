@@ -74,7 +74,7 @@ def draw(python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed
 
 
 def score(results: Sequence[Result]) -> float:
-    """Return the share of killed mutants among those that compile and are not equivalent. Without any, it is 1."""
+    """Return the share of killed mutants among all that compile and are not equivalent; 1 without such mutants."""
     excluded = {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}
     outcomes = [result.outcome for result in results if result.outcome not in excluded]
     return sum(outcome in _KILLED for outcome in outcomes) / len(outcomes) if outcomes else 1.0
