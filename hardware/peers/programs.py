@@ -45,6 +45,9 @@ class StockProgram:
         ``{folder}/copy``. 0: there is no file.
     timeout_s : float
         Time limit of a program that needs more time than the limit of all programs. 0: that limit is enough.
+    unused_api : str
+        An API that the program must not use: on twins it is started with `gdrkit run --require` and this API, and its
+        processes must end with exit code 125. Empty: there is no such API, and they must end with 0.
     """
 
     name: str
@@ -56,6 +59,7 @@ class StockProgram:
     output: str = ""
     sent_file_bytes: int = 0
     timeout_s: float = 0.0
+    unused_api: str = ""
 
 
 def debian_programs() -> list[StockProgram]:
@@ -258,4 +262,9 @@ def _ucx() -> list[StockProgram]:
                     moved_bytes_min=operations * 4096,
                 )
             )
+    # A program that falls back to TCP works, but nothing moves over the twin.
+    command = ("env", "UCX_TLS=tcp,self", "ucx_perftest", "-p", "{port}")
+    name = "UCX_TLS=tcp ucx_perftest -t tag_lat with --require verbs ends with 125"
+    client = (*command, "-t", "tag_lat", "-n", str(operations), "-w", "100", "-s", "4096", "{address}")
+    programs.append(StockProgram(name, package, client, command, data=NOTHING_MOVED, unused_api="verbs"))
     return programs

@@ -6,6 +6,7 @@ A program passes if it and its server succeed, its output and the data are right
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import os
 import re
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit.host import die_with_parent
+from gdrkit.twin_run.command import EXIT_NOT_USED
 from hardware.peers.twin_report import bytes_moved
 
 if TYPE_CHECKING:
@@ -192,6 +194,10 @@ def _run_processes(
     """Run the server and the client. Return the processes, the client last, and the failure or an empty string."""
     timeout_s = max(target.timeout_s, program.timeout_s)
     deadline_s = time.monotonic() + timeout_s
+    expected_code = 0
+    if program.unused_api and target.launcher:
+        target = dataclasses.replace(target, launcher=(*target.launcher, f"--require={program.unused_api}"))
+        expected_code = EXIT_NOT_USED
     server_command, client_command = (
         [word.format_map(placeholders) for word in command] for command in (program.server, program.client)
     )
@@ -206,15 +212,15 @@ def _run_processes(
             if not client.wait_until(deadline_s):
                 return [*servers, client], f"the client did not end within {timeout_s:g} s"
             server_runs = bool(servers) and servers[0].is_running()
-            if client.popen.returncode == 0 or not server_runs or time.monotonic() > retry_until_s:
+            if client.popen.returncode == expected_code or not server_runs or time.monotonic() > retry_until_s:
                 break
             time.sleep(_PAUSE_S)
-        if client.popen.returncode != 0:
+        if client.popen.returncode != expected_code:
             return [*servers, client], f"the client {client.describe_end()}"
         if servers and not servers[0].wait_until(min(deadline_s, time.monotonic() + _END_TIMEOUT_S)):
             # Some servers, such as the servers of rcopy and rdma_xserver, serve further clients until they are ended.
             servers[0].end()
-        elif servers and servers[0].popen.returncode != 0:
+        elif servers and servers[0].popen.returncode != expected_code:
             return [*servers, client], f"the server {servers[0].describe_end()}"
         return [*servers, client], ""
     finally:

@@ -94,6 +94,11 @@ def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
     assert outcome.failure == "0 bytes moved over the twin, at least 1 were expected"
 
 
+@pytest.mark.parametrize(("client", "failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")])
+def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure: str) -> None:
+    assert run_program(program(client, unused_api="verbs"), ON_TWINS).failure == failure
+
+
 def test_names_of_programs_are_unique() -> None:
     names = [described.name for described in debian_programs()]
     assert len(names) == len(set(names))
