@@ -74,7 +74,7 @@ _NOT_EMULATED = {
     "usrbio.client": "for an unknown ioctl(2), QEMU's user mode returns ENOSYS and not the error of the kernel",
     "usrbio.client_io": "QEMU 7.2 aborts in the child of a fork(2) of a process with threads",
     "usrbio.gpu_share": "QEMU 7.2 aborts in the child of a fork(2) of a process with threads",
-    # Two threads that each store a 1 and then load from the other read two zeros in 6 % of the rounds. On x86 they never do.
+    # Two threads that each store, then load from the other, read two zeros in 6 % of the rounds. On x86 they never do.
     "usrbio.ring": "QEMU 7.2 lets a sequentially consistent load overtake a store, so a wake-up can be lost",
 }
 # The programs of the cross build, and the package of each. Only Debian and Ubuntu package a C library for them.

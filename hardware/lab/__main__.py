@@ -20,7 +20,10 @@ from hardware.lab.pairs import compare, find_missing_refusals, find_wrong_substr
 __all__ = ["main"]
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-DEFAULT_CASES = ("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py")
+DEFAULT_CASES = (
+    *("suites/contract/rdma", "suites/rdma", "suites/registration", "suites/property/test_cache_machine.py"),
+    "suites/observe/test_perftest.py",
+)
 # Number of examples of each Hypothesis state machine. It is small, because in the emulated guest an example takes at
 # least 0.5 s.
 EXAMPLE_COUNT = "5"

@@ -1,4 +1,4 @@
-"""Run perftest (``ib_write_bw``, ``ib_read_bw``) between two processes on one NIC, and parse its output."""
+"""Run perftest (``ib_write_bw``, ``ib_read_bw``) between two processes of this machine, and parse its output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.processes import wait_until
 from gdrkit.verbs import Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from gdrkit.verbs import Nic
 
@@ -87,18 +87,27 @@ def measure(
     depth: int,
     list_length: int,
     reads_max: int,
+    peer: Nic | None = None,
+    observer: Sequence[str] = (),
 ) -> PerftestResult:
-    """Run an active and a passive process of perftest on one NIC, and return the result of the active one."""
+    """Run an active process of perftest on `nic` and a passive one on `peer` or `nic`. Return the active one's result.
+
+    `observer` is the beginning of the command of the active process, such as ``gdrkit observe --``.
+    """
     port = _free_port()
-    command = [PROGRAMS[direction], "-F", "-d", nic.name, "-i", str(nic.port.number), "-x", str(nic.gid_index)]
-    command += ["-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
+    command = ["-F", "-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
     # -u 18 sets the timeout for an acknowledgement to one second, because software RDMA on a busy processor is slow.
     command += ["-u", "18"]
     command += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
-    with _running(command) as passive:
+
+    def on(end: Nic) -> list[str]:
+        device = ["-d", end.name, "-i", str(end.port.number), "-x", str(end.gid_index)]
+        return [PROGRAMS[direction], *device, *command]
+
+    with _running(on(peer or nic)) as passive:
         wait_until(lambda: passive.poll() is not None or _is_listening(port), "perftest listens for its peer")
         begin_s = time.monotonic()
-        with _running([*command, "127.0.0.1"]) as active:
+        with _running([*observer, *on(nic), "127.0.0.1"]) as active:
             output, _ = active.communicate(timeout=_TIMEOUT_S)
         process_s = time.monotonic() - begin_s
         # If the passive process did not start, its output has the reason.

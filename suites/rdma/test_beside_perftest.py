@@ -86,7 +86,15 @@ def test_initiator_and_perftest_transfer_all_bytes(
             pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
             initiator_rates.append(burst.moved_bytes / burst.elapsed_ns)
             packets_before = sent_packets(nic)
-            measured = perftest.measure(nic, direction, reads_max=initiator.reads_max, **shape)
+            measured = perftest.measure(
+                nic,
+                direction,
+                length_bytes=LENGTH_BYTES,
+                operations=OPERATIONS,
+                depth=DEPTH,
+                list_length=LIST_LENGTH,
+                reads_max=initiator.reads_max,
+            )
             packets_after = sent_packets(nic)
             assert (measured.length_bytes, measured.operations) == (LENGTH_BYTES, OPERATIONS)
             # The rate of perftest exceeds the mean rate over the lifetime of its process, unless it was parsed wrongly.

@@ -1,0 +1,54 @@
+"""`gdrkit observe` of Debian's perftest: on the twins, and on the Soft-RoCE devices of the lab."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from rdma import perftest
+
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.observe import Observation
+from gdrkit.verbs import Direction
+from gdrkit.verdict import RouteOutcome
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from gdrkit.harness.evidence import Evidence
+    from gdrkit.verbs import Nic
+
+# In the emulated machine of the lab this takes seconds, so that several samples see the queue pair and the region.
+LENGTH_BYTES, OPERATIONS = 65536, 1000
+
+
+@needs(verbs.nic(count_min=2), host.program("ib_write_bw"))
+@pytest.mark.timeout(300)
+def test_packets_of_perftest_are_those_of_the_path_mtu(
+    nics: tuple[Nic, ...], tmp_path: Path, evidence: Evidence
+) -> None:
+    nic, peer = nics[:2]
+    report = tmp_path / "report"
+    perftest.measure(
+        nic,
+        Direction.WRITE,
+        length_bytes=LENGTH_BYTES,
+        operations=OPERATIONS,
+        depth=16,
+        list_length=1,
+        reads_max=1,
+        peer=peer,
+        observer=[sys.executable, "-m", "gdrkit", "observe", "--report", str(report), "--"],
+    )
+    observation = Observation.from_json(report.read_text())
+    route = observation.route("rdma")
+    assert route is not None
+    evidence["route"] = {"outcome": route.outcome.value, "evidence": route.evidence, "cause": route.cause}
+    assert route.outcome is RouteOutcome.PROVEN
+    (program,) = [process for process in observation.processes if process.program == "ib_write_bw"]
+    assert program.twin_objects.get("verbs") or (program.queue_pairs and program.regions)
+    (port,) = [port for port in observation.ports if port.device == nic.name]
+    expected = OPERATIONS * -(-LENGTH_BYTES // nic.port.mtu_bytes)
+    evidence["packets"] = {"expected": expected, "sent": port.sent_packets, "mtu": nic.port.mtu_bytes}
+    assert port.sent_packets == pytest.approx(expected, rel=0.02)
