@@ -278,7 +278,8 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
     """The windows of the rule are shortened from minutes to seconds. One cache leaks, and one registers and evicts."""
     write_short_rules(tmp_path)
     with contextlib.ExitStack() as stack:
-        leaking = stack.enter_context(RegionCache([nic]))
+        # At the default limit of the number of entries, the cache would stop to grow while Prometheus looks.
+        leaking = stack.enter_context(RegionCache([nic], regions_max=100_000))
         steady = stack.enter_context(RegionCache([nic], regions_max=1))
         for name, cache in (("leaking", leaking), ("steady", steady)):
             stack.enter_context(monitor.watch("cache", cache.statistics, name=name))
