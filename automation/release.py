@@ -7,6 +7,7 @@ twins.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -24,7 +25,7 @@ from automation.machine import SYSTEM_PYTHON, has_pyverbs, python_version
 from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
     "ARCHITECTURES",
@@ -186,7 +187,6 @@ def check_native_in_emulator() -> list[int]:
     tools, codes = ensure_environment("build", python=_find_python((3, 11)), requirements=BUILD_REQUIREMENTS), []
     environ = {**prepend_to_path(tools), "GDRKIT_CROSS": str(_CROSS_FOLDER), "GDRKIT_TWINS_LATE_SHARE": "100"}
     environ["QEMU_LD_PREFIX"] = "/usr/aarch64-linux-gnu"
-    _register_emulator()
     for name, reason in _NOT_EMULATED.items():
         say(f"Not run in the emulator: {name}: {reason}")
     twins, product = (ROOT / "build" / f"aarch64-{name}" for name in ("twins", "native"))
@@ -198,22 +198,31 @@ def check_native_in_emulator() -> list[int]:
         require([str(tools / "cmake"), "--build", str(build)], environ=environ)
         test = [str(tools / "ctest"), "--test-dir", str(build), "--output-on-failure", "--timeout", "600"]
         test += ["--exclude-regex", f"^({'|'.join(map(re.escape, _NOT_EMULATED))})$"]
-        codes.append(call([*test, "-j", str(os.cpu_count() or 1)], environ=environ))
+        with _registered_emulator():
+            codes.append(call([*test, "-j", str(os.cpu_count() or 1)], environ=environ))
     return codes
 
 
-def _register_emulator() -> None:
+@contextlib.contextmanager
+def _registered_emulator() -> Iterator[None]:
     """Let the kernel start programs for aarch64 by QEMU, because tests start themselves as child processes.
 
-    Exit from nox if the kernel cannot, or if this user may not register the emulator.
+    A rule that the machine did not have is removed at the end. Exit from nox if the kernel has no such rules, or if
+    this user may not register one.
     """
+    own_rule = _BINFMT / "gdrkit-aarch64"
     try:
         if not (_BINFMT / "register").exists():
             call(["mount", "-t", "binfmt_misc", "none", str(_BINFMT)])
-        if not any(path.name in {"gdrkit-aarch64", "qemu-aarch64"} for path in _BINFMT.iterdir()):
+        if not (_BINFMT / "qemu-aarch64").exists() and not own_rule.exists():
             (_BINFMT / "register").write_text(_BINFMT_RULE.format(shutil.which("qemu-aarch64")))
     except OSError as error:
         stop(f"The tests for aarch64 need an emulator in {_BINFMT}: {error}. Run as root, or install qemu-user-binfmt.")
+    try:
+        yield
+    finally:
+        if own_rule.exists():
+            own_rule.write_text("-1")
 
 
 def _find_python(version: tuple[int, int]) -> str:
