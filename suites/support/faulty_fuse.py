@@ -170,6 +170,8 @@ class FaultyMount:
     def paused(self) -> Iterator[None]:
         """Stop the file system, so that requests wait until the end of the block, as with a disk that hangs."""
         self._process.send_signal(signal.SIGSTOP)
+        # A signal only begins to stop a process. Its threads answer requests until the last one has stopped.
+        os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)
         try:
             yield
         finally:
