@@ -20,6 +20,6 @@ with (
         text = urllib.request.urlopen(server.address).read().decode()  # noqa: S310 - the address of this server.
     assert 'gdrkit_cache_registered_bytes{name="example"}' in text
     assert {metric.name for metric in monitor.process_metrics()} >= {"gdrkit_cache_hits", "gdrkit_transferred_bytes"}
-print(gds.transferred_bytes())
+print(gds.transfer_totals())
 for nic in nics:
     nic.close()

@@ -13,7 +13,8 @@ from gdrkit.gds.cufile_path import probe_cufile
 from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, FallbackWarning
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import Access, Direct, File
-from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred, transfer_counts, transferred_bytes
+from gdrkit.gds.totals import RouteTotals, transfer_totals
+from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred
 from gdrkit.gds.whole_files import read_files, transfer_ranges
 
 DIRECT_PATH_PROBES.append(probe_cufile)
@@ -32,6 +33,7 @@ __all__ = [
     "FallbackWarning",
     "File",
     "Route",
+    "RouteTotals",
     "Transfer",
     "TransferBuffer",
     "TransferFailed",
@@ -42,7 +44,6 @@ __all__ = [
     "describe_buffer",
     "engine_for",
     "read_files",
-    "transfer_counts",
     "transfer_ranges",
-    "transferred_bytes",
+    "transfer_totals",
 ]

@@ -19,13 +19,13 @@ from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, part_length, released_on_error
+from gdrkit.gds.totals import count_transfer
 from gdrkit.gds.transfer import (
     Route,
     Transfer,
     TransferJob,
     Transferred,
     TransferSet,
-    count_transfer,
     short_read_error,
 )
 from gdrkit.handles import Handle

@@ -21,6 +21,7 @@ from gdrkit import forks
 from gdrkit.cufile import Route
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason
 from gdrkit.gds._native import Failure, api_error
+from gdrkit.gds.totals import count_transfer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -34,10 +35,7 @@ __all__ = [
     "TransferJob",
     "TransferSet",
     "Transferred",
-    "count_transfer",
     "short_read_error",
-    "transfer_counts",
-    "transferred_bytes",
 ]
 
 # Interval of progress reports, in seconds.
@@ -169,31 +167,6 @@ class TransferSet:
 
 # All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
 _transfers_in_progress = TransferSet()
-# The number and the bytes of all transfers of this process that are over, by route.
-_totals_lock = forks.ForkSafeLock()
-_transfer_counts: dict[Route, int] = {}
-_total_bytes: dict[Route, int] = {}
-
-
-def count_transfer(route: Route, moved_bytes: int) -> None:
-    """Add a transfer that is over, also one that failed after a part of its bytes."""
-    with _totals_lock:
-        _transfer_counts[route] = _transfer_counts.get(route, 0) + 1
-        _total_bytes[route] = _total_bytes.get(route, 0) + moved_bytes
-
-
-def transfer_counts() -> dict[Route, int]:
-    """Return the number of all finished transfers of this process, by the route that they took."""
-    with _totals_lock:
-        return dict(_transfer_counts)
-
-
-def transferred_bytes() -> dict[Route, int]:
-    """Return the bytes of all finished transfers of this process, by the route that they took."""
-    with _totals_lock:
-        return dict(_total_bytes)
-
-
 # In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
 _transfers_of_parent: list[Transfer] = []
 # Number of transfers in progress that each new transfer polls. Each new transfer adds one and polls two, so every

@@ -18,33 +18,15 @@ if TYPE_CHECKING:
 
     Statistics = Mapping[str, int] | CacheStatistics | MemoryPoolStatistics | PoolStatistics
 
-__all__ = ["process_metrics", "watch"]
+__all__ = ["GAUGES", "process_metrics", "watch"]
 
 # The numbers of statistics that describe the present. All other numbers count events, so they only grow.
-_GAUGES = frozenset(
+GAUGES = frozenset(
     {
-        *(
-            "buffers",
-            "clients",
-            "files",
-            "free",
-            "idle",
-            "in_flight",
-            "in_use",
-            "idle_blocks",
-            "idle_bytes",
-            "in_use_blocks",
-        ),
-        *(
-            "idle_bytes_max",
-            "in_use_bytes",
-            "leases",
-            "not_deregistered",
-            "regions",
-            "registered_bytes",
-            "sessions",
-            "waiting",
-        ),
+        *("leases", "in_flight", "not_deregistered", "regions", "registered_bytes", "waiting"),  # CacheStatistics
+        *("buffers", "free"),  # PoolStatistics
+        *("idle_blocks", "idle_bytes", "in_use_blocks", "in_use_bytes"),  # MemoryPoolStatistics
+        "clients",  # Agent.statistics()
     }
 )
 # Registrations, dma-bufs that are held open, and pinned memory.
@@ -85,14 +67,13 @@ def process_metrics() -> tuple[Metric, ...]:
             for field, value in _numbers(statistics).items():
                 full_name = f"gdrkit_{kind}_{field}"
                 help_text = f"Number {field!r} of the statistics of each {kind}."
-                metric = metrics.setdefault(full_name, Metric(full_name, help_text, is_counter=field not in _GAUGES))
+                metric = metrics.setdefault(full_name, Metric(full_name, help_text, is_counter=field not in GAUGES))
                 metric.add({"name": name}, value)
     counts = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
-    for route, count in gds.transfer_counts().items():
-        counts.add({"route": route.value}, count)
     moved = Metric("gdrkit_transferred_bytes", "Bytes of finished file transfers of gdrkit.gds.", is_counter=True)
-    for route, total_bytes in gds.transferred_bytes().items():
-        moved.add({"route": route.value}, total_bytes)
+    for route, totals in gds.transfer_totals().items():
+        counts.add({"route": route.value}, totals.transfers_count)
+        moved.add({"route": route.value}, totals.moved_bytes)
     return (*metrics.values(), counts, moved, *_object_metrics())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import os
@@ -18,6 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 import pytest
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
+from support.initiators import connected_initiator
 from support.other_user import run_program
 from support.processes import LineChild
 
@@ -26,7 +28,9 @@ from gdrkit.cuda import PinnedMemory
 from gdrkit.errors import Api, ApiError, UsageError
 from gdrkit.harness.needs import cuda as cuda_needs
 from gdrkit.harness.needs import host, needs, software, verbs
-from gdrkit.registration import RegionCache
+from gdrkit.monitor.process import GAUGES
+from gdrkit.registration import CacheStatistics, MemoryPoolStatistics, PoolStatistics, RegionCache
+from gdrkit.verbs import Direction
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -160,10 +164,34 @@ def processor_time_s(process_id: int) -> float:
 
 
 @needs(verbs.nic())
-def test_monitor_counts_what_the_ports_and_the_twin_move() -> None:
-    names = {metric.name: metric for metric in monitor.machine_metrics()}
-    ports = names["gdrkit_port_sent_bytes"].values or names["gdrkit_twin_objects"].values
-    assert ports
+def test_monitor_counts_the_bytes_that_a_nic_sends(nic: Nic) -> None:
+    def sent_bytes() -> float:
+        metrics = {metric.name: metric for metric in monitor.machine_metrics()}
+        return sum(
+            value
+            for labels, value in metrics["gdrkit_port_sent_bytes"].values.items()
+            if ("device", nic.name) in labels
+        )
+
+    before = sent_bytes()
+    memory = bytearray(1 << 20)
+    with nic.register_host(memory) as region, connected_initiator(nic, memory_bytes=1 << 20) as initiator:
+        initiator.run(Direction.WRITE, region.remote(), length_bytes=1 << 20, operations=4, depth=2)
+    assert sent_bytes() - before >= 4 << 20
+
+
+def test_numbers_of_the_present_are_no_counters() -> None:
+    """Every name of a gauge is a number of some statistics, and all other numbers count events."""
+    names = {
+        field.name
+        for kind in (CacheStatistics, PoolStatistics, MemoryPoolStatistics)
+        for field in dataclasses.fields(kind)
+    }
+    assert names | {"clients"} >= GAUGES
+    assert names - GAUGES == {
+        *("hits", "misses", "registrations", "evictions", "invalidations"),
+        *("allocations", "timeouts", "waits", "trimmed_blocks"),
+    }
 
 
 @needs(cuda_needs.device(), verbs.nic())

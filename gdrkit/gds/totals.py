@@ -1,0 +1,38 @@
+"""The number and the bytes of all file transfers of this process, by the route that they took."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from gdrkit import forks
+
+if TYPE_CHECKING:
+    from gdrkit.cufile import Route
+
+__all__ = ["RouteTotals", "count_transfer", "transfer_totals"]
+
+
+class RouteTotals(NamedTuple):
+    """The transfers of one route that are over, and the bytes that they moved."""
+
+    transfers_count: int
+    moved_bytes: int
+
+
+_lock = forks.ForkSafeLock()
+# For each route, the number and the bytes of the transfers. Short reads count too, so the lists are changed in place.
+_totals: dict[Route, list[int]] = {}
+
+
+def count_transfer(route: Route, moved_bytes: int) -> None:
+    """Add a transfer that is over, also one that failed after a part of its bytes."""
+    with _lock:
+        totals = _totals.setdefault(route, [0, 0])
+        totals[0] += 1
+        totals[1] += moved_bytes
+
+
+def transfer_totals() -> dict[Route, RouteTotals]:
+    """Return the totals of this process for each route that a transfer took."""
+    with _lock:
+        return {route: RouteTotals(*totals) for route, totals in _totals.items()}
