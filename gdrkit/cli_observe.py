@@ -146,7 +146,7 @@ def monitor(listen: str, interval_s: float) -> int:
 
     logging.basicConfig(level=logging.WARNING, format="gdrkit monitor: %(message)s")
     host, port = parse_address(listen)
-    # The thread of the HTTP server inherits the blocked signals, so sigwait() receives them in every case.
+    # sigwait() receives a signal only if every thread blocks it.
     signals = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     with serve_metrics(host, port, metrics=MachineReader(interval_s=interval_s).read) as server:

@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 __all__ = ["COMMANDS"]
 
 
+_metrics_option = click.option(
+    "--metrics",
+    metavar="HOST:PORT",
+    help="Serve metrics for Prometheus at http://HOST:PORT/metrics. Needs prometheus_client.",
+)
+
+
 def _exporter(
     kind: str, metrics: str | None
 ) -> Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]]:
@@ -62,11 +69,7 @@ def _exporter(
     metavar="N",
     help="Bytes per checksum of a new store, 4096 to 65536. Default: 4096.",
 )
-@click.option(
-    "--metrics",
-    metavar="HOST:PORT",
-    help="Serve metrics for Prometheus at http://HOST:PORT/metrics. Needs prometheus_client.",
-)
+@_metrics_option
 def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: int | None, metrics: str | None) -> int:
     """Serve the files of a folder over RDMA, until SIGTERM or SIGINT.
 
@@ -111,11 +114,7 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     metavar="MS",
     help="If the storage server returns no result for this many milliseconds, its pending operations fail.",
 )
-@click.option(
-    "--metrics",
-    metavar="HOST:PORT",
-    help="Serve metrics for Prometheus at http://HOST:PORT/metrics. Needs prometheus_client.",
-)
+@_metrics_option
 @click.option(
     "--shared",
     is_flag=True,

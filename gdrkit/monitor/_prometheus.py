@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import signal
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import Api, Reason, SetupMissing
+from gdrkit import loader
 from gdrkit.remedies import pip_install
 
 if TYPE_CHECKING:
@@ -33,14 +34,11 @@ def start_server(host: str, port: int, metrics: Callable[[], Iterable[Metric]]) 
         library = importlib.import_module("prometheus_client")
         core = importlib.import_module("prometheus_client.core")
     except ImportError as error:
-        raise SetupMissing(
-            api=Api.NONE,
+        raise loader.setup_missing(
             operation="import prometheus_client",
-            status=None,
-            status_name=type(error).__name__,
-            reason=Reason.LIBRARY_MISSING,
+            text=str(error),
             what_to_do=pip_install("monitor"),
-            detail=str(error),
+            default_errno=errno.ENOENT,
         ) from error
 
     class Collector:

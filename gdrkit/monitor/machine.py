@@ -97,9 +97,11 @@ def _owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
 
 
 def _rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
-    pairs = Metric("gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink.")
-    regions = Metric("gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink.")
-    region_bytes = Metric("gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from RDMA netlink.")
+    pairs = Metric("gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink, or from the record of a software twin.")
+    regions = Metric(
+        "gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink, or from the record of a software twin."
+    )
+    region_bytes = Metric("gdrkit_rdma_region_bytes", "Bytes of the registered memory regions, from the same source.")
     # A machine without an RDMA device has no such objects, and then the kernel may lack RDMA netlink.
     if not tree.names("/sys/class/infiniband"):
         not_read.add({"source": "rdma_netlink", "cause": "there is no RDMA device"}, 1)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import sys
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, Reason, UsageError, errno_name
+from gdrkit.handles import Closeable
 from gdrkit.monitor import _prometheus
 from gdrkit.monitor.process import process_metrics, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from threading import Thread
-    from types import TracebackType
     from wsgiref.simple_server import WSGIServer
 
     from gdrkit.monitor.metrics import Metric
@@ -40,7 +40,7 @@ def parse_address(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class MetricsServer:
+class MetricsServer(Closeable):
     """An HTTP server of metrics, which runs in a thread until the context closes.
 
     Attributes
@@ -60,14 +60,6 @@ class MetricsServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def serve_metrics(host: str, port: int, *, metrics: Callable[[], Iterable[Metric]] = process_metrics) -> MetricsServer:
