@@ -236,6 +236,28 @@ def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, name: str, tmp
     assert "not the twin" not in process.stderr
 
 
+# The undocumented call of a statically linked CUDA runtime, through the function table as the runtime calls it.
+REQUEST_EXPORT_TABLE = """
+import ctypes
+driver = ctypes.CDLL("libcuda.so.1")
+call, table, status = ctypes.c_void_p(), ctypes.c_void_p(1), ctypes.c_int()
+assert driver.cuGetProcAddress_v2(b"cuGetExportTable", ctypes.byref(call), 12000, 0, ctypes.byref(status)) == 0
+get_export_table = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(call.value)
+for _ in range(2):
+    assert get_export_table(ctypes.byref(table), bytes(16)) == 801
+    assert table.value is None
+"""
+
+
+def test_static_cuda_runtime_is_refused_with_one_line() -> None:
+    process = run(sys.executable, "-c", REQUEST_EXPORT_TABLE, options=("--quiet",))
+    assert process.returncode == 0, process.stderr
+    (line,) = process.stderr.splitlines()
+    assert line.startswith("gdrkit: python")
+    for text in ("static library", "undocumented export tables", "cuGetExportTable", "run it on a GPU"):
+        assert text in line
+
+
 def test_library_without_version_is_the_same_twin() -> None:
     script = (
         "import ctypes; a, b = ctypes.CDLL('libcuda.so.1'), ctypes.CDLL('libcuda.so')\n"

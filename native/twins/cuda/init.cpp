@@ -21,16 +21,18 @@ GDRKIT_TWIN_NOTE("cuda twin of gdrkit")
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Every implemented function of functions.def is a fault point. `implemented` and `not_supported` are values of the
-// last argument of X there.
+// Every implemented function of functions.def is a fault point. `implemented`, `not_supported` and `refused` are
+// values of the last argument of X there.
 #define implemented(symbol) {#symbol, FaultKind::status},
 #define not_supported(symbol)
+#define refused(symbol)
 #define X(name, since, symbol, kind) kind(symbol)
 constexpr FaultPoint fault_points[] = {
 #include "cuda/functions.def"
 };
 #undef X
 #undef implemented
+#undef refused
 #undef not_supported
 
 constexpr std::string_view fault_prefixes[] = {"cu"};

@@ -1,11 +1,36 @@
-// Functions that the twin does not implement: each returns CUDA_ERROR_NOT_SUPPORTED and has no effect.
+// Functions that the twin does not implement: each returns CUDA_ERROR_NOT_SUPPORTED.
+#include <errno.h> // program_invocation_short_name
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdio>
+
 #include "cuda/cuda_abi.hpp"
 
 namespace gdrkit::twin::cuda {
 
+// The CUDA runtime calls this undocumented function for tables of private functions of the driver, and does not work
+// without them. Say so, once in each process.
+GDRKIT_CUDA_ENTRY Result cuGetExportTable(const void** table, const void*) {
+    static std::atomic<pid_t> explained_pid{0};
+    if (explained_pid.exchange(getpid()) != getpid()) {
+        std::fprintf(
+            stderr,
+            "gdrkit: %s contains the CUDA runtime as a static library, or loads NVIDIA's libcudart.so. It cannot "
+            "run on the software twin of CUDA, which does not have the undocumented export tables of the driver "
+            "(cuGetExportTable). Use a program that calls the driver API only, or run it on a GPU\n",
+            program_invocation_short_name);
+    }
+    if (table != nullptr) {
+        *table = nullptr;
+    }
+    return not_supported;
+}
+
 // The return value 801 is CUDA_ERROR_NOT_SUPPORTED. Its enumerator not_supported cannot be used here, because a macro
 // has the same name.
 #define implemented(symbol)
+#define refused(symbol)
 #define not_supported(symbol)                                                                                          \
     GDRKIT_CUDA_ENTRY int symbol();                                                                                    \
     int symbol() {                                                                                                     \
@@ -15,6 +40,7 @@ namespace gdrkit::twin::cuda {
 #include "cuda/functions.def"
 #undef X
 #undef implemented
+#undef refused
 #undef not_supported
 
 } // namespace gdrkit::twin::cuda

@@ -53,6 +53,14 @@ void test_unimplemented_functions_fail() {
     CHECK(count > 300);
 }
 
+// The CUDA runtime must not use what the variable contained before.
+void test_export_table_is_null() {
+    int content = 0;
+    const void* table = &content;
+    EXPECT_RESULT(not_supported, "cuGetExportTable", &table, static_cast<const void*>(&content));
+    CHECK(table == nullptr);
+}
+
 void test_proc_address_returns_newest_form() {
     for (const auto& [name, version_text] : read_table(GDRKIT_CONTRACTS "/cuda.symbols")) {
         const int version = std::stoi(version_text);
@@ -129,6 +137,7 @@ void test_calls_before_init_fail() {
 int main() {
     test_exports_match_contract();
     test_unimplemented_functions_fail();
+    test_export_table_is_null();
     test_proc_address_returns_newest_form();
     test_proc_address_reports_unknown_functions();
     test_error_names();
