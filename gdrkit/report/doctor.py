@@ -83,6 +83,7 @@ def describe_rule(rule: Rule) -> str:
     rows = [("Why it matters", rule.why), ("What to do", rule.remedy), ("Reads", rule.reads)]
     rows += [("Needs", rule.privilege)] if rule.privilege else []
     rows += [("Experiment", "yes, in a child process with a time limit")] if rule.experiment else []
+    rows += [("Source", rule.source)] if rule.source else []
     lines = [f"{rule.code}: {rule.title}", ""]
     for name, text in rows:
         lines += _wrap(f"{name}: {text}", "  ")
@@ -103,7 +104,7 @@ def rules_as_json(rules: Rule | Sequence[Rule]) -> str:
 
 def _rule_values(rule: Rule) -> dict[str, str | bool]:
     """Return the fields of a rule. ``acts`` says whether the rule makes an experiment on the machine."""
-    texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege")}
+    texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege", "source")}
     return {**texts, "acts": bool(rule.experiment)}
 
 

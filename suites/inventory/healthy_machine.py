@@ -123,6 +123,7 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/sys/class/block/nvme0n1/queue/logical_block_size": "512\n",
     "/sys/devices/block/nvme0n1/nvme0n1p1/partition": "1\n",
     "/sys/module/nvidia_peermem/version": "580.159.04\n",
+    "/sys/kernel/mm/memory_peers/nv_mem/version": "580.159.04\n",
     "/sys/module/nvidia_fs/parameters/rw_stats_enabled": "1\n",
     "/sys/module/nvme_core/parameters/multipath": "N\n",
     "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p1 intel_iommu=on iommu=pt\n",

@@ -20,7 +20,8 @@ _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 _GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/{GPU}"
 _NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC}"
 _PORT_FOLDER = "/sys/class/infiniband/mlx5_0/ports/1"
-_NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None}
+_CLIENT = "/sys/kernel/mm/memory_peers/nv_mem/version"
+_NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, _CLIENT: None}
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats")
 }
@@ -70,6 +71,15 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("peermem-symbols", "refused by the kernel"): {
         "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
+    ("peermem-unregistered", "no client"): {
+        "files": {_CLIENT: None, "/sys/kernel/mm/memory_peers/amdkfd/version": "1.0\n"},
+        "working_routes": (),
+    },
+    ("peermem-unregistered", "ib_core is not used"): {
+        "files": {_CLIENT: None, "/sys/module/ib_core/holders/ib_uverbs": "", "/sys/module/ib_uverbs/holders/x": ""},
+        "facts": {"routes": ()},
+    },
+    ("peermem-unregistered", "registration refused"): {"working_routes": ()},
     ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": _NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
         "facts": {"verbs": None, "routes": ()},
@@ -177,6 +187,11 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
 
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "dmabuf": False},
+    ("peermem-unregistered", "dma-buf instead"): {"files": {_CLIENT: None}, "working_routes": ("dmabuf",)},
+    ("peermem-unregistered", "ib_uverbs is used"): {
+        "files": {_CLIENT: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
+        "facts": {"routes": ()},
+    },
     ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},
     ("no-dmabuf-export", "peer memory instead"): {"attributes": {"DMA_BUF_SUPPORTED": 0}},
     ("acs-redirect", "source validation alone"): {

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from inventory.healthy_machine import machine
 from inventory.rule_examples import FAILING_EXAMPLES, PASSING_EXAMPLES
 
-from gdrkit.inventory import RULES, Finding, diagnose, rule_of
+from gdrkit.inventory import (
+    RULES,
+    Finding,
+    Recorder,
+    captured_machine,
+    diagnose,
+    read_capture,
+    rule_of,
+    write_capture,
+)
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -71,10 +81,28 @@ def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixtu
     assert passing == failing == set(CODES)
 
 
-def test_number_of_rules_is_that_of_the_known_causes() -> None:
-    # 32 causes are known from the issue trackers of other projects. The other two are the missing udev database, and
-    # errors of a GPU.
-    assert len({rule.code for rule in RULES}) == len(RULES) == 34
+@pytest.mark.parametrize(("code", "name"), FAILING_EXAMPLES)
+def test_cause_is_found_on_a_replayed_capture(tmp_path: Path, code: str, name: str) -> None:
+    host = machine(tmp_path / "host", **FAILING_EXAMPLES[code, name])
+    host = replace(host, files=Recorder(host.files))
+    finding = rule_of(code).apply(host)
+    write_capture(tmp_path / "capture.json", host.capture())
+    replayed = captured_machine(read_capture(tmp_path / "capture.json"))
+    assert (finding.verdict, rule_of(code).apply(replayed)) == (Verdict.FAIL, finding)
+
+
+def test_replayed_capture_of_the_correct_host_is_silent(tmp_path: Path) -> None:
+    host = machine(tmp_path / "host")
+    host = replace(host, files=Recorder(host.files))
+    diagnose(host)
+    write_capture(tmp_path / "capture.json", host.capture())
+    diagnosis = diagnose(captured_machine(read_capture(tmp_path / "capture.json")))
+    assert not diagnosis.of(Verdict.FAIL)
+    assert {finding.code for finding in diagnosis.of(Verdict.UNPROVEN)} <= NOT_APPLICABLE
+
+
+def test_every_rule_has_its_own_code_and_texts() -> None:
+    assert len({rule.code for rule in RULES}) == len(RULES)
     assert all(rule.title and rule.why and rule.remedy and rule.reads for rule in RULES)
 
 

@@ -32,10 +32,25 @@ if TYPE_CHECKING:
     from gdrkit.inventory.machine import Machine
     from gdrkit.inventory.observation import Observation
 
-__all__ = ["Finding", "Reading", "Rule", "RuleContext", "RuleResult", "rule"]
+__all__ = [
+    "MEMORY_PEERS",
+    "PEER_MEMORY_CLIENTS",
+    "PEER_MEMORY_MODULES",
+    "Finding",
+    "Reading",
+    "Rule",
+    "RuleContext",
+    "RuleResult",
+    "rule",
+]
 
 RuleResult: TypeAlias = tuple[Verdict, str]
 
+# The kernel modules of NVIDIA for peer memory, and the names under which they register with the RDMA stack. The RDMA
+# stacks of vendors list the registered names in this folder.
+PEER_MEMORY_MODULES = ("nvidia_peermem", "nv_peer_mem")
+PEER_MEMORY_CLIENTS = ("nv_mem", "nv_mem_nc")
+MEMORY_PEERS = "/sys/kernel/mm/memory_peers"
 _VALUE_CHARACTERS_MAX = 160
 _NAMES_MAX = 8
 
@@ -98,6 +113,8 @@ class Rule:
         The privilege that is needed to read all sources; empty if none is needed.
     experiment : str
         Name of the experiment that the rule needs; empty for a rule that only reads.
+    source : str
+        Document or issue that states the cause or its limits; empty if it is common knowledge.
     examine : callable
         The function that examines a machine.
     """
@@ -109,6 +126,7 @@ class Rule:
     reads: str
     privilege: str
     experiment: str
+    source: str
     examine: Callable[[RuleContext], RuleResult]
 
     def apply(self, machine: Machine) -> Finding:
@@ -129,12 +147,20 @@ class Rule:
 
 
 def rule(
-    *, code: str, title: str, why: str, remedy: str, reads: str, privilege: str = "", experiment: str = ""
+    *,
+    code: str,
+    title: str,
+    why: str,
+    remedy: str,
+    reads: str,
+    privilege: str = "",
+    experiment: str = "",
+    source: str = "",
 ) -> Callable[[Callable[[RuleContext], RuleResult]], Rule]:
     """Return a decorator that turns a function into a :class:`Rule`. The function examines a machine."""
 
     def decorator(examine: Callable[[RuleContext], RuleResult]) -> Rule:
-        return Rule(code, title, why, remedy, reads, privilege, experiment, examine)
+        return Rule(code, title, why, remedy, reads, privilege, experiment, source, examine)
 
     return decorator
 
@@ -232,10 +258,8 @@ class RuleContext:
     def has_peer_memory(self) -> bool:
         """Whether a kernel module is loaded with which a NIC can register addresses of GPU memory."""
         paths = (
-            "/sys/module/nvidia_peermem",
-            "/sys/module/nv_peer_mem",
-            "/sys/kernel/mm/memory_peers/nv_mem",
-            "/sys/kernel/mm/memory_peers/nv_mem_nc",
+            *(f"/sys/module/{name}" for name in PEER_MEMORY_MODULES),
+            *(f"{MEMORY_PEERS}/{name}" for name in PEER_MEMORY_CLIENTS),
         )
         return any([self.exists(path) for path in paths])  # noqa: C419 - every path must be recorded.
 

@@ -9,7 +9,14 @@ from __future__ import annotations
 import re
 import zlib
 
-from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.inventory.rules.base import (
+    MEMORY_PEERS,
+    PEER_MEMORY_CLIENTS,
+    PEER_MEMORY_MODULES,
+    RuleContext,
+    RuleResult,
+    rule,
+)
 from gdrkit.verdict import Verdict
 
 __all__ = ["RULES"]
@@ -86,6 +93,66 @@ def _check_peermem_symbols(context: RuleContext) -> RuleResult:
             f"{unreadable}"
         )
     return context.passes("the kernel log reports no module that was refused because of its symbols")
+
+
+@rule(
+    code="peermem-unregistered",
+    title="nvidia_peermem is loaded, but has not registered with the RDMA stack",
+    why="The module then does nothing: every registration of a GPU address fails with EFAULT. Programs that only look "
+    "for the module, or for CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, report GPUDirect RDMA all the same.",
+    remedy="install the NVIDIA driver again after the RDMA stack whose ib_core has ib_register_peer_memory_client, and "
+    "load nvidia_peermem again; or use dma-buf (open kernel module 515 or newer), which needs no such module",
+    reads="/sys/module/{nvidia_peermem,nv_peer_mem}, /sys/kernel/mm/memory_peers, "
+    "/sys/module/{ib_core,ib_uverbs}/holders; a registration of 64 KiB by peer memory",
+    source="NVIDIA/nccl #1939 and #1537, ofiwg/libfabric #12409; nv_mem_client_init() of nvidia-peermem.c",
+)
+def _check_peermem_unregistered(context: RuleContext) -> RuleResult:
+    not_run_result = _not_run_without_both(context)
+    if not_run_result:
+        return not_run_result
+    loaded = [name for name in PEER_MEMORY_MODULES if context.exists(f"/sys/module/{name}")]
+    if not loaded:
+        return context.not_run("no peer memory module is loaded")
+    module, routes = loaded[0], context.working_routes()
+    if "peer_memory" in routes:
+        return context.passes("registration by peer memory was tried and works")
+    cause = _peermem_defect(context, module)
+    if cause is None and any(route.way == "peer_memory" for route in context.facts.routes):
+        cause = f"{module} is loaded, and registration by peer memory was tried and refused"
+    if cause is None:
+        return _peermem_registered(context, module)
+    if "dmabuf" in routes:
+        return context.passes(f"{cause}, but dma-buf works instead")
+    return context.fails(cause)
+
+
+def _peermem_defect(context: RuleContext, module: str) -> str | None:
+    """Return what shows that a loaded module has not registered, or None."""
+    clients = context.names(MEMORY_PEERS)
+    if clients and not set(clients) & set(PEER_MEMORY_CLIENTS):
+        return f"{module} is loaded, but {MEMORY_PEERS} lists only {', '.join(clients)}"
+    if clients:
+        return None
+    # A module that calls a function of another one is among its holders. Which of the two RDMA modules has the function
+    # depends on the RDMA stack. A kernel with built-in RDMA modules has neither folder.
+    folders = [f"/sys/module/{name}/holders" for name in ("ib_core", "ib_uverbs")]
+    holders = [set(context.names(folder)) for folder in folders if context.exists(folder)]
+    if holders and not any(module in names for names in holders):
+        return f"{module} is loaded, but is not among the modules that use ib_core: it was built without peer memory"
+    return None
+
+
+def _peermem_registered(context: RuleContext, module: str) -> RuleResult:
+    """Return the result for a loaded module without a defect, which has registered or about which nothing is known."""
+    clients = set(context.names(MEMORY_PEERS)) & set(PEER_MEMORY_CLIENTS)
+    if clients:
+        return context.passes(f"{module} has registered as {' and '.join(sorted(clients))}")
+    for name in ("ib_core", "ib_uverbs"):
+        if module in context.names(f"/sys/module/{name}/holders"):
+            return context.passes(f"{module} uses {name}, so it has registered with it")
+    if context.is_uncaptured(MEMORY_PEERS):
+        return context.not_run("the capture does not contain the files of this rule")
+    return context.unproven(f"{module} is loaded; nothing here shows whether it has registered, and nothing was tried")
 
 
 @rule(
@@ -258,6 +325,7 @@ def _check_p2p_one_way(context: RuleContext) -> RuleResult:
 RULES = (
     _check_no_registration_route,
     _check_peermem_symbols,
+    _check_peermem_unregistered,
     _check_no_dmabuf_region,
     _check_no_dmabuf_export,
     _check_no_gpudirect,
