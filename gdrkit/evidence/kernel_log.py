@@ -21,7 +21,9 @@ __all__ = ["KernelLog", "kernel_log"]
 
 _RECORD_BYTES = 8192
 # One regular expression is faster than a search for each word, and a log has thousands of records.
-_WORDS = re.compile(rb"nvrm|nvidia|xid|peer_mem|mlx5|infiniband|rdma|iommu|dmar|pcieport|aer:", re.IGNORECASE)
+_WORDS = re.compile(
+    rb"nvrm|nvidia|xid|peer_mem|mlx[45]|infiniband|rdma|iommu|dmar|pcieport|aer:|hotplugged memory", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +33,7 @@ class KernelLog:
     Attributes
     ----------
     lines : tuple of str
-        Messages that name a GPU, a NIC, the IOMMU or PCIe errors, oldest first.
+        Messages that name a GPU, a NIC, the IOMMU, PCIe errors or refused memory, oldest first.
     unreadable : str or None
         The reason why the log, or a part of it, could not be read.
     """

@@ -56,7 +56,9 @@ class ChildQuery:
             raise
 
     def result(self, timeout_s: float) -> tuple[Any, ApiFailure | None]:
-        """Wait for the child, kill its process group, and return the facts as JSON data, or the failure.
+        """Wait for the child, kill its process group, and return the facts as JSON data, and the failure.
+
+        A child that fails may have facts too.
 
         Parameters
         ----------
@@ -77,9 +79,8 @@ class ChildQuery:
         if not text:
             return None, self._failure(Reason.OTHER, _describe_end(self._child.returncode), output)
         data = json.loads(text)
-        if "failure" in data:
-            return None, serialization.from_json_data(ApiFailure, data["failure"])
-        return data["facts"], None
+        failure = data.get("failure")
+        return data.get("facts"), failure and serialization.from_json_data(ApiFailure, failure)
 
     def _wait(self, timeout_s: float) -> bool:
         """Wait until the child has ended, and return True. Return False at the time limit."""

@@ -21,6 +21,7 @@ from gdrkit import pattern, serialization
 from gdrkit.children import join_threads
 from gdrkit.errors import DataMismatch, GdrkitError, UsageError
 from gdrkit.inventory.facts import ApiFailure
+from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -233,6 +234,15 @@ def _open(stack: ExitStack, nic_name: str, port: int, index: int) -> tuple[Nic, 
     return nic, stack.enter_context(cuda.Device(index))
 
 
+def _file_of_descriptor_0() -> tuple[int, int] | None:
+    """Return what identifies the file of descriptor 0, or None if the descriptor is closed."""
+    try:
+        status = os.fstat(0)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
+
+
 EXPERIMENTS: dict[str, Callable[[], dict[str, str]]] = {
     "p2p": _try_p2p,
     "stale_key": _try_stale_key,
@@ -257,11 +267,16 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in EXPERIMENTS:
         message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {name!r}"
         raise UsageError(message)
-    result: dict[str, serialization.Json]
+    before = _file_of_descriptor_0()
+    observations: dict[str, str] = {}
+    failure: ApiFailure | None = None
     try:
-        result = {"facts": serialization.to_json_data(EXPERIMENTS[name]())}
+        observations = EXPERIMENTS[name]()
     except GdrkitError as error:
-        result = {"failure": serialization.to_json_data(ApiFailure.of(error, api=name, operation=name))}
+        failure = ApiFailure.of(error, api=name, operation=name)
+    if _file_of_descriptor_0() != before:
+        observations[DESCRIPTOR_0] = "was closed"
+    result = {"facts": serialization.to_json_data(observations), "failure": serialization.to_json_data(failure)}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:
         json.dump(result, file)
     return 0

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from gdrkit.inventory.facts import ApiFailure  # noqa: TC001 - types of fields are read at run time.
 
-__all__ = ["Observation"]
+__all__ = ["DESCRIPTOR_0", "Observation"]
+
+# The step of an observation that says that descriptor 0 of the process of the experiment is no longer what it was.
+DESCRIPTOR_0 = "descriptor 0"
 
 
 @dataclass(frozen=True, slots=True)

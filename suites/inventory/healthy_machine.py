@@ -28,7 +28,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["ACS_REDIRECT", "GPU", "HEALTHY_FILES", "LINKS", "NIC", "NVME", "SWITCH_PORT", "config", "machine"]
+__all__ = [
+    "ACS_REDIRECT",
+    "GPU",
+    "HEALTHY_FILES",
+    "LINKS",
+    "NIC",
+    "NVME",
+    "SWITCH_PORT",
+    "ZONEINFO",
+    "config",
+    "machine",
+]
 
 GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
 ROOT_PORT, SWITCH = "0000:00:01.0", "0000:01:00.0"
@@ -102,9 +113,15 @@ def _functions() -> dict[str, str | bytes]:
 
 
 _PORT = "/sys/class/infiniband/mlx5_0/ports/1"
+# Two TiB of memory, in 4 KiB pages.
+ZONEINFO = (
+    "Node 0, zone   Normal\n        spanned  535822336\n        present  535822336\n  start_pfn:           1048576\n"
+)
 HEALTHY_FILES: dict[str, str | bytes] = {
     **_functions(),
     "/sys/kernel/iommu_groups/7/type": "identity\n",
+    "/sys/class/infiniband/mlx5_0/hca_type": "MT4129\n",
+    "/sys/class/infiniband/mlx5_0/fw_ver": "28.41.1000\n",
     "/sys/class/infiniband/mlx5_0/node_guid": "b83f:d203:00a1:7c52\n",
     f"{_PORT}/state": "4: ACTIVE\n",
     f"{_PORT}/phys_state": "5: LinkUp\n",
@@ -127,6 +144,12 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/sys/module/nvidia_fs/parameters/rw_stats_enabled": "1\n",
     "/sys/module/nvme_core/parameters/multipath": "N\n",
     "/proc/cmdline": "BOOT_IMAGE=/vmlinuz root=/dev/nvme0n1p1 intel_iommu=on iommu=pt\n",
+    # BAR1 of the GPU has 256 GiB and begins at 4 TiB.
+    f"/sys/devices/{_FUNCTIONS[GPU][0]}/resource": (
+        "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
+        "0x0000040000000000 0x0000043fffffffff 0x000000000014220c\n"
+    ),
+    "/proc/zoneinfo": ZONEINFO,
     "/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme sse avx512f\n",
     "/proc/kallsyms": "0000000000000000 T ib_register_peer_memory_client\n0000000000000000 d p2pdma_pgmap_ops\n",
     "/proc/sys/kernel/osrelease": "6.8.0-60-generic\n",
@@ -143,9 +166,13 @@ HEALTHY_FILES: dict[str, str | bytes] = {
         'GrdmaPciTopoCheckOverride: 0\nRegistryDwords: "RMForceStaticBar1=1;RmForceDisableIomapWC=1"\n'
     ),
     "/proc/driver/nvidia-fs/version": "version: 2.28.4\n",
+    "/proc/driver/nvidia-fs/devcount": "1\n",
     "/proc/driver/nvidia-fs/modules": "nvme: p2p\n",
     "/proc/driver/nvidia-fs/stats": "GDS Version: 1.15\nReads\t\t\t\t: n=24 ok=24 err=0\n",
-    "/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\nCONFIG_PCI_P2PDMA=y\n",
+    "/boot/config-6.8.0-60-generic": (
+        "CONFIG_DMA_SHARED_BUFFER=y\nCONFIG_PCI_P2PDMA=y\nCONFIG_RANDOMIZE_MEMORY=y\n"
+        "CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0xa\n"
+    ),
     "/etc/cufile.json": _CUFILE,
     "/dev/infiniband/uverbs0": "",
     "/dev/nvidiactl": "",
@@ -172,6 +199,8 @@ LINKS: dict[str, str] = {
 }
 
 _ATTRIBUTES = {
+    "COMPUTE_CAPABILITY_MAJOR": 9,
+    "COMPUTE_CAPABILITY_MINOR": 0,
     "DMA_BUF_SUPPORTED": 1,
     "GPU_DIRECT_RDMA_SUPPORTED": 1,
     "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 1,

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from inventory.healthy_machine import ACS_REDIRECT, GPU, NIC, SWITCH_PORT, config
+from inventory.healthy_machine import ACS_REDIRECT, GPU, HEALTHY_FILES, NIC, SWITCH_PORT, ZONEINFO, config
 
 from gdrkit.errors import Reason
 from gdrkit.host import GpuHealth, GpuLink, NvmlFacts
-from gdrkit.inventory import ApiFailure, Observation
+from gdrkit.inventory import ApiFailure, CudaFacts, Observation
+from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
 __all__ = ["FAILING_EXAMPLES", "PASSING_EXAMPLES"]
@@ -19,12 +20,22 @@ __all__ = ["FAILING_EXAMPLES", "PASSING_EXAMPLES"]
 _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 _GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/{GPU}"
 _NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC}"
-_PORT_FOLDER = "/sys/class/infiniband/mlx5_0/ports/1"
+_HCA_FOLDER = "/sys/class/infiniband/mlx5_0"
+_PORT_FOLDER = f"{_HCA_FOLDER}/ports/1"
+_NO_RDMA_FILES: dict[str, str | None] = {
+    name: None for name in HEALTHY_FILES if name.startswith("/sys/class/infiniband/")
+}
 _CLIENT = "/sys/kernel/mm/memory_peers/nv_mem/version"
 _NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, _CLIENT: None}
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
-    f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats")
+    f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats", "devcount")
 }
+# BAR1 of the GPU begins at 42 TiB.
+_HIGH_BAR1 = (
+    "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
+    "0x00002a0000000000 0x00002a3fffffffff 0x000000000014220c\n"
+)
+_REFUSED_RANGE = "range=0x2a0000000000-0x2a3fffffffff, maximum=0xbffffffffff"
 _VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme hypervisor\n"}
 _SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
 _SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
@@ -100,6 +111,39 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("no-gpudirect", "a consumer GPU"): {"attributes": {"GPU_DIRECT_RDMA_SUPPORTED": 0}},
     ("topology-veto", "denied"): {"files": {"/proc/driver/nvidia/params": "GrdmaPciTopoCheckOverride: 2\n"}},
+    ("gpu-too-old", "Volta"): {
+        "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0},
+        "working_routes": (),
+        "files": _NO_PEER_MEMORY_FILES,
+    },
+    ("gpu-too-old", "Pascal without CUDA"): {
+        "facts": {"cuda": None, "routes": ()},
+        "files": _NO_PEER_MEMORY_FILES | {f"{_GPU_FOLDER}/device": "0x15f8\n"},
+    },
+    ("gpu-too-old", "Fermi"): {"attributes": {"COMPUTE_CAPABILITY_MAJOR": 2}},
+    ("gpu-too-old", "driver 470"): {
+        "working_routes": (),
+        "files": _NO_PEER_MEMORY_FILES
+        | {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02\n"},
+    },
+    ("gpu-too-old", "CUDA 11.4"): {
+        "facts": {"cuda": CudaFacts(driver_version="11.4", devices=(), libraries=()), "routes": ()},
+        "files": _NO_PEER_MEMORY_FILES,
+    },
+    ("nic-too-old", "ConnectX-3 Pro"): {"files": {f"{_HCA_FOLDER}/hca_type": "MT4103\n"}, "working_routes": ()},
+    ("nic-too-old", "Connect-IB without a driver"): {
+        "links": {f"{_HCA_FOLDER}/device": None},
+        "files": _NO_RDMA_FILES | {f"{_NIC_FOLDER}/device": "0x1011\n"},
+        "working_routes": (),
+    },
+    ("nic-too-old", "InfiniHost"): {"files": {f"{_HCA_FOLDER}/hca_type": "MT25208\n"}, "working_routes": ()},
+    ("nic-too-old", "old firmware, refused"): {
+        "files": {f"{_HCA_FOLDER}/fw_ver": "28.34.1002\n"},
+        "working_routes": (),
+    },
+    ("nic-too-old", "firmware refused by the driver"): {
+        "kernel_log_lines": ("mlx5_core 0000:04:00.0: Driver cmdif rev(5) differs from firmware's(4)",)
+    },
     ("acs-redirect", "a port of the switch"): {
         "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": config(acs=ACS_REDIRECT)}
     },
@@ -157,6 +201,14 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("p2pdma-off", "multipath"): {
         "files": _NO_NVIDIA_FS_FILES | {"/sys/module/nvme_core/parameters/multipath": "Y\n"},
     },
+    ("kaslr-p2pdma", "in the kernel log"): {
+        "files": _NO_NVIDIA_FS_FILES | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1},
+        "kernel_log_lines": (f"Hotplugged memory exceeds maximum addressable address, {_REFUSED_RANGE}",),
+    },
+    ("cufile-descriptor-0", "nodes are missing"): {"files": {"/dev/nvidia-fs0": None}},
+    ("cufile-descriptor-0", "seen"): {
+        "observations": {"driver_open": Observation("driver_open", seen={DESCRIPTOR_0: "was closed"})}
+    },
     ("cufile-compat", "forced"): {"files": {"/etc/cufile.json": '{"properties": {"force_compat_mode": true}}'}},
     ("cufile-compat", "forced by the environment"): {"environment": {"CUFILE_FORCE_COMPAT_MODE": "true"}},
     ("silent-fallback", "in the log"): {
@@ -194,6 +246,19 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},
     ("no-dmabuf-export", "peer memory instead"): {"attributes": {"DMA_BUF_SUPPORTED": 0}},
+    ("gpu-too-old", "peer memory instead"): {
+        "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0}
+    },
+    ("gpu-too-old", "Turing"): {
+        "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5},
+        "files": _NO_PEER_MEMORY_FILES,
+        "working_routes": ("dmabuf",),
+    },
+    ("nic-too-old", "old firmware that works"): {"files": {f"{_HCA_FOLDER}/fw_ver": "28.34.1002\n"}},
+    ("nic-too-old", "firmware of 2022"): {
+        "files": {f"{_HCA_FOLDER}/fw_ver": "28.35.1012\n"},
+        "working_routes": (),
+    },
     ("acs-redirect", "source validation alone"): {
         "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": config(acs=0x01)}
     },
@@ -218,6 +283,30 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("nvidia-fs-absent", "P2PDMA instead"): {"files": _NO_NVIDIA_FS_FILES},
     ("p2pdma-off", "nvidia-fs instead"): {"files": {"/sys/module/nvme_core/parameters/multipath": "Y\n"}},
+    ("kaslr-p2pdma", "KASLR is off"): {
+        "files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1, "/proc/cmdline": "root=/dev/nvme0n1p1 nokaslr\n"}
+    },
+    ("kaslr-p2pdma", "Linux 6.15"): {
+        "files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1, "/proc/sys/kernel/osrelease": "6.15.0-1-generic\n"}
+    },
+    ("kaslr-p2pdma", "a large padding"): {
+        "files": _NO_NVIDIA_FS_FILES
+        | {
+            f"{_GPU_FOLDER}/resource": _HIGH_BAR1,
+            "/boot/config-6.8.0-60-generic": (
+                "CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x29\n"
+            ),
+        }
+    },
+    ("kaslr-p2pdma", "nvidia-fs instead"): {"files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1}},
+    ("kaslr-p2pdma", "P2PDMA has mapped it"): {
+        "files": _NO_NVIDIA_FS_FILES
+        | {
+            f"{_GPU_FOLDER}/resource": _HIGH_BAR1,
+            "/proc/zoneinfo": f"{ZONEINFO}Node 0, zone   Device\n  spanned  67108864\n  start_pfn:  11274289152\n",
+        }
+    },
+    ("cufile-descriptor-0", "nvidia-fs is not loaded"): {"files": _NO_NVIDIA_FS_FILES | {"/dev/nvidia-fs0": None}},
     ("file-system", "xfs"): {"files": _mountinfo("xfs")},
     ("vmm-memory", "expandable segments"): {"environment": _EXPANDABLE_SEGMENTS},
     ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},

@@ -123,3 +123,25 @@ def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
     assert failure.reason is Reason.TIMEOUT
     assert "(state D) and was left behind" in failure.message
     assert duration_s < DURATION_MAX_S
+
+
+EXPERIMENT = """
+    import os, sys
+    from gdrkit.errors import UsageError
+    from gdrkit.inventory import experiments
+    def run():
+        {statement}
+        {ending}
+    experiments.EXPERIMENTS["planted"] = run
+    experiments.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("ending", ["return {'call': 'returned'}", "raise UsageError('the call failed')"])
+@pytest.mark.parametrize(("statement", "expected"), [("os.close(0)", "was closed"), ("os.dup(0)", None)])
+def test_experiment_that_closes_descriptor_0_is_seen(
+    tmp_path: Path, statement: str, ending: str, expected: str | None
+) -> None:
+    query = start_query(tmp_path, EXPERIMENT.format(statement=statement, ending=ending), "planted")
+    seen, failure = query.result(60.0)
+    assert (seen.get("descriptor 0"), failure is not None) == (expected, "raise" in ending)

@@ -72,6 +72,21 @@ def test_missing_proc_modules_is_named(tmp_path: Path) -> None:
     assert ("/proc/modules", "does not exist") in {(reading.where, reading.what) for reading in finding.read}
 
 
+def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
+    """Commit 7ffb791423c7 was backported, so the version of Linux does not show whether a kernel has it."""
+    changes = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | {
+        "/boot/config-6.8.0-60-generic": "CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n"
+    }
+    finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": changes})
+    # 2 TiB of memory and 40 TiB of padding end where BAR1 begins.
+    assert (finding.verdict, "first 42 TiB" in finding.text) == (Verdict.UNPROVEN, True), finding.text
+
+
+def test_old_firmware_is_undecided_if_nothing_was_tried(tmp_path: Path) -> None:
+    changes = FAILING_EXAMPLES["nic-too-old", "old firmware, refused"] | {"facts": {"routes": ()}}
+    assert apply_rule(tmp_path, "nic-too-old", changes).verdict is Verdict.UNPROVEN
+
+
 def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixture[str]) -> None:
     passing = {code for code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
     failing = {code for code, _ in FAILING_EXAMPLES}

@@ -7,13 +7,14 @@ machine, so a rule returns the same for a capture and on the machine itself.
 from __future__ import annotations
 
 from gdrkit.errors import UsageError
-from gdrkit.inventory.rules import fabric, files, lifetime, ports, registration, storage
+from gdrkit.inventory.rules import age, fabric, files, lifetime, ports, registration, storage
 from gdrkit.inventory.rules.base import Finding, Reading, Rule
 
 __all__ = ["RULES", "Finding", "Reading", "Rule", "rule_of"]
 
 RULES: tuple[Rule, ...] = (
     *registration.RULES,
+    *age.RULES,
     *fabric.RULES,
     *ports.RULES,
     *storage.RULES,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import re
+import zlib
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeAlias
@@ -165,6 +167,16 @@ def rule(
     return decorator
 
 
+def _decompress(data: bytes | None) -> str:
+    """Return the text of gzip data; empty if there is no valid data or more than 1 MiB of it."""
+    import gzip
+
+    try:
+        return gzip.decompress(data)[: 4 << 20].decode("utf-8", "replace") if data and len(data) < 1 << 20 else ""
+    except (OSError, EOFError, zlib.error):
+        return ""
+
+
 class RuleContext:
     """Access of a rule to one machine. It records the values that were read and the files that could not be read."""
 
@@ -286,6 +298,27 @@ class RuleContext:
         first_path, second_path = pci_path(self.tree, first_address)[:-1], pci_path(self.tree, second_address)[:-1]
         shared = set(first_path) & set(second_path)
         return tuple(address for address in (*first_path, *second_path) if address not in shared)
+
+    def bar1_range(self, address: str) -> tuple[int, int] | None:
+        """Return the first and the last physical address of BAR1 of a GPU, or None if sysfs does not have them."""
+        lines = (self.text(f"/sys/bus/pci/devices/{address}/resource") or "").splitlines()
+        # BAR0 has the registers. BAR1 is a 64-bit BAR and takes two lines; the first line has its address range.
+        bounds = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
+        return (int(bounds[0], 16), int(bounds[1], 16)) if len(bounds) > 1 and int(bounds[1], 16) else None
+
+    def kernel_version(self) -> tuple[int, int]:
+        """Return the first two numbers of the version of Linux, or (0, 0) if it is unknown."""
+        numbers = re.match(r"(\d+)\.(\d+)", self.text("/proc/sys/kernel/osrelease") or "")
+        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+
+    def kernel_config(self) -> str:
+        """Return the configuration of the kernel, from /boot or /proc/config.gz; empty if it cannot be read."""
+        release = self.text("/proc/sys/kernel/osrelease") or ""
+        config = self.tree.text(f"/boot/config-{release}") or _decompress(self.tree.data("/proc/config.gz"))
+        self.record(
+            f"/boot/config-{release} or /proc/config.gz", "read" if config else "does not exist or is not readable"
+        )
+        return config
 
     def cufile_config(self) -> tuple[str | None, dict[str, object]]:
         """Return the path and the contents of the cufile.json that the library would read."""

@@ -114,7 +114,7 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
                 context.text(f"/sys/kernel/iommu_groups/{function.iommu_group}/type") or "unknown"
             )
     translated = [address for address, group_type in group_type_of_address.items() if group_type.startswith("DMA")]
-    if context.facts.machine == "aarch64" and _kernel_version(context) < _ARM_REVERSED_BEFORE_KERNEL:
+    if context.facts.machine == "aarch64" and context.kernel_version() < _ARM_REVERSED_BEFORE_KERNEL:
         is_passed_through = "identity" in group_type_of_address.values() or "iommu.passthrough=1" in iommu_words
         return (
             context.fails("pass-through on Arm64 before Linux 6.11")
@@ -131,11 +131,6 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
     return context.passes(
         "no IOMMU translates for these devices" if not group_type_of_address else "the IOMMU groups are passed through"
     )
-
-
-def _kernel_version(context: RuleContext) -> tuple[int, int]:
-    numbers = re.match(r"(\d+)\.(\d+)", context.text("/proc/sys/kernel/osrelease") or "")
-    return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
 @rule(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from gdrkit.inventory import cufile_json
@@ -135,11 +134,9 @@ def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]
         ]
     sizes: list[tuple[str, tuple[int, int | None]]] = []
     for gpu in context.gpus:
-        lines = (context.text(f"/sys/bus/pci/devices/{gpu.address}/resource") or "").splitlines()
-        # BAR0 has the registers. BAR1 is a 64-bit BAR and takes two lines; the first line has its address range.
-        bounds = re.findall(r"0x[0-9a-f]+", lines[1]) if len(lines) > 1 else []
-        if len(bounds) > 1 and int(bounds[1], 16):
-            sizes.append((gpu.address, (int(bounds[1], 16) - int(bounds[0], 16) + 1, None)))
+        bar1_range = context.bar1_range(gpu.address)
+        if bar1_range:
+            sizes.append((gpu.address, (bar1_range[1] - bar1_range[0] + 1, None)))
     return sizes
 
 

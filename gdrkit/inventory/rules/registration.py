@@ -7,7 +7,6 @@ the other is missing too.
 from __future__ import annotations
 
 import re
-import zlib
 
 from gdrkit.inventory.rules.base import (
     MEMORY_PEERS,
@@ -187,28 +186,13 @@ def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
 
 def _kernel_without_dmabuf(context: RuleContext) -> str | None:
     """Return the reason why the kernel does not support dma-buf regions, or None if no reason is known."""
-    release = context.text("/proc/sys/kernel/osrelease") or ""
-    numbers = re.match(r"(\d+)\.(\d+)", release)
-    if numbers and (int(numbers[1]), int(numbers[2])) < _DMABUF_KERNEL_MIN:
-        return f"Linux {release} is older than 5.12"
-    config = context.tree.text(f"/boot/config-{release}") or _decompress(context.tree.data("/proc/config.gz"))
-    context.record(
-        f"/boot/config-{release} or /proc/config.gz", "read" if config else "does not exist or is not readable"
-    )
+    if (0, 0) < context.kernel_version() < _DMABUF_KERNEL_MIN:
+        return f"Linux {context.text('/proc/sys/kernel/osrelease')} is older than 5.12"
+    config = context.kernel_config()
     missing_options = [
         name for name in ("DMA_SHARED_BUFFER", "PCI_P2PDMA") if config and f"CONFIG_{name}=y" not in config
     ]
     return f"the kernel was built without CONFIG_{', CONFIG_'.join(missing_options)}" if missing_options else None
-
-
-def _decompress(data: bytes | None) -> str:
-    """Return the text of gzip data; empty if there is no valid data or more than 1 MiB of it."""
-    import gzip
-
-    try:
-        return gzip.decompress(data)[: 4 << 20].decode("utf-8", "replace") if data and len(data) < 1 << 20 else ""
-    except (OSError, EOFError, zlib.error):
-        return ""
 
 
 @rule(

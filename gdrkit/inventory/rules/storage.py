@@ -10,6 +10,7 @@ import posixpath
 import re
 
 from gdrkit.inventory import cufile_json
+from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 
 __all__ = ["RULES"]
@@ -20,6 +21,13 @@ _PARAMS = "/proc/driver/nvidia/params"
 _P2PDMA_DRIVER_MIN = 565
 # CU_FILE_DRIVER_VERSION_MISMATCH and CU_FILE_DRIVER_NOT_INITIALIZED.
 _VERSION_MISMATCH_STATUSES = (5004, 5001)
+# The first version of Linux in which KASLR does not shrink the direct map if P2PDMA is built in, and the default of
+# CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING with memory hotplug, which P2PDMA needs.
+_KASLR_KERNEL_MIN, _KASLR_PADDING_TIB = (6, 15), 10
+_REFUSED_RANGE = re.compile(
+    r"Hotplugged memory exceeds maximum addressable address, range=(0x[0-9a-f]+)-(0x[0-9a-f]+)", re.IGNORECASE
+)
+_PAGE_BYTES, _TIB = 4096, 1 << 40  # The page size of x86.
 _TRUE_WORDS = ("1", "true", "yes")
 _FALLBACK_WORDS = ("running in compatible mode", "compatible mode", "Falling back")
 
@@ -137,6 +145,119 @@ def _check_p2pdma_off(context: RuleContext) -> RuleResult:
 
 
 @rule(
+    code="kaslr-p2pdma",
+    title="KASLR leaves no room for BAR1 of a GPU in the kernel's direct map",
+    why="P2PDMA maps BAR1 of the GPU at its place in the direct map. On x86, KASLR cuts the direct map off after the "
+    "installed memory and a padding, so that a BAR1 with a high address does not fit: no direct NVMe transfers.",
+    remedy="boot with nokaslr, or use Linux 6.15 or newer, or a kernel with the commit 7ffb791423c7; or use nvidia-fs",
+    reads="the kernel log; /proc/cmdline, /proc/sys/kernel/osrelease, /proc/zoneinfo, "
+    "/sys/bus/pci/devices/*/resource, CONFIG_RANDOMIZE_MEMORY and _PHYSICAL_PADDING of the kernel",
+    privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
+    source="commit 7ffb791423c7 of Linux (x86/kaslr: Reduce KASLR entropy on most x86 systems); "
+    "kernel_randomize_memory() and mhp_range_allowed() of Linux; release notes of GPUDirect Storage",
+)
+def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    if not context.nvme_functions:
+        return context.not_run("no NVMe on PCI")
+    ranges = {gpu.address: bar1_range for gpu in context.gpus if (bar1_range := context.bar1_range(gpu.address))}
+    for line in context.machine.kernel_log.lines:
+        refused = _REFUSED_RANGE.search(line)
+        if refused and any(_overlap((int(refused[1], 16), int(refused[2], 16)), place) for place in ranges.values()):
+            context.record("kernel log", line)
+            return context.fails(f"the kernel refused to map BAR1 of a GPU: {refused[0]}")
+    if "nokaslr" in (context.text("/proc/cmdline") or "").split():
+        return context.passes("KASLR is off")
+    if context.facts.machine not in ("x86_64", ""):
+        return context.not_run(f"the direct map of {context.facts.machine} does not depend on KASLR")
+    if not ranges or context.kernel_version() == (0, 0):
+        return context.not_run("the address of BAR1 or the version of Linux cannot be read")
+    if context.kernel_version() >= _KASLR_KERNEL_MIN:
+        return context.passes("this version of Linux keeps the direct map whole")
+    return _compare_with_direct_map(context, ranges)
+
+
+def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, int]]) -> RuleResult:
+    """Compare BAR1 of each GPU with the part of the physical address space that a kernel with KASLR can map."""
+    config = context.kernel_config()
+    if config and "CONFIG_RANDOMIZE_MEMORY=y" not in config:
+        return context.passes("the kernel was built without KASLR of memory")
+    memory_end, device_zones = _memory_zones(context)
+    if memory_end is None:
+        return context.not_run("/proc/zoneinfo cannot be read")
+    padding = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
+    padding_tib = int(padding[1], 16) if padding else _KASLR_PADDING_TIB
+    limit_tib = -(-memory_end // _TIB) + padding_tib
+    beyond = [
+        address
+        for address, place in ranges.items()
+        if place[1] >= limit_tib * _TIB and not any(_overlap(zone, place) for zone in device_zones)
+    ]
+    text = f"the first {limit_tib} TiB of addresses, {padding_tib} TiB more than the memory"
+    context.record("direct map with KASLR", text)
+    if not beyond:
+        return context.passes(f"the direct map has BAR1 of every GPU; with KASLR it has at least {text}")
+    cause = f"BAR1 of {', '.join(beyond)} is beyond the direct map, which with KASLR has {text}"
+    if context.exists(f"{_NVIDIA_FS}/modules"):
+        return context.passes(f"{cause}, but nvidia-fs works instead")
+    return context.unproven(f"{cause}, unless this kernel has the commit 7ffb791423c7")
+
+
+def _memory_zones(context: RuleContext) -> tuple[int | None, list[tuple[int, int]]]:
+    """Return the end of the memory in bytes, and the address ranges of the zones that devices have added."""
+    memory_end, device_zones = None, []
+    is_device, spanned_pages = False, 0
+    for line in context.tree.lines("/proc/zoneinfo", ("zone ", "spanned", "start_pfn:")):
+        words = line.split()
+        if line.startswith("Node "):
+            is_device = words[-1] == "Device"
+        elif words[0] == "spanned" and words[-1].isdecimal():
+            spanned_pages = int(words[-1])
+        elif words[0] == "start_pfn:" and words[-1].isdecimal():
+            begin, end = int(words[-1]) * _PAGE_BYTES, (int(words[-1]) + spanned_pages) * _PAGE_BYTES
+            if is_device:
+                device_zones.append((begin, end - 1))
+            else:
+                memory_end = max(memory_end or 0, end)
+    context.record("/proc/zoneinfo", "not readable" if memory_end is None else f"memory ends at {memory_end:#x}")
+    return memory_end, device_zones
+
+
+def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+    return first[0] <= second[1] and second[0] <= first[1]
+
+
+@rule(
+    code="cufile-descriptor-0",
+    title="cuFileDriverOpen closes descriptor 0 of the process",
+    why="If nvidia-fs is loaded and this container has none of its device nodes, the call fails and closes descriptor "
+    "0. The next open returns 0. Programs that the process starts then have a data file as standard input, or none.",
+    remedy="start the container with `--device /dev/nvidia-fs0` and the other /dev/nvidia-fs* (or `--privileged`); "
+    "if that is not possible, do not call cuFileDriverOpen, or restore descriptor 0 from a duplicate after it",
+    reads="/proc/driver/nvidia-fs/devcount, /dev/nvidia-fs*; descriptor 0 before and after cuFileDriverOpen in a child "
+    "process",
+    experiment="driver_open",
+    source="foundation-model-stack/fastsafetensors #102; NVIDIA/DALI #5902",
+)
+def _check_cufile_descriptor_0(context: RuleContext) -> RuleResult:
+    if not any(library.path for library in context.facts.libraries if library.soname == "libcufile.so.0"):
+        return context.not_run("no libcufile here")
+    observation = context.observe_cufile("driver_open")
+    if observation is not None and DESCRIPTOR_0 in observation.seen:
+        return context.fails("cuFileDriverOpen was called, and descriptor 0 was closed")
+    count = context.tree.number(f"{_NVIDIA_FS}/devcount")
+    context.record(f"{_NVIDIA_FS}/devcount", "does not exist" if count is None else count)
+    if context.is_uncaptured(f"{_NVIDIA_FS}/devcount") or not context.tree.names("/dev"):
+        return context.not_run("the devices of nvidia-fs or /dev cannot be read")
+    nodes = [name for name in context.tree.names("/dev") if name.startswith("nvidia-fs")]
+    context.record("/dev/nvidia-fs*", ", ".join(nodes) or "does not exist")
+    if count and not nodes:
+        return context.fails(f"nvidia-fs has {count} devices, and /dev has no nvidia-fs*")
+    return context.passes("nvidia-fs has its device nodes" if count else "nvidia-fs is not loaded")
+
+
+@rule(
     code="cufile-compat",
     title="cufile.json forces or allows compatibility mode",
     why="In compatibility mode, cuFile reads by POSIX calls and copies. The transfers are slow, and no call fails.",
@@ -208,6 +329,8 @@ RULES = (
     _check_nvidia_fs_absent,
     _check_nvidia_fs_version,
     _check_p2pdma_off,
+    _check_kaslr_p2pdma,
+    _check_cufile_descriptor_0,
     _check_cufile_compat,
     _check_silent_fallback,
 )

@@ -1,0 +1,151 @@
+"""Rules about GPUs, drivers and NICs that are too old for GPUDirect RDMA or for dma-bufs."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["RULES"]
+
+_VENDOR_NVIDIA, _VENDOR_MELLANOX = 0x10DE, 0x15B3
+# Compute capabilities of the first Kepler GPUs, which brought GPUDirect RDMA, and of the Turing GPUs.
+_KEPLER, _TURING = (3, 0), (7, 5)
+# The smallest PCI device ID in the list of GPUs that the open kernel modules support. All older GPUs have smaller ones.
+_TURING_DEVICE_ID_MIN = 0x1E02
+_DMABUF_DRIVER_MIN = 515
+_DMABUF_CUDA_MIN = (11, 7)
+# PCI device ID of ConnectX-4, the oldest NIC that the manual of GPUDirect RDMA and MLNX_OFED 5.1 and later support.
+# hca_type has the same number in decimal after "MT". The NICs before ConnectX-3 have larger numbers, in this range.
+_CONNECTX_4 = 0x1013
+_OLDEST_HCA_TYPES = range(23000, 27000)
+# The oldest firmware that NVIDIA's tools of 2022, the last for all these NICs, support: the second number of its
+# version by the first one, which identifies the model. MFT 4.22.1 LTS; for ConnectX-4 (12) mlxup 4.22.1.
+_FIRMWARE_MIN = {12: 28, 14: 32, 16: 35, 18: 33, 20: 35, 22: 35, 24: 35, 26: 35, 28: 35}
+_FIRMWARE_REFUSALS = ("Driver cmdif rev(", "Installed FW has unsupported command interface revision")
+
+
+def _gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
+    """Yield for each GPU of NVIDIA: its name, whether it is older than Kepler, and whether it is older than Turing."""
+    capability_of_address = {}
+    for device in context.facts.cuda.devices if context.facts.cuda else ():
+        major = device.attributes.get("COMPUTE_CAPABILITY_MAJOR")
+        if major is not None:
+            capability = (major, device.attributes.get("COMPUTE_CAPABILITY_MINOR", 0))
+            context.record(f"compute capability of GPU {device.index}", f"{capability[0]}.{capability[1]}")
+            capability_of_address[device.pci_bus_id.lower()] = capability
+            name = f"GPU {device.index} ({device.name}, compute capability {capability[0]}.{capability[1]})"
+            yield name, capability < _KEPLER, capability < _TURING
+    for gpu in context.gpus:
+        # A capture of another program may lack the device ID, which is then 0.
+        if gpu.vendor_id == _VENDOR_NVIDIA and gpu.device_id and gpu.address.lower() not in capability_of_address:
+            context.record(f"PCI device ID of {gpu.address}", f"{gpu.device_id:04x}")
+            is_old = gpu.device_id < _TURING_DEVICE_ID_MIN
+            yield f"the GPU {gpu.address} (PCI device ID {gpu.device_id:04x})", False, is_old
+
+
+@rule(
+    code="gpu-too-old",
+    title="the GPU or its driver is too old for GPUDirect RDMA or dma-bufs",
+    why="Before Kepler there is no GPUDirect RDMA. dma-bufs need the open kernel module, which supports Turing and "
+    "later GPUs (compute capability 7.5), and driver 515 with CUDA 11.7. On older GPUs only nvidia_peermem works.",
+    remedy="install driver 515 or newer with the open kernel module; for a GPU that is older than Turing, load "
+    "nvidia_peermem (or nv_peer_mem for a driver before 470) with an RDMA stack that supports peer memory",
+    reads="CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR, else the PCI device ID; "
+    "/proc/driver/nvidia/version; cuDriverGetVersion",
+    source="NVIDIA GPUDirect RDMA documentation, Overview (Kepler and CUDA 5.0); README of "
+    "NVIDIA/open-gpu-kernel-modules (Turing or later, PCI IDs from 1E02); UCX FAQ (CUDA 11.7, open kernel modules)",
+)
+def _check_gpu_too_old(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    ages = list(_gpu_ages(context))
+    before_kepler = [name for name, is_before_kepler, _ in ages if is_before_kepler]
+    if before_kepler:
+        return context.fails(f"no GPUDirect RDMA before Kepler: {', '.join(before_kepler)}")
+    causes = [f"older than Turing, so without dma-bufs: {name}" for name, _, is_old in ages if is_old]
+    driver, cuda = context.facts.nvidia_driver_version, context.facts.cuda
+    if driver is not None:
+        context.record("/proc/driver/nvidia/version", driver)
+        if int(driver.split(".")[0]) < _DMABUF_DRIVER_MIN:
+            causes.append(f"driver {driver} is older than {_DMABUF_DRIVER_MIN}, the first with dma-bufs")
+    cuda_version = re.fullmatch(r"(\d+)\.(\d+)", cuda.driver_version) if cuda else None
+    if cuda_version:
+        context.record("cuDriverGetVersion", cuda_version[0])
+        if (int(cuda_version[1]), int(cuda_version[2])) < _DMABUF_CUDA_MIN:
+            causes.append(f"the driver supports CUDA {cuda_version[0]}, and dma-bufs need 11.7")
+    if not causes:
+        if not ages or (driver is None and cuda_version is None):
+            return context.not_run("the GPUs or the version of the driver are unknown")
+        return context.passes("every GPU and the driver are new enough for dma-bufs")
+    if context.has_peer_memory or "peer_memory" in context.working_routes():
+        return context.passes(f"{'; '.join(causes)}, but peer memory works instead")
+    return context.fails("; ".join(causes))
+
+
+def _nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, str | None]]:
+    """Yield for each NIC of Mellanox: its name, the number of its model, and the version of its firmware."""
+    function_of_address = {function.address: function for function in context.nic_functions}
+    seen = set()
+    for device in context.facts.rdma_devices:
+        function = function_of_address.get(device.pci_address or "")
+        seen.add(device.pci_address)
+        type_match = re.fullmatch(r"MT(\d+)", context.text(f"/sys/class/infiniband/{device.name}/hca_type") or "")
+        if type_match:
+            yield device.name, int(type_match[1]), device.firmware
+        elif function and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
+            yield device.name, function.device_id, device.firmware
+    for address, function in function_of_address.items():
+        if address not in seen and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
+            yield address, function.device_id, None
+
+
+@rule(
+    code="nic-too-old",
+    title="the model or the firmware of a NIC is too old for GPUDirect RDMA",
+    why="NICs before ConnectX-4 have no dma-buf regions, and MLNX_OFED, which has peer memory, does not support them "
+    "since 5.1. Firmware that its vendor no longer supports may refuse registrations that the model supports, and a "
+    "driver may refuse the firmware altogether.",
+    remedy="use ConnectX-4 or newer; update the firmware with mlxup or mlxfwmanager, and restart the NIC "
+    "(mlxfwreset, or reboot)",
+    reads="/sys/class/infiniband/*/{hca_type,fw_ver}, else the PCI device ID; the kernel log; a registration of 64 KiB",
+    privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
+    source="NVIDIA GPUDirect RDMA User Manual 1.8, System Requirements; release notes of MLNX_OFED 5.1 (ConnectX-3 and "
+    "Connect-IB are no longer supported); MFT 4.22.1 LTS, Supported Adapter Cards Firmware Versions; mlx5_cmd_init() "
+    "and mlx4_QUERY_FW() of Linux",
+)
+def _check_nic_too_old(context: RuleContext) -> RuleResult:
+    refusals = [line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSALS)]
+    if refusals:
+        context.record("kernel log", refusals[-1])
+        return context.fails(f"the driver refused the firmware of a NIC: {refusals[-1]}")
+    old_models, old_firmware, known_count = [], [], 0
+    for name, model, firmware in _nic_models(context):
+        known_count += 1
+        context.record(f"model and firmware of {name}", f"MT{model}, {firmware or 'unknown'}")
+        if model is not None and (model < _CONNECTX_4 or model in _OLDEST_HCA_TYPES):
+            old_models.append(f"{name} (MT{model})")
+        numbers = re.match(r"(\d+)\.(\d+)\.", firmware or "")
+        if numbers and int(numbers[2]) < _FIRMWARE_MIN.get(int(numbers[1]), 0):
+            old_firmware.append(f"{name} ({firmware})")
+    causes = [f"older than ConnectX-4: {', '.join(old_models)}"] if old_models else []
+    causes += [f"firmware that NVIDIA no longer supports: {', '.join(old_firmware)}"] if old_firmware else []
+    text = "; ".join(causes)
+    if not causes:
+        return (
+            context.passes(f"{known_count} NICs are ConnectX-4 or newer, and no old firmware is known")
+            if known_count
+            else context.not_run("no NIC of Mellanox, or its model is unknown")
+        )
+    if context.working_routes():
+        return context.passes(f"{text}, but the registration of GPU memory works")
+    if context.facts.routes or (old_models and not context.has_peer_memory):
+        return context.fails(text)
+    return context.unproven(f"{text}; no registration was tried")
+
+
+RULES = (_check_gpu_too_old, _check_nic_too_old)
