@@ -1,4 +1,4 @@
-// The end of a GPU iov: withdraws the publication, then frees the memory, closes its mapping or leaves it to the pool.
+// The destruction of a GPU iov: withdraws its publication, then frees the memory, unmaps it or gives it to the pool.
 #include "usrbio/client/gpu_backing.hpp"
 
 #include <unistd.h>
@@ -37,14 +37,14 @@ void GpuIov::unlink(hf3fs_iov&) noexcept {
 bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
-        std::shared_ptr<AgentConnection> keeper;
-        if (unpublish(memory == Memory::pooled && !is_exported ? &keeper : nullptr) != 0) {
+        std::shared_ptr<AgentConnection> registering_agent;
+        if (unpublish(memory == Memory::pooled && !is_exported ? &registering_agent : nullptr) != 0) {
             return false;
         }
         borrowed.end();
-        if (keeper != nullptr) {
+        if (registering_agent != nullptr) {
             memory = Memory::wrapped;
-            keep_block(std::move(block), std::move(keeper));
+            keep_block(std::move(block), std::move(registering_agent));
         } else if (memory == Memory::pooled) {
             count_refused_block();
         }
@@ -79,12 +79,13 @@ void GpuIov::release_memory() noexcept {
     }
 }
 
-int GpuIov::unpublish(std::shared_ptr<AgentConnection>* keeper) noexcept {
+int GpuIov::unpublish(std::shared_ptr<AgentConnection>* registering_agent) noexcept {
     if (publication_name.empty()) {
         return 0;
     }
-    const int error = keeper == nullptr ? usrbio::unpublish(mount.c_str(), publication_name)
-                                        : unpublish_and_keep(mount.c_str(), publication_name, keeper);
+    const int error = registering_agent == nullptr
+                          ? usrbio::unpublish(mount.c_str(), publication_name)
+                          : unpublish_and_keep(mount.c_str(), publication_name, registering_agent);
     // -EREMOTEIO: the agent has ended, and so has its memory region. -ENOENT: there is no link to remove.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
         log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),

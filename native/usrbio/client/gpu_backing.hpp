@@ -1,4 +1,5 @@
-// The object of a GPU iov of this process. It holds the device memory and the publication, and releases both.
+// The object of a GPU iov of this process. It owns the device memory and its publication (the name in
+// <mount>/3fs-virt/iovs under which the agent serves the memory), and releases both.
 #pragma once
 
 #include <sys/types.h>
@@ -57,10 +58,10 @@ public:
     std::string publication_name; // Name of the link; empty: this process has not published the memory.
 
 private:
-    // Withdraws the publication, if there is one. If `keeper` is not null, asks the agent to keep the registration, and
-    // sets `*keeper` to the connection of the agent if the agent keeps it.
-    int unpublish(std::shared_ptr<AgentConnection>* keeper = nullptr) noexcept;
-    void release_memory() noexcept; // Gives up the memory even if the driver fails to free or unmap it.
+    // Withdraws the publication, if there is one. If `registering_agent` is not null, asks the agent to keep the memory
+    // registered, and sets `*registering_agent` to the connection to the agent if the agent does.
+    int unpublish(std::shared_ptr<AgentConnection>* registering_agent = nullptr) noexcept;
+    void release_memory() noexcept; // Forgets the memory even if the driver fails to free or unmap it.
 
     std::mutex end_mutex_; // Locked during unlink and destroy.
     pid_t creator_pid_;

@@ -1,6 +1,6 @@
-// A block of the GPU pool: one allocation of device memory, which several iovs use one after the other. It keeps what
-// is expensive to create: the allocation with its attributes, its IPC handle, its dma-buf, and the registration that
-// the agent keeps.
+// A block of the GPU pool: one allocation of device memory, which several iovs use one after the other. A block saves
+// the next iov the expensive steps: the allocation with its attributes, its IPC handle, its dma-buf, and the
+// registration at the agent.
 #pragma once
 
 #include <sys/types.h>
@@ -41,8 +41,8 @@ public:
     Allocation allocation;
     IpcBytes ipc{};
     Dmabuf dmabuf;
-    // The agent that keeps the registration. Null if no agent keeps one.
-    std::shared_ptr<AgentConnection> keeper;
+    // The connection to the agent that keeps the memory registered while the block is idle; null if no agent does.
+    std::shared_ptr<AgentConnection> registering_agent;
     std::chrono::steady_clock::time_point idle_since; // Valid for an idle block.
 
 private:

@@ -34,7 +34,7 @@ constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
 constexpr std::size_t idle_ms_default = 10000;
 constexpr std::chrono::milliseconds check_interval{1000}; // How often the thread checks the idle blocks.
 
-// Returns the number that an environment variable has. A value that is not a number is reported and not used.
+// Returns the number in an environment variable. For any other text, logs a warning and returns the default.
 std::size_t number_from_environment(const char* variable, std::size_t default_value) {
     const char* const text = std::getenv(variable);
     if (text == nullptr) {
@@ -198,7 +198,7 @@ std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, s
             auto best = all.idle.end();
             for (auto entry = all.idle.begin(); entry != all.idle.end(); ++entry) {
                 const GpuBlock& candidate = **entry;
-                if (candidate.keeper.get() == &agent && candidate.device == device &&
+                if (candidate.registering_agent.get() == &agent && candidate.device == device &&
                     candidate.block_bytes >= needed_bytes && candidate.block_bytes / 2 <= needed_bytes &&
                     (best == all.idle.end() || candidate.block_bytes < (*best)->block_bytes)) {
                     best = entry;
@@ -221,7 +221,7 @@ std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, s
 }
 
 void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept {
-    block->keeper = std::move(agent);
+    block->registering_agent = std::move(agent);
     if (block->clear() != 0) {
         count_refused_block();
         return;

@@ -1,4 +1,4 @@
-// Publishes memory and rings through the agent or by a link alone, and withdraws them.
+// Publishes memory and rings through the agent, or without an agent by a symbolic link alone, and withdraws them.
 #include "usrbio/client/publication.hpp"
 
 #include "common/errno_text.hpp"
@@ -70,7 +70,7 @@ void drop_connection(const char* mount, std::string_view name) {
 // this descriptor or ends.
 struct Folder {
     int fd = -1;
-    std::set<std::string, std::less<>> links;
+    std::set<std::string, std::less<>> link_names;
 };
 
 struct Folders {
@@ -98,7 +98,7 @@ void keep_folder_open(const char* mount, std::string_view name) {
     const int fd = open(link_path(mount, "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const std::lock_guard lock(library_mutex());
     Folder& folder = all.by_mount[mount];
-    folder.links.emplace(name);
+    folder.link_names.emplace(name);
     if (folder.fd < 0) {
         folder.fd = fd;
     } else if (fd >= 0) {
@@ -110,8 +110,8 @@ void release_folder(const char* mount, std::string_view name) {
     Folders& all = folders();
     const std::lock_guard lock(library_mutex());
     const auto entry = all.by_mount.find(mount);
-    if (entry == all.by_mount.end() || entry->second.links.erase(std::string(name)) == 0 ||
-        !entry->second.links.empty()) {
+    if (entry == all.by_mount.end() || entry->second.link_names.erase(std::string(name)) == 0 ||
+        !entry->second.link_names.empty()) {
         return;
     }
     if (entry->second.fd >= 0) {
@@ -124,7 +124,7 @@ bool has_link(const char* mount, std::string_view name) {
     const Folders& all = folders();
     const std::lock_guard lock(library_mutex());
     const auto entry = all.by_mount.find(mount);
-    return entry != all.by_mount.end() && entry->second.links.contains(name);
+    return entry != all.by_mount.end() && entry->second.link_names.contains(name);
 }
 
 int publish_by_link(const char* mount, std::string_view name, std::string_view target) {
@@ -151,34 +151,35 @@ int publish_to_agent(AgentConnection& agent, std::string_view name, std::string_
     return agent.call(AgentRequest::publish, payload, descriptors, {});
 }
 
-// Sends the request that withdraws a publication. With a `keeper`, asks the agent to keep the registration, and sets
-// `keeper` to `agent` if the agent keeps it.
+// Sends the request that withdraws a publication. If `registering_agent` is not null, asks the agent to keep the memory
+// registered, and sets `*registering_agent` to `agent` if the agent does.
 int withdraw_from_agent(const std::shared_ptr<AgentConnection>& agent, std::string_view name,
-                        std::shared_ptr<AgentConnection>* keeper) {
+                        std::shared_ptr<AgentConnection>* registering_agent) {
     auto length = static_cast<std::uint16_t>(name.size());
     const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
-    if (keeper == nullptr || !agent->keeps_registrations()) {
+    if (registering_agent == nullptr || !agent->keeps_registrations()) {
         return agent->call(AgentRequest::unpublish, payload, {}, {});
     }
     std::uint64_t is_kept = 0;
     const int status =
         agent->call(AgentRequest::unpublish_and_keep, payload, {}, std::as_writable_bytes(std::span(&is_kept, 1)));
     if (status == 0 && is_kept == 1) {
-        *keeper = agent;
+        *registering_agent = agent;
     }
     return status;
 }
 
-int unpublish_from(const char* mount, std::string_view name, std::shared_ptr<AgentConnection>* keeper) noexcept {
+int unpublish_from(const char* mount, std::string_view name,
+                   std::shared_ptr<AgentConnection>* registering_agent) noexcept {
     try {
         // Use the connection over which the name was published, unless its agent has ended. Another agent does not know
         // the name.
         std::shared_ptr<AgentConnection> agent = find_connection(mount, name);
         int status = agent != nullptr && !agent->check_closed_by_agent() ? 0 : agent_connection(mount, agent);
         if (status == 0) {
-            status = withdraw_from_agent(agent, name, keeper);
+            status = withdraw_from_agent(agent, name, registering_agent);
             if (status == 0) {
-                const bool is_kept = keeper != nullptr && *keeper != nullptr;
+                const bool is_kept = registering_agent != nullptr && *registering_agent != nullptr;
                 log_line(LogLevel::info, "withdrew %.*s from the agent of %s%s", static_cast<int>(name.size()),
                          name.data(), mount, is_kept ? ", which keeps the registration" : "");
                 drop_connection(mount, name);
@@ -252,9 +253,10 @@ int unpublish(const char* mount, std::string_view name) noexcept {
     return unpublish_from(mount, name, nullptr);
 }
 
-int unpublish_and_keep(const char* mount, std::string_view name, std::shared_ptr<AgentConnection>* keeper) noexcept {
-    keeper->reset();
-    return unpublish_from(mount, name, keeper);
+int unpublish_and_keep(const char* mount, std::string_view name,
+                       std::shared_ptr<AgentConnection>* registering_agent) noexcept {
+    registering_agent->reset();
+    return unpublish_from(mount, name, registering_agent);
 }
 
 } // namespace gdrkit::usrbio

@@ -18,14 +18,15 @@ class AgentConnection;
 int publish(const char* mount, std::string_view name, std::string_view target,
             std::span<const std::byte> share_handle = {}, std::span<const int> descriptors = {}) noexcept;
 
-// Withdraws a publication. After 0 or -EREMOTEIO no NIC can access the memory, because the agent has deregistered it or
-// is dead. Also returns -ENOENT: the name is not published; or -EBUSY, -ETIMEDOUT: operations may be in flight, so the
-// caller must not free the memory.
+// Withdraws a publication. After 0 or -EREMOTEIO no NIC can access the memory, because the agent has deregistered the
+// memory or has died. Other results: -ENOENT: the name is not published; -EBUSY or -ETIMEDOUT: operations may be in
+// flight, so the caller must not free the memory.
 int unpublish(const char* mount, std::string_view name) noexcept;
 
-// Like unpublish(), and asks the agent to keep the registration of the memory. Sets `keeper` to the connection to the
-// agent if the agent keeps it, else to null. The agent does not keep the registration of memory that another process
+// Like unpublish(), and asks the agent to keep the memory registered. If the agent does, sets `registering_agent` to
+// the connection to this agent, else to null. The agent does not keep the registration of memory that another process
 // borrowed.
-int unpublish_and_keep(const char* mount, std::string_view name, std::shared_ptr<AgentConnection>* keeper) noexcept;
+int unpublish_and_keep(const char* mount, std::string_view name,
+                       std::shared_ptr<AgentConnection>* registering_agent) noexcept;
 
 } // namespace gdrkit::usrbio
