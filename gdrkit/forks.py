@@ -57,7 +57,7 @@ class ForkSafeLock:
         self._lock.acquire()
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._lock.release()
 

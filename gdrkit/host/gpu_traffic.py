@@ -136,7 +136,7 @@ class GpuTrafficCounter:
         return self
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._stop.set()
         if self._thread is not None:

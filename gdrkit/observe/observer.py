@@ -130,9 +130,9 @@ class Observer:
         return self
 
     def __exit__(
-        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._gpu_counter.__exit__(error_type, error, traceback)
+        self._gpu_counter.__exit__(error_class, error, traceback)
 
     def sample(self, process_id: int) -> None:
         """Add what the process and its descendants have at this moment."""

@@ -262,7 +262,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._client = self._open_client(self._file, self._random_memory_kind())
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
         if error is None:
             for client in (self._client, self._bystander):
                 self._close_client(client)

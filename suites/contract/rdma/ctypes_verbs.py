@@ -103,7 +103,7 @@ class CtypesVerbs:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         assert self._library.ibv_close_device(self._context) == 0
 
