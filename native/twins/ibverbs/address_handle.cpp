@@ -103,13 +103,13 @@ ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
     }
     ProtectionDomain* const domain = domain_of(pd);
     auto handle = std::make_unique<AddressHandle>();
-    handle->abi.context = pd->context;
-    handle->abi.pd = pd;
-    handle->abi.handle = next_handle();
-    handle->model = std::make_shared<const AddressVector>(AddressVector{domain, *attr});
+    handle->public_ah.context = pd->context;
+    handle->public_ah.pd = pd;
+    handle->public_ah.handle = next_handle();
+    handle->impl = std::make_shared<const AddressVector>(AddressVector{domain, *attr});
     ++domain->child_count;
     track("ibv_ah", handle.get());
-    return &handle.release()->abi;
+    return &handle.release()->public_ah;
 }
 
 int ibv_destroy_ah(ibv_ah* ah) {
@@ -120,20 +120,21 @@ int ibv_destroy_ah(ibv_ah* ah) {
     if (!is_alive("ibv_ah", handle)) {
         return EINVAL;
     }
-    ProtectionDomain* const domain = handle->model->domain;
+    ProtectionDomain* const domain = handle->impl->domain;
     if (!retire("ibv_ah", handle)) {
         return EINVAL;
     }
-    handle->model.reset();
+    handle->impl.reset();
     --domain->child_count;
     return 0;
 }
 
-int ibv_init_ah_from_wc(ibv_context* abi, std::uint8_t port_num, ibv_wc* wc, ibv_grh* grh, ibv_ah_attr* ah_attr) {
+int ibv_init_ah_from_wc(ibv_context* public_context, std::uint8_t port_num, ibv_wc* wc, ibv_grh* grh,
+                        ibv_ah_attr* ah_attr) {
     if (const auto fault = injected_fault("ibv_init_ah_from_wc")) {
         return fail_minus1(*fault);
     }
-    Context* const context = context_of(abi);
+    Context* const context = context_of(public_context);
     if (!is_alive("ibv_context", context) || port_num != 1) {
         return fail_minus1(EINVAL);
     }

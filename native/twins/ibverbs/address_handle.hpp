@@ -15,8 +15,8 @@ struct AddressVector {
 };
 
 struct AddressHandle {
-    ibv_ah abi{};
-    std::shared_ptr<const AddressVector> model;
+    ibv_ah public_ah{};
+    std::shared_ptr<const AddressVector> impl;
 };
 
 inline AddressHandle* address_handle_of(ibv_ah* ah) {

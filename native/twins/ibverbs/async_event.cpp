@@ -11,24 +11,24 @@ namespace gdrkit::twin::verbs {
 
 void Context::raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
     AsyncEvent event;
-    event.abi.element.qp = qp;
-    event.abi.event_type = type;
+    event.public_event.element.qp = qp;
+    event.public_event.event_type = type;
     event.counter = counter;
     events.push(event);
 }
 
 void Context::raise(ibv_srq* srq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
     AsyncEvent event;
-    event.abi.element.srq = srq;
-    event.abi.event_type = type;
+    event.public_event.element.srq = srq;
+    event.public_event.event_type = type;
     event.counter = counter;
     events.push(event);
 }
 
 void Context::raise(ibv_cq* cq, ibv_event_type type, const std::shared_ptr<EventCounter>& counter) {
     AsyncEvent event;
-    event.abi.element.cq = cq;
-    event.abi.event_type = type;
+    event.public_event.element.cq = cq;
+    event.public_event.event_type = type;
     event.counter = counter;
     events.push(event);
 }
@@ -43,11 +43,11 @@ using namespace gdrkit::twin::verbs;
 
 extern "C" {
 
-int ibv_get_async_event(ibv_context* abi, ibv_async_event* event) {
+int ibv_get_async_event(ibv_context* public_context, ibv_async_event* event) {
     if (const auto fault = injected_fault("ibv_get_async_event")) {
         return fail_minus1(*fault);
     }
-    Context* const context = context_of(abi);
+    Context* const context = context_of(public_context);
     if (!is_alive("ibv_context", context)) {
         return fail_minus1(EINVAL);
     }
@@ -57,7 +57,7 @@ int ibv_get_async_event(ibv_context* abi, ibv_async_event* event) {
     if (error != 0) {
         return fail_minus1(error);
     }
-    *event = first_event.abi;
+    *event = first_event.public_event;
     return 0;
 }
 

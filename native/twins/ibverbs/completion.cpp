@@ -188,7 +188,7 @@ void CompletionQueue::drop(std::uint32_t qp_num) {
 
 void acknowledge_async(ibv_cq* cq) {
     ++cq->async_events_completed;
-    cq_handle_of(cq)->model->async_event_counter->acknowledge(1);
+    cq_handle_of(cq)->impl->async_event_counter->acknowledge(1);
 }
 
 int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
@@ -201,10 +201,10 @@ int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
     }
     CompletionQueueHandle* const handle = cq_handle_of(cq);
     if (handle->public_cq.start_poll == nullptr) {
-        return handle->model->poll(num_entries, wc);
+        return handle->impl->poll(num_entries, wc);
     }
     handle->poll_lock.acquire();
-    const int count = handle->model->poll(num_entries, wc);
+    const int count = handle->impl->poll(num_entries, wc);
     handle->poll_lock.release();
     return count;
 }
@@ -216,7 +216,7 @@ int request_notification(ibv_cq* cq, int solicited_only) {
     if (!is_alive("ibv_cq", cq)) {
         return EINVAL;
     }
-    cq_handle_of(cq)->model->arm(solicited_only != 0);
+    cq_handle_of(cq)->impl->arm(solicited_only != 0);
     return 0;
 }
 
@@ -237,7 +237,7 @@ CompletionQueueHandle* create_completion_queue(ibv_context* public_context, cons
     cq->cqe = static_cast<int>(request.cqe);
     pthread_mutex_init(&cq->mutex, nullptr);
     pthread_cond_init(&cq->cond, nullptr);
-    handle->model = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, request.cqe, request.options);
+    handle->impl = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, request.cqe, request.options);
     ++context->child_count;
     if (channel != nullptr) {
         ++channel_of(channel)->user_count;
@@ -278,7 +278,7 @@ int ibv_resize_cq(ibv_cq* cq, int cqe) {
         !is_valid_cqe(*context_of(cq->context), static_cast<std::uint32_t>(cqe))) {
         return EINVAL;
     }
-    const int error = cq_handle_of(cq)->model->resize(static_cast<std::size_t>(cqe));
+    const int error = cq_handle_of(cq)->impl->resize(static_cast<std::size_t>(cqe));
     if (error == 0) {
         cq->cqe = cqe;
     }
@@ -293,26 +293,26 @@ int ibv_destroy_cq(ibv_cq* cq) {
     if (!is_alive("ibv_cq", handle)) {
         return EINVAL;
     }
-    if (handle->model->user_count != 0) {
+    if (handle->impl->user_count != 0) {
         return EBUSY;
     }
-    const std::shared_ptr<CompletionQueue> model = handle->model;
+    const std::shared_ptr<CompletionQueue> completion_queue = handle->impl;
     ProtectionDomain* const parent_domain = handle->parent_domain;
-    Context* const context = model->context();
-    context->drop_events(model->async_event_counter);
-    if (CompletionChannel* const channel = model->channel()) {
+    Context* const context = completion_queue->context();
+    context->drop_events(completion_queue->async_event_counter);
+    if (CompletionChannel* const channel = completion_queue->channel()) {
         channel->events.drop_if([=](const CompletionEvent& event) { return event.cq == cq; });
     }
     // The client may use the pointer until it has acknowledged every event that it took.
-    model->channel_event_counter->wait_until_acknowledged();
-    model->async_event_counter->wait_until_acknowledged();
+    completion_queue->channel_event_counter->wait_until_acknowledged();
+    completion_queue->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_cq", handle)) {
         return EINVAL;
     }
-    handle->model.reset();
-    if (CompletionChannel* const channel = model->channel()) {
+    handle->impl.reset();
+    if (CompletionChannel* const channel = completion_queue->channel()) {
         --channel->user_count;
-        --channel->abi.refcnt;
+        --channel->public_channel.refcnt;
     }
     if (parent_domain != nullptr) {
         --parent_domain->child_count;

@@ -119,7 +119,7 @@ struct CompletionQueueHandle {
     // The structure to which the client has a pointer. It begins with an ibv_cq. Its further fields are zero unless
     // ibv_create_cq_ex made the queue.
     ibv_cq_ex public_cq{};
-    std::shared_ptr<CompletionQueue> model;
+    std::shared_ptr<CompletionQueue> impl;
     // The parent domain of an extended queue, or nullptr.
     ProtectionDomain* parent_domain = nullptr;
     // A client that polls holds this lock: from ibv_start_poll to ibv_end_poll, or during ibv_poll_cq.

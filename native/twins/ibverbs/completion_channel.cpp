@@ -22,12 +22,12 @@ ibv_comp_channel* ibv_create_comp_channel(ibv_context* public_context) {
     if (const int error = channel->events.open(); error != 0) {
         return fail_null(error);
     }
-    channel->abi.context = public_context;
-    channel->abi.fd = channel->events.fd();
+    channel->public_channel.context = public_context;
+    channel->public_channel.fd = channel->events.fd();
     channel->context = context;
     ++context->child_count;
     track("ibv_comp_channel", channel.get());
-    return &channel.release()->abi;
+    return &channel.release()->public_channel;
 }
 
 int ibv_destroy_comp_channel(ibv_comp_channel* public_channel) {
@@ -71,7 +71,7 @@ int ibv_get_cq_event(ibv_comp_channel* public_channel, ibv_cq** cq, void** cq_co
 void ibv_ack_cq_events(ibv_cq* cq, unsigned int nevents) {
     if (is_alive("ibv_cq", cq)) {
         cq->comp_events_completed += nevents;
-        cq_handle_of(cq)->model->channel_event_counter->acknowledge(nevents);
+        cq_handle_of(cq)->impl->channel_event_counter->acknowledge(nevents);
     }
 }
 

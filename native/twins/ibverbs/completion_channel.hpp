@@ -14,7 +14,7 @@ struct CompletionEvent {
 };
 
 struct CompletionChannel {
-    ibv_comp_channel abi{};
+    ibv_comp_channel public_channel{};
     Context* context = nullptr;
     EventQueue<CompletionEvent> events;
     std::atomic<int> user_count{0}; // number of completion queues that use the channel

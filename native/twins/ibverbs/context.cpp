@@ -69,26 +69,26 @@ ibv_context* ibv_open_device(ibv_device* device) {
     }
     context->device = twin_device;
     fill_operations(&context->extended);
-    ibv_context& abi = context->extended.context;
-    abi.device = device;
-    abi.abi_compat = __VERBS_ABI_IS_EXTENDED;
+    ibv_context& public_context = context->extended.context;
+    public_context.device = device;
+    public_context.abi_compat = __VERBS_ABI_IS_EXTENDED;
     // The context has no kernel driver. Programs may duplicate the descriptor, but every write and ioctl fails.
-    abi.cmd_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
-    if (abi.cmd_fd < 0) {
+    public_context.cmd_fd = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (public_context.cmd_fd < 0) {
         return fail_null(errno);
     }
-    abi.async_fd = context->events.fd();
-    abi.num_comp_vectors = completion_vector_count;
-    pthread_mutex_init(&abi.mutex, nullptr);
+    public_context.async_fd = context->events.fd();
+    public_context.num_comp_vectors = completion_vector_count;
+    pthread_mutex_init(&public_context.mutex, nullptr);
     track("ibv_context", context.get());
-    return context.release()->abi();
+    return context.release()->public_context();
 }
 
-int ibv_close_device(ibv_context* abi) {
+int ibv_close_device(ibv_context* public_context) {
     if (const auto fault = injected_fault("ibv_close_device")) {
         return *fault;
     }
-    Context* const context = context_of(abi);
+    Context* const context = context_of(public_context);
     if (!is_alive("ibv_context", context)) {
         return EINVAL;
     }
@@ -96,9 +96,9 @@ int ibv_close_device(ibv_context* abi) {
         return EINVAL;
     }
     context->events.close();
-    abi->async_fd = -1;
-    close(abi->cmd_fd);
-    abi->cmd_fd = -1;
+    public_context->async_fd = -1;
+    close(public_context->cmd_fd);
+    public_context->cmd_fd = -1;
     // As in rdma-core, a device can be closed while objects of it exist (man ibv_close_device), and perftest does so.
     // These objects refer to the context, so its memory stays. The ledger still lists them.
     if (context->child_count == 0) {

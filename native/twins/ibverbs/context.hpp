@@ -11,7 +11,7 @@
 namespace gdrkit::twin::verbs {
 
 struct AsyncEvent {
-    ibv_async_event abi{};
+    ibv_async_event public_event{};
     // Event counter of the queue pair, shared receive queue or completion queue that the event is about.
     std::shared_ptr<EventCounter> counter;
 };
@@ -25,7 +25,7 @@ struct Context {
     // If a context is closed while it has live objects, its memory is never freed.
     std::atomic<int> child_count{0};
 
-    ibv_context* abi() { return &extended.context; }
+    ibv_context* public_context() { return &extended.context; }
     // Queue an asynchronous event about a queue pair, a shared receive queue or a completion queue, for
     // ibv_get_async_event.
     void raise(ibv_qp* qp, ibv_event_type type, const std::shared_ptr<EventCounter>& counter);

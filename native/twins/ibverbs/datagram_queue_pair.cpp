@@ -139,7 +139,7 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
         }
         DatagramWork work;
         work.work = to_send_work(*wr, init_attr_.sq_sig_all != 0, total_length_bytes(wr->sg_list, wr->num_sge));
-        work.destination = address_handle_of(wr->wr.ud.ah)->model;
+        work.destination = address_handle_of(wr->wr.ud.ah)->impl;
         work.remote_qpn = wr->wr.ud.remote_qpn;
         work.remote_qkey = wr->wr.ud.remote_qkey;
         posted_bytes += work.work.length_bytes;

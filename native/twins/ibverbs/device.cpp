@@ -52,13 +52,13 @@ std::unique_ptr<Device> make_device(unsigned index) {
     if (!config().fabric_addresses.empty()) {
         std::memcpy(device->gid.raw, config().fabric_addresses[index].data(), sizeof device->gid.raw);
     }
-    ibv_device& abi = device->abi;
-    abi.node_type = IBV_NODE_CA;
-    abi.transport_type = IBV_TRANSPORT_IB;
-    std::snprintf(abi.name, sizeof abi.name, "twin%u", index);
-    std::snprintf(abi.dev_name, sizeof abi.dev_name, "uverbs%u", index);
-    std::snprintf(abi.dev_path, sizeof abi.dev_path, "/sys/class/infiniband_verbs/uverbs%u", index);
-    std::snprintf(abi.ibdev_path, sizeof abi.ibdev_path, "/sys/class/infiniband/twin%u", index);
+    ibv_device& public_device = device->public_device;
+    public_device.node_type = IBV_NODE_CA;
+    public_device.transport_type = IBV_TRANSPORT_IB;
+    std::snprintf(public_device.name, sizeof public_device.name, "twin%u", index);
+    std::snprintf(public_device.dev_name, sizeof public_device.dev_name, "uverbs%u", index);
+    std::snprintf(public_device.dev_path, sizeof public_device.dev_path, "/sys/class/infiniband_verbs/uverbs%u", index);
+    std::snprintf(public_device.ibdev_path, sizeof public_device.ibdev_path, "/sys/class/infiniband/twin%u", index);
     return device;
 }
 
@@ -96,7 +96,7 @@ Device& device_at(unsigned index) {
 
 Device* find_device(const ibv_device* device) {
     for (const auto& candidate : devices()) {
-        if (&candidate->abi == device) {
+        if (&candidate->public_device == device) {
             return candidate.get();
         }
     }
@@ -111,7 +111,7 @@ std::string traffic_json() {
     collect_granted_traffic();
     std::string json = "{";
     for (const auto& device : devices()) {
-        json += (json.size() > 1 ? ",\"" : "\"") + std::string(device->abi.name) + "\":{";
+        json += (json.size() > 1 ? ",\"" : "\"") + std::string(device->public_device.name) + "\":{";
         append_traffic(&json, "", device->traffic.sent);
         append_traffic(&json, "served_", device->traffic.served);
         json += "}";
@@ -141,7 +141,7 @@ ibv_device** ibv_get_device_list(int* num_devices) {
         return fail_null(ENOMEM);
     }
     for (unsigned index = 0; index < count; ++index) {
-        list[index] = &device_at(index).abi;
+        list[index] = &device_at(index).public_device;
     }
     if (num_devices != nullptr) {
         *num_devices = static_cast<int>(count);

@@ -32,13 +32,13 @@ struct Traffic {
     Direction sent, served;
 };
 
-// `abi` is the first member, because clients hold pointers to it. Providers of rdma-core cast such a pointer to their
-// private `struct verbs_device`, and compare its next member with their own table of functions (for example in
+// `public_device` is the first member, because clients hold pointers to it. Providers of rdma-core cast such a pointer
+// to their private `struct verbs_device`, and compare its next member with their own table of functions (for example in
 // mlx5dv_is_supported). Here that member, provider_operations, is null, so no provider takes a twin for its own device.
 struct Device {
     explicit Device(unsigned device_index) : index(device_index), traffic(device_index) {}
 
-    ibv_device abi{};
+    ibv_device public_device{};
     const void* provider_operations = nullptr;
     unsigned index;
     std::array<std::uint8_t, 8> guid{};

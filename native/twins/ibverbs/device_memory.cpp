@@ -66,8 +66,8 @@ private:
 };
 
 struct DeviceMemoryHandle {
-    ibv_dm abi{};
-    std::shared_ptr<Allocation> model;
+    ibv_dm public_dm{};
+    std::shared_ptr<Allocation> impl;
 };
 
 DeviceMemoryHandle* dm_handle_of(ibv_dm* dm) {
@@ -78,13 +78,13 @@ int check_copy(ibv_dm* dm, std::uint64_t offset, std::size_t length) {
     if (!is_alive("ibv_dm", dm) || offset % copy_alignment != 0 || length % copy_alignment != 0) {
         return EINVAL;
     }
-    return dm_handle_of(dm)->model->covers(offset, length) ? 0 : EFAULT;
+    return dm_handle_of(dm)->impl->covers(offset, length) ? 0 : EFAULT;
 }
 
 int copy_to(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t length) {
     const int error = check_copy(dm, offset, length);
     if (error == 0) {
-        std::memcpy(dm_handle_of(dm)->model->bytes + offset, host_addr, length);
+        std::memcpy(dm_handle_of(dm)->impl->bytes + offset, host_addr, length);
     }
     return error;
 }
@@ -92,7 +92,7 @@ int copy_to(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t
 int copy_from(void* host_addr, ibv_dm* dm, std::uint64_t offset, std::size_t length) {
     const int error = check_copy(dm, offset, length);
     if (error == 0) {
-        std::memcpy(host_addr, dm_handle_of(dm)->model->bytes + offset, length);
+        std::memcpy(host_addr, dm_handle_of(dm)->impl->bytes + offset, length);
     }
     return error;
 }
@@ -127,14 +127,14 @@ ibv_dm* alloc_device_memory(ibv_context* public_context, ibv_alloc_dm_attr* attr
         return nullptr;
     }
     auto* const handle = new DeviceMemoryHandle;
-    handle->model = std::move(allocation);
-    handle->abi.context = public_context;
-    handle->abi.memcpy_to_dm = copy_to;
-    handle->abi.memcpy_from_dm = copy_from;
-    handle->abi.handle = next_handle();
+    handle->impl = std::move(allocation);
+    handle->public_dm.context = public_context;
+    handle->public_dm.memcpy_to_dm = copy_to;
+    handle->public_dm.memcpy_from_dm = copy_from;
+    handle->public_dm.handle = next_handle();
     ++context->child_count;
     track("ibv_dm", handle);
-    return &handle->abi;
+    return &handle->public_dm;
 }
 
 int free_device_memory(ibv_dm* dm) {
@@ -146,14 +146,14 @@ int free_device_memory(ibv_dm* dm) {
         return EINVAL;
     }
     // Each region of the memory has a reference too.
-    if (handle->model.use_count() > 1) {
+    if (handle->impl.use_count() > 1) {
         return EBUSY;
     }
     Context* const context = context_of(dm->context);
     if (!retire("ibv_dm", handle)) {
         return EINVAL;
     }
-    handle->model.reset();
+    handle->impl.reset();
     --context->child_count;
     return 0;
 }
@@ -165,11 +165,11 @@ ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std
     }
     if (!is_alive("ibv_pd", pd) || !is_alive("ibv_dm", dm) || dm->context != pd->context ||
         (access & ~supported_access) != 0 || (access & required_access) == 0 ||
-        !dm_handle_of(dm)->model->covers(offset, length)) {
+        !dm_handle_of(dm)->impl->covers(offset, length)) {
         return fail_null(EINVAL);
     }
     ibv_mr* const mr = make_region_handle(pd, nullptr, length, 0, access,
-                                          std::make_unique<DeviceMemory>(dm_handle_of(dm)->model, offset));
+                                          std::make_unique<DeviceMemory>(dm_handle_of(dm)->impl, offset));
     mr_handle_of(mr)->has_fixed_memory = true;
     return mr;
 }

@@ -26,7 +26,7 @@ const Completion& current_of(ibv_cq_ex* cq) {
 
 int take_next(ibv_cq_ex* cq) {
     CompletionQueueHandle* const handle = handle_of(cq);
-    const int error = handle->model->take(&handle->current);
+    const int error = handle->impl->take(&handle->current);
     if (error == 0) {
         cq->status = handle->current.wc.status;
         cq->wr_id = handle->current.wc.wr_id;

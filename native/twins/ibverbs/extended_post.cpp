@@ -42,7 +42,7 @@ void start(ibv_qp_ex* qp) {
 
 int complete(ibv_qp_ex* qp) {
     RequestBuilder* const builder = builder_of(qp, "ibv_wr_complete");
-    QueuePair& pair = *handle_of(qp)->model;
+    QueuePair& pair = *handle_of(qp)->impl;
     const auto fault = injected_fault("ibv_wr_complete");
     int error = fault ? *fault : builder->check(pair.type(), pair.free_send_slot_count());
     if (ibv_send_wr* const list = builder->link(); error == 0 && list != nullptr) {
@@ -108,12 +108,12 @@ void set_xrc_srq_number(ibv_qp_ex* qp, std::uint32_t remote_srqn) {
 }
 
 void set_sges(ibv_qp_ex* qp, std::size_t count, const ibv_sge* sges) {
-    builder_of(qp, "ibv_wr_set_sge_list")->set_sges(sges, count, handle_of(qp)->model->capacity().max_send_sge);
+    builder_of(qp, "ibv_wr_set_sge_list")->set_sges(sges, count, handle_of(qp)->impl->capacity().max_send_sge);
 }
 
 void set_inline(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* buffers) {
     builder_of(qp, "ibv_wr_set_inline_data_list")
-        ->set_inline(buffers, count, handle_of(qp)->model->capacity().max_inline_data);
+        ->set_inline(buffers, count, handle_of(qp)->impl->capacity().max_inline_data);
 }
 
 void fill_send_functions(ibv_qp_ex* qp, std::uint64_t flags) {
@@ -281,7 +281,7 @@ bool supports_send_operations(ibv_qp_type type, std::uint64_t flags) {
 
 void enable_extended_posts(QueuePairHandle* handle, std::uint64_t flags) {
     handle->builder = std::make_unique<RequestBuilder>();
-    ibv_qp_ex* const qp = &handle->abi;
+    ibv_qp_ex* const qp = &handle->public_qp_ex;
     qp->wr_start = start;
     qp->wr_complete = complete;
     qp->wr_abort = abort_list;
@@ -313,7 +313,7 @@ extern "C" {
 // Return NULL for a queue pair that was made without IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.
 ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
     const bool is_extended = is_alive("ibv_qp", qp) && qp_handle_of(qp)->builder != nullptr;
-    return is_extended ? &qp_handle_of(qp)->abi : nullptr;
+    return is_extended ? &qp_handle_of(qp)->public_qp_ex : nullptr;
 }
 
 } // extern "C"

@@ -15,7 +15,7 @@ DatagramQueuePair* find_datagram_pair(ibv_qp* qp, const ibv_gid& group) {
     if (!is_alive("ibv_qp", qp) || qp->qp_type != IBV_QPT_UD || !is_multicast_gid(group)) {
         return nullptr;
     }
-    return static_cast<DatagramQueuePair*>(qp_handle_of(qp)->model.get());
+    return static_cast<DatagramQueuePair*>(qp_handle_of(qp)->impl.get());
 }
 
 } // namespace

@@ -8,10 +8,10 @@ namespace gdrkit::twin::verbs {
 
 int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr) {
     if (handle->builder == nullptr) {
-        return handle->model->post_send(list, bad_wr);
+        return handle->impl->post_send(list, bad_wr);
     }
     handle->builder->lock.acquire();
-    const int error = handle->model->post_send(list, bad_wr);
+    const int error = handle->impl->post_send(list, bad_wr);
     handle->builder->lock.release();
     return error;
 }
@@ -35,7 +35,7 @@ int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
         *bad_wr = wr;
         return error;
     }
-    for (QueuePair& pair = *qp_handle_of(qp)->model; wr != nullptr; wr = wr->next) {
+    for (QueuePair& pair = *qp_handle_of(qp)->impl; wr != nullptr; wr = wr->next) {
         error = pair.post_receive(*wr);
         if (error != 0) {
             *bad_wr = wr;

@@ -9,7 +9,7 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 struct ThreadDomain {
-    ibv_td abi{};
+    ibv_td public_td{};
     // Number of live parent domains that were made with the thread domain.
     std::atomic<int> user_count{0};
 };
@@ -20,8 +20,8 @@ ThreadDomain* thread_domain_of(ibv_td* td) {
 
 ProtectionDomain* make_domain(Context* context) {
     auto* const domain = new ProtectionDomain;
-    domain->abi.context = context->abi();
-    domain->abi.handle = next_handle();
+    domain->public_pd.context = context->public_context();
+    domain->public_pd.handle = next_handle();
     domain->context = context;
     ++context->child_count;
     track("ibv_pd", domain);
@@ -55,10 +55,10 @@ ibv_td* alloc_thread_domain(ibv_context* public_context, ibv_td_init_attr* init_
         return fail_null(EINVAL);
     }
     auto* const domain = new ThreadDomain;
-    domain->abi.context = public_context;
+    domain->public_td.context = public_context;
     ++context->child_count;
     track("ibv_td", domain);
-    return &domain->abi;
+    return &domain->public_td;
 }
 
 int dealloc_thread_domain(ibv_td* td) {
@@ -93,12 +93,12 @@ ibv_pd* alloc_parent_domain(ibv_context* public_context, ibv_parent_domain_init_
     ProtectionDomain* const domain = make_domain(context);
     domain->base = domain_of(attr->pd);
     domain->thread_domain = attr->td;
-    domain->abi.handle = attr->pd->handle;
+    domain->public_pd.handle = attr->pd->handle;
     ++domain->base->child_count;
     if (attr->td != nullptr) {
         ++thread_domain_of(attr->td)->user_count;
     }
-    return &domain->abi;
+    return &domain->public_pd;
 }
 
 } // namespace gdrkit::twin::verbs
@@ -107,15 +107,15 @@ using namespace gdrkit::twin::verbs;
 
 extern "C" {
 
-ibv_pd* ibv_alloc_pd(ibv_context* abi) {
+ibv_pd* ibv_alloc_pd(ibv_context* public_context) {
     if (const auto fault = injected_fault("ibv_alloc_pd")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(abi);
+    Context* const context = context_of(public_context);
     if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
-    return &make_domain(context)->abi;
+    return &make_domain(context)->public_pd;
 }
 
 int ibv_dealloc_pd(ibv_pd* pd) {

@@ -8,7 +8,7 @@
 namespace gdrkit::twin::verbs {
 
 struct ProtectionDomain {
-    ibv_pd abi{};
+    ibv_pd public_pd{};
     Context* context = nullptr;
     // Number of live objects of the domain, for example memory regions and queue pairs. A domain that has any cannot be
     // deallocated.

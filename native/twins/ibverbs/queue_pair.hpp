@@ -18,7 +18,7 @@ public:
               std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
         : public_qp_(public_qp), domain_(domain), context_(context_of(public_qp->context)),
           send_queue_(std::move(send_queue)), receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
-          shared_receives_(init_attr.srq != nullptr ? srq_handle_of(init_attr.srq)->model : nullptr) {}
+          shared_receives_(init_attr.srq != nullptr ? srq_handle_of(init_attr.srq)->impl : nullptr) {}
     virtual ~QueuePair() = default;
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
@@ -69,9 +69,9 @@ protected:
 
 struct QueuePairHandle {
     // The extended structure begins with an ibv_qp.
-    ibv_qp_ex abi{};
-    std::shared_ptr<QueuePair> model;
-    // Counts the events of this structure. It is the counter of the model, except for ibv_open_qp.
+    ibv_qp_ex public_qp_ex{};
+    std::shared_ptr<QueuePair> impl;
+    // Counts the events of this structure. It is the counter of `impl`, except for ibv_open_qp.
     std::shared_ptr<EventCounter> async_event_counter;
     ibv_xrcd* xrcd = nullptr;                // set for an XRC receive queue pair
     std::unique_ptr<RequestBuilder> builder; // set for an extended queue pair

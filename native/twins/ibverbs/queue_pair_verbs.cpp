@@ -103,35 +103,35 @@ void round_up_inline_data(ibv_qp_cap* cap) {
 
 // Change the number of users of each object of a queue pair by `change`.
 void count_user(const QueuePairHandle& handle, int change) {
-    const ibv_qp& qp = handle.abi.qp_base;
+    const ibv_qp& qp = handle.public_qp_ex.qp_base;
     if (qp.pd != nullptr) {
         domain_of(qp.pd)->child_count += change;
     }
     for (ibv_cq* const cq : {qp.send_cq, qp.recv_cq}) {
         if (cq != nullptr) {
-            cq_handle_of(cq)->model->user_count += change;
+            cq_handle_of(cq)->impl->user_count += change;
         }
     }
     if (qp.srq != nullptr) {
-        srq_handle_of(qp.srq)->model->user_count += change;
+        srq_handle_of(qp.srq)->impl->user_count += change;
     }
     if (handle.xrcd != nullptr) {
         xrcd_handle_of(handle.xrcd)->user_count += change;
     }
 }
 
-std::shared_ptr<QueuePair> make_model(ibv_qp* qp, const ibv_qp_init_attr_ex& attr) {
+std::shared_ptr<QueuePair> make_queue_pair(ibv_qp* qp, const ibv_qp_init_attr_ex& attr) {
     ibv_qp_init_attr init_attr{};
     std::memcpy(static_cast<void*>(&init_attr), &attr, ordinary_bytes);
-    const auto model_of = [](ibv_cq* cq) { return cq != nullptr ? cq_handle_of(cq)->model : nullptr; };
+    const auto completion_queue_of = [](ibv_cq* cq) { return cq != nullptr ? cq_handle_of(cq)->impl : nullptr; };
     ProtectionDomain* const domain = domain_of(attr.pd);
     if (attr.qp_type == IBV_QPT_UD) {
-        return std::make_shared<DatagramQueuePair>(qp, domain, model_of(attr.send_cq), model_of(attr.recv_cq),
-                                                   init_attr);
+        return std::make_shared<DatagramQueuePair>(qp, domain, completion_queue_of(attr.send_cq),
+                                                   completion_queue_of(attr.recv_cq), init_attr);
     }
-    const auto xrc_domain = attr.xrcd != nullptr ? xrcd_handle_of(attr.xrcd)->model : nullptr;
-    return std::make_shared<ConnectedQueuePair>(qp, domain, model_of(attr.send_cq), model_of(attr.recv_cq), init_attr,
-                                                xrc_domain);
+    const auto xrc_domain = attr.xrcd != nullptr ? xrcd_handle_of(attr.xrcd)->impl : nullptr;
+    return std::make_shared<ConnectedQueuePair>(qp, domain, completion_queue_of(attr.send_cq),
+                                                completion_queue_of(attr.recv_cq), init_attr, xrc_domain);
 }
 
 // Create a queue pair, and store the limits that it has in `attr`.
@@ -142,18 +142,18 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
     }
     round_up_inline_data(&attr->cap);
     auto handle = std::make_unique<QueuePairHandle>();
-    ibv_qp* const qp = &handle->abi.qp_base;
+    ibv_qp* const qp = &handle->public_qp_ex.qp_base;
     fill_public_structure(qp, context, *attr);
     handle->xrcd = attr->xrcd;
-    handle->model = make_model(qp, *attr);
-    if (const int error = handle->model->open(); error != 0) {
+    handle->impl = make_queue_pair(qp, *attr);
+    if (const int error = handle->impl->open(); error != 0) {
         return fail_null(error);
     }
-    qp->qp_num = handle->model->qp_num();
-    handle->async_event_counter = handle->model->async_event_counter;
+    qp->qp_num = handle->impl->qp_num();
+    handle->async_event_counter = handle->impl->async_event_counter;
     count_user(*handle, 1);
     if (handle->xrcd != nullptr) {
-        xrcd_handle_of(handle->xrcd)->model->add_pair(handle->model, qp);
+        xrcd_handle_of(handle->xrcd)->impl->add_pair(handle->impl, qp);
     }
     track("ibv_qp", handle.release());
     record_queue_pairs(1);
@@ -214,18 +214,18 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     attr.qp_type = IBV_QPT_XRC_RECV;
     attr.qp_context = (open_attr->comp_mask & IBV_QP_OPEN_ATTR_CONTEXT) != 0 ? open_attr->qp_context : nullptr;
     auto handle = std::make_unique<QueuePairHandle>();
-    ibv_qp* const qp = &handle->abi.qp_base;
+    ibv_qp* const qp = &handle->public_qp_ex.qp_base;
     fill_public_structure(qp, context, attr);
     qp->qp_num = open_attr->qp_num;
     handle->xrcd = open_attr->xrcd;
     handle->async_event_counter = std::make_shared<EventCounter>();
-    handle->model = xrcd_handle_of(open_attr->xrcd)->model->open_pair(open_attr->qp_num, qp);
-    if (handle->model == nullptr) {
+    handle->impl = xrcd_handle_of(open_attr->xrcd)->impl->open_pair(open_attr->qp_num, qp);
+    if (handle->impl == nullptr) {
         return fail_null(EINVAL);
     }
     ibv_qp_attr state{};
     ibv_qp_init_attr unused{};
-    handle->model->query(&state, &unused);
+    handle->impl->query(&state, &unused);
     qp->state = state.qp_state;
     count_user(*handle, 1);
     track("ibv_qp", handle.release());
@@ -269,13 +269,13 @@ int ibv_destroy_qp(ibv_qp* qp) {
     if (!is_alive("ibv_qp", handle)) {
         return EINVAL;
     }
-    const std::shared_ptr<QueuePair> model = handle->model;
-    if (model->is_in_multicast_group()) {
+    const std::shared_ptr<QueuePair> queue_pair = handle->impl;
+    if (queue_pair->is_in_multicast_group()) {
         return EBUSY;
     }
     // The pair of an XRC domain ends with its last structure.
-    if (handle->xrcd == nullptr || xrcd_handle_of(handle->xrcd)->model->remove_structure(qp)) {
-        model->close();
+    if (handle->xrcd == nullptr || xrcd_handle_of(handle->xrcd)->impl->remove_structure(qp)) {
+        queue_pair->close();
     }
     context_of(qp->context)->drop_events(handle->async_event_counter);
     handle->async_event_counter->wait_until_acknowledged();
@@ -283,7 +283,7 @@ int ibv_destroy_qp(ibv_qp* qp) {
         return EINVAL;
     }
     gdrkit::twin::record_queue_pairs(-1);
-    handle->model.reset();
+    handle->impl.reset();
     count_user(*handle, -1);
     return 0;
 }
@@ -296,7 +296,7 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
         return EINVAL;
     }
     QueuePairHandle* const handle = qp_handle_of(qp);
-    const int error = handle->model->modify(*attr, attr_mask);
+    const int error = handle->impl->modify(*attr, attr_mask);
     if (error == 0 && (attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
         if (attr->qp_state == IBV_QPS_RTR && !std::exchange(handle->was_ready, true)) {
@@ -313,7 +313,7 @@ int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask, ibv_qp_init_attr*
     if (!is_alive("ibv_qp", qp)) {
         return EINVAL;
     }
-    qp_handle_of(qp)->model->query(attr, init_attr);
+    qp_handle_of(qp)->impl->query(attr, init_attr);
     if ((attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
     }

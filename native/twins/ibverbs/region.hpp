@@ -123,8 +123,8 @@ std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain*
                                      unsigned required_access, std::uint64_t* address, std::uint64_t size);
 
 struct RegionHandle {
-    ibv_mr abi{};
-    std::shared_ptr<Region> model;
+    ibv_mr public_mr{};
+    std::shared_ptr<Region> impl;
     bool has_fixed_memory = false; // ibv_rereg_mr is not allowed: the memory is a dma-buf or on the device
 };
 

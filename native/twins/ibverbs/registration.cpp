@@ -90,8 +90,8 @@ bool is_valid_reregistration(const ibv_mr& mr, const Reregistration& wanted) {
 // Replace the region of `handle` by a new one. If the memory changes, the region gets new keys, because an old key must
 // not reach other memory. Return 0 or an errno. The region cannot be used after an error.
 int replace_region(RegionHandle* handle, const Reregistration& wanted) {
-    ibv_mr& mr = handle->abi;
-    const std::shared_ptr<Region> old_region = handle->model;
+    ibv_mr& mr = handle->public_mr;
+    const std::shared_ptr<Region> old_region = handle->impl;
     const unsigned access = wanted.changes_access ? wanted.access : old_region->access;
     ProtectionDomain* const domain = wanted.changes_domain ? domain_of(wanted.pd) : old_region->domain;
     void* const address = wanted.changes_memory ? wanted.address : mr.addr;
@@ -118,7 +118,7 @@ int replace_region(RegionHandle* handle, const Reregistration& wanted) {
     }
     ++domain->child_count;
     --old_region->domain->child_count;
-    handle->model = region;
+    handle->impl = region;
     record_regions(0, static_cast<std::int64_t>(length) - static_cast<std::int64_t>(mr.length));
     mr.pd = wanted.changes_domain ? wanted.pd : mr.pd;
     mr.addr = address;
@@ -165,20 +165,20 @@ ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std:
                            std::unique_ptr<Memory> memory) {
     ProtectionDomain* const domain = domain_of(pd);
     auto* const handle = new RegionHandle;
-    handle->model = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
-    assign_keys(handle->model);
-    ibv_mr& abi = handle->abi;
-    abi.context = pd->context;
-    abi.pd = pd;
-    abi.addr = address;
-    abi.length = length;
-    abi.handle = next_handle();
-    abi.lkey = handle->model->lkey;
-    abi.rkey = handle->model->rkey;
+    handle->impl = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
+    assign_keys(handle->impl);
+    ibv_mr& public_mr = handle->public_mr;
+    public_mr.context = pd->context;
+    public_mr.pd = pd;
+    public_mr.addr = address;
+    public_mr.length = length;
+    public_mr.handle = next_handle();
+    public_mr.lkey = handle->impl->lkey;
+    public_mr.rkey = handle->impl->rkey;
     ++domain->child_count;
     track("ibv_mr", handle);
     record_regions(1, static_cast<std::int64_t>(length));
-    return &abi;
+    return &public_mr;
 }
 
 } // namespace gdrkit::twin::verbs
@@ -259,7 +259,7 @@ int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t leng
         return fail(EINVAL, IBV_REREG_MR_ERR_INPUT);
     }
     gdrkit::twin::trace("ibv_rereg_mr flags=%d length=%zu access=%d", flags, length, access);
-    if (!is_valid_reregistration(*mr, wanted) || has_windows(*handle->model)) {
+    if (!is_valid_reregistration(*mr, wanted) || has_windows(*handle->impl)) {
         return fail(EINVAL, IBV_REREG_MR_ERR_CMD);
     }
     const int error = replace_region(handle, wanted);
@@ -275,14 +275,14 @@ int ibv_dereg_mr(ibv_mr* mr) {
         return EINVAL;
     }
     gdrkit::twin::trace("ibv_dereg_mr");
-    const std::shared_ptr<Region> region = handle->model;
+    const std::shared_ptr<Region> region = handle->impl;
     // rxe_dereg_mr refuses a region with bound memory windows, as section 10.6.7.2.6 of the InfiniBand specification
     // allows.
     if (!remove_keys(*region) || !retire("ibv_mr", handle)) {
         return EINVAL;
     }
     gdrkit::twin::record_regions(-1, -static_cast<std::int64_t>(region->length_bytes));
-    handle->model.reset();
+    handle->impl.reset();
     region->revoke();
     --region->domain->child_count;
     return 0;

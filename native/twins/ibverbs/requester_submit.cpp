@@ -106,10 +106,10 @@ std::optional<int> fault_of_path(FaultSite* site, const Device& requester, const
     if (!site->has_rule()) {
         return injected_fault(site);
     }
-    std::array<std::string_view, 2> nics = {requester.abi.name, requester.abi.name};
+    std::array<std::string_view, 2> nics = {requester.public_device.name, requester.public_device.name};
     for (unsigned index = 0; index < device_count(); ++index) {
         if (std::memcmp(&device_at(index).gid, &attr.ah_attr.grh.dgid, sizeof(ibv_gid)) == 0) {
-            nics[1] = device_at(index).abi.name;
+            nics[1] = device_at(index).public_device.name;
         }
     }
     return injected_fault(site, nics);

@@ -62,8 +62,8 @@ private:
 };
 
 struct SharedReceiveQueueHandle {
-    ibv_srq abi{};
-    std::shared_ptr<SharedReceiveQueue> model;
+    ibv_srq public_srq{};
+    std::shared_ptr<SharedReceiveQueue> impl;
     // Set for an XRC queue.
     ibv_xrcd* xrcd = nullptr;
     ibv_cq* cq = nullptr;

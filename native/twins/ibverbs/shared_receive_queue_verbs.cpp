@@ -36,17 +36,17 @@ ibv_srq* create_queue(ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<SharedReceiveQueueHandle>();
-    ibv_srq* const srq = &handle->abi;
+    ibv_srq* const srq = &handle->public_srq;
     fill_public_structure(srq, pd, attr.srq_context);
-    const auto completion_queue = attr.xrcd != nullptr ? cq_handle_of(attr.cq)->model : nullptr;
-    handle->model = std::make_shared<SharedReceiveQueue>(srq, domain, attr.attr, completion_queue);
+    const auto completion_queue = attr.xrcd != nullptr ? cq_handle_of(attr.cq)->impl : nullptr;
+    handle->impl = std::make_shared<SharedReceiveQueue>(srq, domain, attr.attr, completion_queue);
     ++domain->child_count;
     if (attr.xrcd != nullptr) {
         handle->xrcd = attr.xrcd;
         handle->cq = attr.cq;
         ++completion_queue->user_count;
         ++xrcd_handle_of(attr.xrcd)->user_count;
-        xrcd_handle_of(attr.xrcd)->model->add(handle->model);
+        xrcd_handle_of(attr.xrcd)->impl->add(handle->impl);
     }
     track("ibv_srq", handle.release());
     return srq;
@@ -56,7 +56,7 @@ ibv_srq* create_queue(ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
 
 void acknowledge_async(ibv_srq* srq) {
     ++srq->events_completed;
-    srq_handle_of(srq)->model->async_event_counter->acknowledge(1);
+    srq_handle_of(srq)->impl->async_event_counter->acknowledge(1);
 }
 
 // Check the attributes as rdma-core's ibv_cmd_create_srq_ex does.
@@ -84,7 +84,7 @@ int get_srq_number(ibv_srq* srq, std::uint32_t* number) {
     if (!is_alive("ibv_srq", srq)) {
         return EINVAL;
     }
-    *number = srq_handle_of(srq)->model->number();
+    *number = srq_handle_of(srq)->impl->number();
     return 0;
 }
 
@@ -92,7 +92,7 @@ int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
     const auto fault = injected_fault("ibv_post_srq_recv");
     int error = fault ? *fault : is_alive("ibv_srq", srq) ? 0 : EINVAL;
     for (; error == 0 && wr != nullptr; wr = error == 0 ? wr->next : wr) {
-        error = srq_handle_of(srq)->model->post(*wr);
+        error = srq_handle_of(srq)->impl->post(*wr);
     }
     if (error != 0) {
         *bad_wr = wr;
@@ -125,22 +125,22 @@ int ibv_destroy_srq(ibv_srq* srq) {
     if (!is_alive("ibv_srq", handle)) {
         return EINVAL;
     }
-    if (handle->model->user_count != 0) {
+    if (handle->impl->user_count != 0) {
         return EBUSY;
     }
-    const std::shared_ptr<SharedReceiveQueue> model = handle->model;
-    model->domain()->context->drop_events(model->async_event_counter);
-    model->async_event_counter->wait_until_acknowledged();
+    const std::shared_ptr<SharedReceiveQueue> receive_queue = handle->impl;
+    receive_queue->domain()->context->drop_events(receive_queue->async_event_counter);
+    receive_queue->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_srq", handle)) {
         return EINVAL;
     }
     if (handle->xrcd != nullptr) {
-        xrcd_handle_of(handle->xrcd)->model->remove(*model);
+        xrcd_handle_of(handle->xrcd)->impl->remove(*receive_queue);
         --xrcd_handle_of(handle->xrcd)->user_count;
-        --cq_handle_of(handle->cq)->model->user_count;
+        --cq_handle_of(handle->cq)->impl->user_count;
     }
-    handle->model.reset();
-    --model->domain()->child_count;
+    handle->impl.reset();
+    --receive_queue->domain()->child_count;
     return 0;
 }
 
@@ -148,7 +148,7 @@ int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* srq_attr, int srq_attr_mask) {
     if (const auto fault = injected_fault("ibv_modify_srq")) {
         return *fault;
     }
-    return is_alive("ibv_srq", srq) ? srq_handle_of(srq)->model->modify(*srq_attr, srq_attr_mask) : EINVAL;
+    return is_alive("ibv_srq", srq) ? srq_handle_of(srq)->impl->modify(*srq_attr, srq_attr_mask) : EINVAL;
 }
 
 int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* srq_attr) {
@@ -158,7 +158,7 @@ int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* srq_attr) {
     if (!is_alive("ibv_srq", srq)) {
         return EINVAL;
     }
-    *srq_attr = srq_handle_of(srq)->model->query();
+    *srq_attr = srq_handle_of(srq)->impl->query();
     return 0;
 }
 

@@ -16,8 +16,8 @@ constexpr unsigned window_flags =
     remote_write_flags | IBV_ACCESS_REMOTE_READ | IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_ZERO_BASED;
 
 struct WindowHandle {
-    ibv_mw abi{};
-    std::shared_ptr<Window> model;
+    ibv_mw public_mw{};
+    std::shared_ptr<Window> impl;
 };
 
 WindowHandle* mw_handle_of(ibv_mw* mw) {
@@ -64,8 +64,8 @@ std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey
     if (!is_alive("ibv_mw", mw) || (info.mr != nullptr && !is_alive("ibv_mr", info.mr))) {
         return nullptr;
     }
-    return std::make_shared<WindowBinding>(WindowBinding{mw_handle_of(mw)->model,
-                                                         info.mr != nullptr ? mr_handle_of(info.mr)->model : nullptr,
+    return std::make_shared<WindowBinding>(WindowBinding{mw_handle_of(mw)->impl,
+                                                         info.mr != nullptr ? mr_handle_of(info.mr)->impl : nullptr,
                                                          rkey, info.addr, info.length, info.mw_access_flags});
 }
 
@@ -136,7 +136,7 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
     }
     ProtectionDomain* const domain = domain_of(pd);
     auto* const handle = new WindowHandle;
-    handle->model = std::make_shared<Window>(domain, type);
+    handle->impl = std::make_shared<Window>(domain, type);
     {
         KeyTable& state = key_table();
         std::lock_guard lock(state.mutex);
@@ -150,18 +150,18 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
             return false;
         };
         do {
-            handle->model->rkey = draw_unused_key(&state);
-        } while (is_used(window_index_of(handle->model->rkey)));
-        state.windows[window_index_of(handle->model->rkey)] = handle->model;
+            handle->impl->rkey = draw_unused_key(&state);
+        } while (is_used(window_index_of(handle->impl->rkey)));
+        state.windows[window_index_of(handle->impl->rkey)] = handle->impl;
     }
-    handle->abi.context = pd->context;
-    handle->abi.pd = pd;
-    handle->abi.rkey = handle->model->rkey;
-    handle->abi.handle = next_handle();
-    handle->abi.type = type;
+    handle->public_mw.context = pd->context;
+    handle->public_mw.pd = pd;
+    handle->public_mw.rkey = handle->impl->rkey;
+    handle->public_mw.handle = next_handle();
+    handle->public_mw.type = type;
     ++domain->child_count;
     track("ibv_mw", handle);
-    return &handle->abi;
+    return &handle->public_mw;
 }
 
 int dealloc_window(ibv_mw* mw) {
@@ -172,11 +172,11 @@ int dealloc_window(ibv_mw* mw) {
     if (!is_alive("ibv_mw", handle)) {
         return EINVAL;
     }
-    const std::shared_ptr<Window> window = handle->model;
+    const std::shared_ptr<Window> window = handle->impl;
     if (!retire("ibv_mw", handle)) {
         return EINVAL;
     }
-    handle->model.reset();
+    handle->impl.reset();
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
     state.windows.erase(window_index_of(window->rkey));

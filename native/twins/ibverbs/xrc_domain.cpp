@@ -85,7 +85,7 @@ std::shared_ptr<QueuePair> XrcDomain::open_pair(std::uint32_t qp_num, ibv_qp* st
         return nullptr;
     }
     pair->second.structures.push_back(structure);
-    return pair->second.model;
+    return pair->second.impl;
 }
 
 bool XrcDomain::remove_structure(const ibv_qp* structure) {
@@ -124,18 +124,18 @@ ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<XrcDomainHandle>();
-    handle->abi.context = context;
+    handle->public_xrcd.context = context;
     // A domain without a file belongs to this structure only.
     if (init_attr->fd == -1) {
-        handle->model = std::make_shared<XrcDomain>();
+        handle->impl = std::make_shared<XrcDomain>();
     } else if (const int error =
-                   open_file_domain(context_of(context)->device, init_attr->fd, init_attr->oflags, &handle->model);
+                   open_file_domain(context_of(context)->device, init_attr->fd, init_attr->oflags, &handle->impl);
                error != 0) {
         return fail_null(error);
     }
     ++context_of(context)->child_count;
     track("ibv_xrcd", handle.get());
-    return &handle.release()->abi;
+    return &handle.release()->public_xrcd;
 }
 
 int close_xrc_domain(ibv_xrcd* xrcd) {
@@ -149,11 +149,11 @@ int close_xrc_domain(ibv_xrcd* xrcd) {
     if (handle->user_count != 0) {
         return EBUSY;
     }
-    const std::shared_ptr<XrcDomain> model = handle->model;
+    const std::shared_ptr<XrcDomain> domain = handle->impl;
     if (!retire("ibv_xrcd", handle)) {
         return EINVAL;
     }
-    handle->model.reset();
+    handle->impl.reset();
     --context_of(xrcd->context)->child_count;
     return 0;
 }

@@ -37,7 +37,7 @@ public:
 
 private:
     struct ReceivePair {
-        std::shared_ptr<QueuePair> model;
+        std::shared_ptr<QueuePair> impl;
         std::vector<ibv_qp*> structures;
     };
 
@@ -47,8 +47,8 @@ private:
 };
 
 struct XrcDomainHandle {
-    ibv_xrcd abi{};
-    std::shared_ptr<XrcDomain> model;
+    ibv_xrcd public_xrcd{};
+    std::shared_ptr<XrcDomain> impl;
     // Number of queue pairs and shared receive queues that were created with this structure.
     std::atomic<int> user_count{0};
 };
