@@ -1,7 +1,7 @@
 """Builds of the native parts, the software twins, the wheels and the benchmark programs, for the nox sessions.
 
-Every build uses the folder of its CMake preset below `build/`. A session therefore reuses what another session has
-compiled.
+A software twin is a drop-in library that emulates hardware. Every build uses the folder of its CMake preset below
+`build/`. A session therefore reuses what another session has compiled.
 """
 
 from __future__ import annotations

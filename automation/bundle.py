@@ -42,7 +42,8 @@ BUNDLE_CACHE = ROOT / "build" / "bundle-parts"
 def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     """Fill the folder `output` for one Python version.
 
-    The folder gets the wheels of gdrkit, of the twins, of pyverbs and of their dependencies. It also gets `gpu.py`, the
+    The folder gets the wheels of gdrkit, of the software twins (libraries that emulate the hardware), of pyverbs and of
+    their dependencies. It also gets `gpu.py`, the
     benchmark programs, and the wheels of kvikio and numpy. The wheels of kvikio and numpy come from the package
     registry or from the folder `extras`, and are left out if neither has them.
     """
