@@ -132,14 +132,14 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
         moved_bytes = int(getattr(bindings, function)(*arguments.values()))
     except bindings.cuFileError as error:
         raise _results.errno_error(
-            operation=operation, number=int(error.status), arguments=_printable(arguments)
+            operation=operation, error_number=int(error.status), arguments=_printable(arguments)
         ) from error
     except ValueError as error:
         match = _ERRNO_TEXT.match(str(error))
         if match is None:
             raise
         raise _results.errno_error(
-            operation=operation, number=int(match[1]), arguments=_printable(arguments)
+            operation=operation, error_number=int(match[1]), arguments=_printable(arguments)
         ) from error
     except (AttributeError, RuntimeError) as error:
         raise _wrong_abi_error(operation, error) from error
@@ -310,15 +310,15 @@ def properties() -> tuple[int, ...]:
     return tuple(int(getattr(values, name)) for name, _ in Properties._fields_)
 
 
-def string_parameter(number: int) -> str:
+def string_parameter(parameter: int) -> str:
     """Call cuFileGetParameterString and return the text."""
-    return str(call("cuFileGetParameterString", "get_parameter_string", param=number, len=_TEXT_BYTES))
+    return str(call("cuFileGetParameterString", "get_parameter_string", param=parameter, len=_TEXT_BYTES))
 
 
-def set_string_parameter(number: int, text: str) -> None:
+def set_string_parameter(parameter: int, text: str) -> None:
     """Call cuFileSetParameterString."""
     buffer = ctypes.create_string_buffer(text.encode())
-    call("cuFileSetParameterString", "set_parameter_string", param=number, desc_str=ctypes.addressof(buffer))
+    call("cuFileSetParameterString", "set_parameter_string", param=parameter, desc_str=ctypes.addressof(buffer))
 
 
 def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

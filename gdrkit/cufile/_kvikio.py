@@ -207,8 +207,8 @@ def _call(operation: str, function: Callable[[], Any]) -> Any:
     try:
         return function()
     except OSError as error:
-        number = error.errno or errno.EIO
-        raise _results.errno_error(operation=operation, number=number, arguments={}) from error
+        error_number = error.errno or errno.EIO
+        raise _results.errno_error(operation=operation, error_number=error_number, arguments={}) from error
     except RuntimeError as error:
         raise _error_of_text(operation, str(error)) from error
 
@@ -218,8 +218,8 @@ def _error_of_text(operation: str, text: str) -> ApiError:
 
     kvikio has no error numbers. The text of its exception contains the numbers of cuFile, and the names of some errnos.
     """
-    numbers = map(int, _CUFILE_NUMBER.findall(text))
-    status = next((number for number in numbers if number in _results.NAMES), None)
+    statuses = map(int, _CUFILE_NUMBER.findall(text))
+    status = next((candidate for candidate in statuses if candidate in _results.NAMES), None)
     if status is not None:
         return _results.error_of(operation=operation, status=status, arguments={"text": text})
     words = text.split()

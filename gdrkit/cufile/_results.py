@@ -171,21 +171,21 @@ def result_error(*, operation: str, result: int, arguments: Mapping[str, object]
     """Return the exception for the negative result of a transfer: a negative CUfileOpError, or a negative errno."""
     if result < -_BASE:
         return error_of(operation=operation, status=-result, arguments=arguments)
-    return errno_error(operation=operation, number=-result, arguments=arguments)
+    return errno_error(operation=operation, error_number=-result, arguments=arguments)
 
 
-def errno_error(*, operation: str, number: int, arguments: Mapping[str, object]) -> ApiError:
-    """Return the exception for a call that failed with an errno. `number` is the errno."""
+def errno_error(*, operation: str, error_number: int, arguments: Mapping[str, object]) -> ApiError:
+    """Return the exception for a call that failed with an errno."""
     return ApiError(
         api=Api.CUFILE,
         operation=operation,
-        status=number,
-        status_name=errno_name(number),
-        errno=number,
+        status=error_number,
+        status_name=errno_name(error_number),
+        errno=error_number,
         arguments=arguments,
-        reason=_ERRNO_REASONS.get(number, Reason.OTHER),
+        reason=_ERRNO_REASONS.get(error_number, Reason.OTHER),
         # Without a current CUDA context, an asynchronous call cannot allocate memory and fails with ENOMEM.
-        what_to_do=_NO_CONTEXT if number == _errno.ENOMEM and operation.endswith("Async") else "",
+        what_to_do=_NO_CONTEXT if error_number == _errno.ENOMEM and operation.endswith("Async") else "",
     )
 
 
