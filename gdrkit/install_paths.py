@@ -77,8 +77,8 @@ class InstallPaths:
         }.items():
             for folder in folders:
                 replacements.setdefault(folder.rstrip("/"), name)
-        # Folders can be nested, such as the folder of the twins in the environment of this Python. The entries are in
-        # the order of the docstring, and the first one that matches is used.
+        # Folders can be nested: the folder of the software twins (libraries that emulate the hardware) is inside the
+        # environment of this Python. The entries are in the order of the docstring, and the first match is used.
         for folder, name in replacements.items():
             if folder.startswith("/") and not _SYSTEM_FOLDER.match(folder):
                 text = text.replace(f"{folder}/", name)

@@ -1,10 +1,12 @@
 """The pytest hooks of the harness. Both plugins use them: ``plugin.py`` for gdrkit's suites, ``user.py`` for others.
 
-The hooks check the needs of a case before its set-up, so that a case with unmet needs opens no device. They turn every
-other skip into a failure, check for leaks after the tear-down, and write one record per case.
+A *need* is what a case requires of the machine, such as a NIC. The hooks check the needs of a case before its set-up,
+so that a case with unmet needs opens no device. They turn every other skip into a failure, check for leaks after the
+tear-down, and write one record per case.
 
-A *refusal* is the error with which a registration fails on a machine that lacks a need of the case. If the profile of
-the machine states it, the case runs anyway, must fail with exactly this error, and is then reported as refused.
+The *profile* of the machine lists the needs that may be unmet there (foreseen absences). It can also state a *refusal*:
+the error with which a registration must fail if a need is unmet. A case with such a need runs anyway, must fail with
+exactly this error, and is then reported as refused.
 """
 
 from __future__ import annotations
@@ -54,8 +56,9 @@ def start_harness(config: pytest.Config, *, strict: bool) -> None:
         declare a need or use a fixture of the harness.
     """
     if strict:
-        # On twins, every completion is delayed at random, not only a small share. A case that relies on an order that
-        # hardware does not promise then fails soon. Peer processes inherit the variable.
+        # The software twins (libraries that emulate the hardware) then delay every completion at random, not only a
+        # small share. So a case that relies on an order that hardware does not promise fails soon. Peer processes
+        # inherit the variable.
         os.environ.setdefault("GDRKIT_TWINS_LATE_SHARE", "100")
     try:
         config.stash[SESSION] = Session(config, strict=strict)
@@ -84,7 +87,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Check the substrate and the needs, write the plan, and start a peer process."""
+    """Check the substrate (hardware or twins) and the needs, write the plan, and start a peer process."""
     harness_session = session.config.stash[SESSION]
     # After an interrupt, pytest also calls this hook. The collection is incomplete then.
     if not session.config.stash.get(_IS_COLLECTED, False):
@@ -111,7 +114,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """End the peer processes. Fail the run if a case did not run for a reason that the profile does not foresee."""
+    """End the peer processes. Fail the run if a case did not run for an unforeseen reason."""
     pool = session.config.stash.get(POOL, None)
     if pool is not None:
         pool.close()
@@ -194,7 +197,7 @@ def pytest_runtest_makereport(
     case = item.stash.get(CASE, None)
     if case is None:
         return (yield)
-    is_refused = _convert_refusal(case, call)
+    is_refused = _skip_expected_refusal(case, call)
     report = yield
     if is_refused:
         report.user_properties.append(_REFUSED_PROPERTY)
@@ -233,9 +236,9 @@ def pytest_report_teststatus(report: pytest.TestReport) -> tuple[str, str, str] 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    """Print the unmet needs and the missing proofs with their reasons.
+    """Print the unmet needs and the unproven cases with their reasons.
 
-    Otherwise a run in which most cases did not run would look complete.
+    Without this list, a run in which most cases did not run would look complete.
     """
     counts: dict[tuple[str, str, bool], int] = {}
     unproven: list[tuple[str, str]] = []
@@ -259,10 +262,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.write_line(f"{name}: {text}")
 
 
-def _convert_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
-    """Record the refusal and replace the error by a skip, if the error of this phase is the expected refusal.
+def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
+    """Replace the error of this phase by a skip and record it, if it is the refusal that the profile expects.
 
-    Return whether it was the expected refusal.
+    Return whether it is.
     """
     if case.refusal is None or case.refused or call.excinfo is None or call.when == "teardown":
         return False

@@ -1,8 +1,8 @@
 """Leak check of the harness: comparison of the objects that are open before and after a case.
 
 The objects are the file descriptors of the process, the open objects of gdrkit, and the handles in the ledgers of the
-loaded twins. The ledger of a twin lists the driver objects that exist in it. If there are more objects after the case,
-the case has a leak.
+loaded software twins. A software twin is a library that emulates a driver, and its ledger lists the driver objects that
+exist, such as memory regions. If there are more objects after the case, the case has a leak.
 
 A library may open some objects at its first use and keep them. :func:`start_apis` therefore uses each API once before
 the first case.

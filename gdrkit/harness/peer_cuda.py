@@ -61,10 +61,10 @@ class _Cuda:
     def _add_memory(self, memory: cuda.CudaMemory) -> dict[str, Any]:
         return {"handle": self._objects.add(memory), "address": memory.address, "length_bytes": memory.length_bytes}
 
-    def _device(self, number: int) -> cuda.Device:
-        device: cuda.Device = self._objects.get(number, cuda.Device)
+    def _device(self, handle_number: int) -> cuda.Device:
+        device: cuda.Device = self._objects.get(handle_number, cuda.Device)
         return device
 
-    def _memory(self, number: int) -> cuda.CudaMemory:
-        memory: cuda.CudaMemory = self._objects.get(number, cuda.CudaMemory)
+    def _memory(self, handle_number: int) -> cuda.CudaMemory:
+        memory: cuda.CudaMemory = self._objects.get(handle_number, cuda.CudaMemory)
         return memory

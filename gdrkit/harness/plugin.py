@@ -1,7 +1,8 @@
 """The pytest plugin of gdrkit's own suites: ``-p gdrkit.harness.plugin``.
 
-It is strict: the harness handles every case, a case that skips itself fails, and an unmet need that the profile does
-not foresee fails the run. :mod:`gdrkit.harness.user` is the plugin for suites of other projects.
+It is strict: the harness handles every case, and a case that skips itself fails. A need is what a case requires of the
+machine. If a need is unmet and the profile of the machine does not list this absence as foreseen, the run fails.
+:mod:`gdrkit.harness.user` is the plugin for suites of other projects.
 """
 
 from __future__ import annotations

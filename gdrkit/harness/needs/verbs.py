@@ -1,4 +1,7 @@
-"""Needs about RDMA NICs: a number of active NICs, and the methods by which they can register device memory."""
+"""Needs about RDMA NICs: a number of active NICs, and the methods by which they can register device memory.
+
+Some needs depend on the software twin of verbs, a library that emulates libibverbs and the NICs below it.
+"""
 
 from __future__ import annotations
 
