@@ -1,7 +1,10 @@
 """Metrics of the machine: RDMA objects and dma-bufs of every process, BAR1, counters of NICs and of nvidia-fs.
 
-The values are read when Prometheus asks for them. What the kernel refuses is not zero: the metric has no value, and
-``gdrkit_not_read`` counts it. The first time, it is logged too.
+The values are read when Prometheus asks for them. If the kernel refuses a value, the metric has no value instead of
+zero, and ``gdrkit_not_read`` counts the refusal. The first refusal of each source and cause is also logged.
+
+A process may run on software twins (libraries that emulate the hardware). Its objects are then in the record of the
+twins, because the kernel does not know them.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ _KIB = 1024
 _log = logging.getLogger(__name__)
 # The sources that were already logged as not read, with their causes.
 _logged: set[tuple[tuple[str, str], ...]] = set()
-# The device and the type of objects on software twins.
+# Value of the labels for the device and for the type of an object that exists only in a software twin.
 _TWIN = "twin"
 
 

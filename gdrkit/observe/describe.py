@@ -1,4 +1,4 @@
-"""An observation as text for a terminal, and as an HTML page."""
+"""The result of `gdrkit observe` as text for a terminal, and as an HTML page."""
 
 from __future__ import annotations
 

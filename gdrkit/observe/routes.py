@@ -1,8 +1,10 @@
-"""The verdicts: from the evidence of an observation to the state of each route.
+"""The routes of `gdrkit observe`: for each path that bytes can take, whether the evidence proves that it was used.
 
-A counter of a NIC, a GPU or nvidia-fs includes every process of the machine. So it proves a route of the observed
-processes only if no other process could have moved the bytes; otherwise the route is unproven, and the cause names the
-others.
+A counter of a NIC, a GPU or nvidia-fs includes every process of the machine. So the counter proves a route of the
+observed processes only if no other process could have moved the bytes. Otherwise the route is unproven, and its cause
+names the other processes.
+
+A process may run on software twins (libraries that emulate the hardware). The twins count the bytes of each process.
 """
 
 from __future__ import annotations
@@ -22,15 +24,16 @@ if TYPE_CHECKING:
 
 __all__ = ["derive_routes"]
 
-# Types of queue pairs that programs move data with. SMI and GSI are for management.
+# Queue pairs of these types are for the management of the fabric. Programs move no data with them.
 _MANAGEMENT_TYPES = frozenset({"SMI", "GSI"})
 # Libraries that use RDMA where it is possible, and otherwise TCP.
 _CHOOSING_LIBRARIES = frozenset({"nccl", "ucx", "libfabric", "nixl"})
-# A program that only connects and says hello has not moved its data over TCP.
+# Fewer bytes are only the messages that set up connections, not the data of a program.
 _TCP_BYTES_MIN = 64 << 10
-# Programs read their code and settings, so fewer bytes are not the transfer of a file to a GPU.
+# Fewer bytes may be the code and the settings of a program. More bytes are taken as the transfer of a file to a GPU.
 _FILE_BYTES_MIN = 16 << 20
-# Relative to the bytes of a file: headers add about 8 % at 256 bytes per packet, and a program also moves other bytes.
+# Limits of the PCIe bytes divided by the bytes of a file. Headers add about 8 % at 256 bytes per packet, and a program
+# also moves other bytes.
 _PCIE_RATIO_MIN, _PCIE_RATIO_MAX = 0.98, 1.25
 
 
@@ -106,7 +109,7 @@ def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedR
         pair for process in observation.processes for pair in process.queue_pairs if pair.type not in _MANAGEMENT_TYPES
     ]
     devices = {pair.device for pair in pairs}
-    # The twins have no queue pairs in the kernel, so all ports of a twin's domain count.
+    # The kernel does not list queue pairs of a twin, so the counters of all ports of the twin's domain are used.
     ports = [port for port in observation.ports if port.device in devices or (twin_bytes and not devices)]
     for port in ports:
         if port.has_grown:
@@ -119,15 +122,15 @@ def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedR
     sums = [bytes_ for port in ports for bytes_ in (port.sent_bytes, port.received_bytes) if bytes_ is not None]
     moved_bytes = twin_bytes or (max(sums) if sums else None)
     evidence += observation.log
-    numbers_of_pairs = {(pair.device, pair.number) for pair in pairs}
+    own_pairs = {(pair.device, pair.number) for pair in pairs}
     others = sorted(
         {
             "the kernel" if pair.process_id is None else f"pid {pair.process_id}"
             for pair in observation.other_queue_pairs
             if pair.device in devices
             and pair.type not in _MANAGEMENT_TYPES
-            # A peer on this machine moves the bytes of the observed process, and no others by this queue pair.
-            and (pair.device, pair.remote_number) not in numbers_of_pairs
+            # A queue pair that is connected to an observed one moves only bytes of the observed processes.
+            and (pair.device, pair.remote_number) not in own_pairs
         }
     )
     cause = None
@@ -152,10 +155,10 @@ def _tcp_route(observation: Observation) -> ObservedRoute | None:
         return None
     evidence = []
     for process in observation.processes:
-        for where in ("loopback", "remote"):
-            sent, received = (getattr(process, f"{where}_{verb}_bytes") for verb in ("sent", "received"))
+        for peer in ("loopback", "remote"):
+            sent, received = (getattr(process, f"{peer}_{verb}_bytes") for verb in ("sent", "received"))
             if sent or received:
-                target = "this machine" if where == "loopback" else "other machines"
+                target = "this machine" if peer == "loopback" else "other machines"
                 evidence.append(
                     f"{process.program} (pid {process.process_id}): {rounded_bytes(sent)} sent to {target} and "
                     f"{rounded_bytes(received)} received, by the sockets that were open at a sample"
@@ -171,8 +174,8 @@ def _used_gpus(observation: Observation) -> list[GpuTraffic]:
 def _other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
     own = {process.process_id for process in observation.processes}
     # In a container, NVML lists process IDs of another namespace. Then none of the observed processes is among them.
-    listed = {number for gpu in gpus for number in gpu.process_ids}
-    return [f"pid {number}" for number in sorted(listed - own)] if listed & own else []
+    listed = {process_id for gpu in gpus for process_id in gpu.process_ids}
+    return [f"pid {process_id}" for process_id in sorted(listed - own)] if listed & own else []
 
 
 def _nvlink_route(observation: Observation) -> ObservedRoute | None:

@@ -316,7 +316,7 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
         worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
         worker.start()
         try:
-            assert firing(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
+            assert labels_of_fired_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
         finally:
             stop.set()
             worker.join()
@@ -347,7 +347,7 @@ def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
             healthy.expect_line("done")
         leaking.write_line("leak")
         names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
-        assert firing(tmp_path, address_in(process.stdout), names, "pid") == {process_id}
+        assert labels_of_fired_alerts(tmp_path, address_in(process.stdout), names, "pid") == {process_id}
 
 
 def write_short_rules(folder: Path) -> None:
@@ -356,7 +356,7 @@ def write_short_rules(folder: Path) -> None:
     (folder / "rules.yml").write_text(rules.replace("[5m]", "[4s]"))
 
 
-def firing(folder: Path, address: str, names: set[str], label: str) -> set[str]:
+def labels_of_fired_alerts(folder: Path, address: str, names: set[str], label: str) -> set[str]:
     """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
     (folder / "prometheus.yml").write_text(
         json.dumps(
@@ -381,7 +381,7 @@ def firing(folder: Path, address: str, names: set[str], label: str) -> set[str]:
             while time.monotonic() < deadline_s:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     prometheus.wait(0.5)
-                seen |= alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
+                seen |= fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
                 if {name for name, _ in seen} == names:
                     return {value for _, value in seen}
         finally:
@@ -390,7 +390,7 @@ def firing(folder: Path, address: str, names: set[str], label: str) -> set[str]:
     pytest.fail((folder / "prometheus.log").read_text()[-2000:])
 
 
-def alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
+def fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
     """Return the name and the label of each of these alerts that fires."""
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
