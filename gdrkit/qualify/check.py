@@ -1,7 +1,7 @@
-"""The gate of a node: one case per route, one line, and an exit code within a given time.
+"""The quick check of a node (`gdrkit check`): one test case, one line of output, and an exit code within a given time.
 
-``gdrkit check`` is for the prolog of a workload manager and for the probe of a container. It uses the steps of
-``gdrkit qualify``, with the one case that moves bytes between every GPU and every NIC, and writes no report.
+The command is for the prolog of a workload manager and for the probe of a container. It uses the steps of ``gdrkit
+qualify``, but runs only the case that moves bytes between every GPU and every NIC, and writes no report.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class _Stage:
         """Do nothing: the check prints one line at its end."""
 
     def begin_cases(self, plan: CasePlan) -> None:
-        """Note that the cases of `plan` run."""
+        """Change the text of the stage: the cases of `plan` run now."""
         self.text = f"running the {len(plan.cases)} cases of the routes"
 
     def show_record(self, record: Record) -> None:
-        """Note the last case that ended."""
+        """Change the text of the stage: this case has ended."""
         self.text = f"running the case after {record.case.rpartition('::')[2]}"
 
     def close(self) -> None:
@@ -84,14 +84,14 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
     Parameters
     ----------
     options : Options
-        ``software``, ``profile`` and ``command``. The other options are chosen here.
+        ``software``, ``profile`` and ``command`` are used. This function sets the other options itself.
     budget_s : float
         The time in which the check ends, also if a driver hangs. At least 10 s.
 
     Raises
     ------
     SetupMissing
-        pytest or the twins are not installed.
+        pytest or the software twins (libraries that emulate the hardware) are not installed.
     UsageError
         The profile does not exist or does not fit.
     """
@@ -134,7 +134,7 @@ def _describe(host: str, run: Run, duration_s: float) -> str:
 def _time_limit(limit_s: float) -> Iterator[None]:
     """Raise :class:`_TimeIsUp` in the main thread after `limit_s` seconds."""
 
-    def raise_time_is_up(_number: int, _frame: FrameType | None) -> NoReturn:
+    def raise_time_is_up(_signal_number: int, _frame: FrameType | None) -> NoReturn:
         raise _TimeIsUp
 
     previous = signal.signal(signal.SIGALRM, raise_time_is_up)

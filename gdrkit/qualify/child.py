@@ -62,7 +62,8 @@ class SuiteRunner:
     folder : RunFolder
         The folder with the facts, into which the children write the plan and the records.
     environment : mapping
-        Environment of the children, which decides whether they load the real libraries or the twins.
+        Environment of the children, which decides whether they load the real libraries or the software twins (libraries
+        that emulate the hardware).
     options : list of str
         Options for pytest: profile, seed, selection.
     suites : Path or None
@@ -134,7 +135,7 @@ class SuiteRunner:
             See :meth:`plan`.
         """
         reader = _OutputReader(self._folder, on_plan, on_record)
-        list_file = self._folder.path / "cases.txt"
+        remaining_file = self._folder.path / "cases.txt"
         records = f"--records={self._folder.records}"
         child_exit = self._run_child([records, f"--plan={self._folder.plan}"], reader)
         plan = reader.plan
@@ -149,9 +150,9 @@ class SuiteRunner:
             append_record(self._folder.records, record)
             reader.read()
             if remaining:
-                list_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
-                child_exit = self._run_child([records, f"--cases={list_file}"], reader)
-        list_file.unlink(missing_ok=True)
+                remaining_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
+                child_exit = self._run_child([records, f"--cases={remaining_file}"], reader)
+        remaining_file.unlink(missing_ok=True)
         return plan
 
     def _run_child(self, options: list[str], reader: _OutputReader) -> _ChildExit:
@@ -260,7 +261,7 @@ class _ChildExit:
 
 
 def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
-    """Pass the output of a child to `reader` until the child ends. Kill a child that writes nothing for too long."""
+    """Read the output of a child until the child ends. Kill the child if it writes no record for too long."""
     last_output_s = time.monotonic()
     code: int | None = None
     while code is None:

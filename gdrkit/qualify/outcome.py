@@ -1,6 +1,8 @@
 """Derivation of the outcome of a qualification from its records: exit code, verdict in one sentence, and causes.
 
-The module performs no I/O. ``gdrkit qualify`` calls :func:`decide` after the last case.
+The module performs no I/O. ``gdrkit qualify`` calls :func:`decide` after the last case. A *route* is the path of bytes
+between a GPU and a NIC. The *profile* of the machine states which routes must be proven, and which needs of a case may
+be unmet (foreseen absences). Cases can run on hardware or on software twins, libraries that emulate the hardware.
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ def decide(
     software_asked : bool
         Whether the user requested to run all cases on software twins (``--software``).
     is_part : bool
-        Whether the user selected some of the cases. If so, it is enough that one case ran. If not, the profile states
-        how many cases must have run.
+        Whether the user selected some of the cases. Then one case that ran is enough. Otherwise the profile states how
+        many cases must have run.
     """
     statuses = route_statuses(facts, records)
     required = () if software_asked else unmet_requirements(profile, statuses)
@@ -165,13 +167,13 @@ def _decide_on_failures(
 
 def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_part: bool) -> Outcome | None:
     """Return a failed outcome if cases that the profile requires did not run, else None."""
-    missed_records = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
-    if missed_records:
-        reasons = [reason for record in missed_records for reason in record.reasons if reason.foreseen is not True]
+    unforeseen_records = [record for record in records if record.verdict is Verdict.NOT_RUN and record.is_failure]
+    if unforeseen_records:
+        reasons = [reason for record in unforeseen_records for reason in record.reasons if reason.foreseen is not True]
         return Outcome(
             code=ExitCode.FAILED,
             verdict=(
-                f"{_format_count(len(missed_records), 'case')} did not run, "
+                f"{_format_count(len(unforeseen_records), 'case')} did not run, "
                 f"and profile {profile.name} does not foresee that"
             ),
             causes=tuple(dict.fromkeys(f"{reason.need}: {reason.text}" for reason in reasons))[:_CAUSES_MAX],
@@ -203,5 +205,5 @@ def _first_reason(record: Record) -> str:
     return f"{record.case}: {record.reasons[0].text}" if record.reasons else record.case
 
 
-def _format_count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+def _format_count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

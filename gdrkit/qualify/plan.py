@@ -1,6 +1,7 @@
 """The plan of a qualification: the cases that can run on this machine, and the reason why each other case cannot.
 
-The pytest plugin writes it as plan.json when it has collected the cases. ``gdrkit plan`` shows it.
+The pytest plugin writes the plan as plan.json when it has collected the cases. ``gdrkit plan`` shows it. A need is what
+a case requires of the machine. Cases can also run on software twins, libraries that emulate the hardware.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class PlannedCase:
     unmet : tuple of CaseReason
         The needs that are not met, each with the reason.
     refused : bool
-        Whether the case runs although a need is not met. The profile then states the error with which it must fail.
+        Whether the case runs although a need is not met. The profile then states the error with which the case must
+        fail.
     """
 
     case: str
@@ -83,7 +85,7 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
     hardware : mapping
         The result of :func:`gdrkit.launch.present_hardware`.
     twins : frozenset of Api
-        The twins that are installed.
+        The APIs whose twins are installed.
 
     Returns
     -------

@@ -61,7 +61,8 @@ class Options:
     Attributes
     ----------
     software : bool
-        Whether to run every API on its software twin, even if the hardware is present.
+        Whether to run every API on its software twin (a library that emulates the hardware), even if the hardware is
+        present.
     profile : str or None
         Name of the profile. None for the profile that fits the machine best.
     output : Path or None

@@ -1,7 +1,7 @@
 """Comparison of measured numbers with the speeds that the profile expects and with the limits of the PCIe links.
 
 The module performs no I/O. The caller passes only numbers that were measured on hardware, because no speed is expected
-of a software twin.
+of a software twin (a library that emulates the hardware).
 """
 
 from __future__ import annotations
@@ -77,19 +77,19 @@ def check_numbers(
         The limits of the links, by the name of the rate without ``_gb_per_s_median``. A rate may have no limit.
     """
     checks = []
-    for number, found in numbers.items():
-        limit = limits.get(number.removesuffix(_RATE_SUFFIX)) if number.endswith(_RATE_SUFFIX) else None
+    for name, measured in numbers.items():
+        limit = limits.get(name.removesuffix(_RATE_SUFFIX)) if name.endswith(_RATE_SUFFIX) else None
         if limit is not None:
             bound = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
-            text = f"{number} is {found:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
-            checks.append(_make_check(number, found, bound, text, is_maximum=True))
+            text = f"{name} is {measured:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
+            checks.append(_make_check(name, measured, bound, text, is_maximum=True))
         for expected in profile.expected:
-            if fnmatchcase(case, expected.case) and fnmatchcase(number, expected.number):
-                checks += _check_expected(expected, number, found, limit)
+            if fnmatchcase(case, expected.case) and fnmatchcase(name, expected.number):
+                checks += _check_expected(expected, name, measured, limit)
     return tuple(checks)
 
 
-def _check_expected(expected: ExpectedNumber, number: str, found: float, limit: Limit | None) -> list[NumberCheck]:
+def _check_expected(expected: ExpectedNumber, name: str, measured: float, limit: Limit | None) -> list[NumberCheck]:
     if expected.value is not None:
         value, origin = expected.value, expected.source
     elif limit is not None:
@@ -100,12 +100,12 @@ def _check_expected(expected: ExpectedNumber, number: str, found: float, limit: 
     tolerance = expected.tolerance_percent / 100
     is_maximum = expected.better == "less"
     bound = value * (1 + tolerance if is_maximum else 1 - tolerance)
-    text = f"{number} is {found:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
-    return [_make_check(number, found, bound, text, is_maximum=is_maximum)]
+    text = f"{name} is {measured:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
+    return [_make_check(name, measured, bound, text, is_maximum=is_maximum)]
 
 
-def _make_check(number: str, found: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
-    is_met = found <= bound if is_maximum else found >= bound
+def _make_check(name: str, measured: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
+    is_met = measured <= bound if is_maximum else measured >= bound
     return NumberCheck(
-        number=number, found=found, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text
+        number=name, found=measured, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text
     )

@@ -1,5 +1,8 @@
 """``gdrkit run``: start a command on software twins, wait for it, and report which twins it used.
 
+A software twin is a drop-in library that emulates the hardware below an API. A domain is a set of processes whose twins
+behave like the devices of one machine.
+
 :func:`run_on_twins` is the whole command. The other modules have one part each: the state of a domain (`domain_state`),
 the start of the command and its signals (`supervisor`), the record that the twins write (`usage`), and the libraries
 that the processes have mapped (`loaded`).

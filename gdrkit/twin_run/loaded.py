@@ -1,7 +1,8 @@
 """Search for the processes of a run that have mapped a real library of an API instead of its twin.
 
-The loader replaces the libraries by the twins only in processes that have the environment of ``gdrkit run``. A program
-that clears the environment, a program with the set-user-ID bit, and a C library other than glibc escape.
+A twin is a library that emulates the hardware. The loader replaces real libraries by the twins only in processes that
+have the environment of ``gdrkit run``. So it replaces none in a program that clears the environment, in a program with
+the set-user-ID bit, and in a program with a C library other than glibc.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class RealLibrary:
 
 @dataclass(slots=True)
 class LoadedLibraries:
-    """Observer of the libraries of a run.
+    """The real libraries that processes of a run have mapped although the run has a twin of the API.
 
     Parameters
     ----------
@@ -50,7 +51,7 @@ class LoadedLibraries:
     _tree: HostTree = field(default_factory=HostTree)
 
     def observe(self, command: int) -> None:
-        """Look at the command with this process ID, at its descendants, and at all processes with its environment."""
+        """Examine the command with this process ID, its descendants, and all processes with its environment."""
         marker = f"{launch.USAGE_VARIABLE}={self.usage_file}".encode()
         for process_id, program in descendants(self._tree, command, marker=marker).items():
             self._observe_process(process_id, program)

@@ -1,4 +1,7 @@
-"""The lines that ``gdrkit run`` prints at its end: for each API, which processes used the twin, and how much."""
+"""The lines that ``gdrkit run`` prints at its end: for each API, which processes used its twin, and how much.
+
+A twin is a library that emulates the hardware below an API.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
 def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
     """Return the APIs of which a process created an object, and verbs if a queue pair reached the state RTR.
 
-    A process that only looks at devices does not use an API. UCX creates queue pairs for that.
+    A process that only queries devices does not use an API. UCX creates queue pairs for such queries.
     """
     return frozenset(use.api for use in uses if use.objects_count > 0)
 

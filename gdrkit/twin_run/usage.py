@@ -1,7 +1,8 @@
-"""Record of what the processes of one ``gdrkit run`` did with the twins.
+"""The file in which the processes of one ``gdrkit run`` count their use of the software twins.
 
-Every twin of the run maps the file (``native/twins/model/usage.cpp``). It adds to its counts while it works, so a
-process that is killed loses nothing. The file has a header and one slot per process and API.
+A software twin is a library that emulates the hardware. Every twin of the run maps the file
+(``native/twins/model/usage.cpp``) and adds to its counts while it works, so the counts of a killed process are not
+lost. The file has a header and one slot per process and API.
 """
 
 from __future__ import annotations
@@ -97,15 +98,15 @@ def read_usage(path: Path) -> list[ProcessUse]:
 def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:
     """Return the dma-bufs of the twins among the open descriptors of a process.
 
-    Each descriptor counts, because two dma-bufs of one allocation of a twin are the same file. The arguments are those
-    of :func:`gdrkit.evidence.held_dmabufs`, which returns the dma-bufs of the kernel.
+    Each descriptor is one dma-buf, because two dma-bufs of one allocation of a twin are the same file. The arguments
+    are those of :func:`gdrkit.evidence.held_dmabufs`, which returns the dma-bufs of the kernel.
     """
-    found = []
-    for number, target in targets.items():
+    dmabufs = []
+    for descriptor, target in targets.items():
         if target.startswith(_DMABUF_MEMFDS):
-            flags = _FLAGS.search(tree.text(f"/proc/{process}/fdinfo/{number}") or "")
+            flags = _FLAGS.search(tree.text(f"/proc/{process}/fdinfo/{descriptor}") or "")
             with contextlib.suppress(OSError):  # The descriptor may have been closed meanwhile.
-                status = tree.path(f"/proc/{process}/fd/{number}").stat()
+                status = tree.path(f"/proc/{process}/fd/{descriptor}").stat()
                 if flags is not None and int(flags[1], 8) & os.O_ACCMODE == os.O_WRONLY:
-                    found.append(HeldDmabuf(status.st_ino, _EXPORTER, status.st_size))
-    return tuple(found)
+                    dmabufs.append(HeldDmabuf(status.st_ino, _EXPORTER, status.st_size))
+    return tuple(dmabufs)
