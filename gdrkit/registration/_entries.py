@@ -38,6 +38,7 @@ class CacheEntry:
     """One registered allocation in a region cache."""
 
     __slots__ = (
+        "all_chunks_exist",
         "base",
         "end",
         "end_lease",
@@ -45,7 +46,6 @@ class CacheEntry:
         "is_alive",
         "is_claimed",
         "is_linked",
-        "is_present",
         "key",
         "lease_marks",
         "memory",
@@ -65,13 +65,13 @@ class CacheEntry:
         self.memory = memory
         self.registration = registration
         self.end_lease = end_lease  # Ends one lease of this entry.
-        self.is_present = memory.make_existence_check(key)  # Checks by driver calls whether all chunks still exist.
-        self.indexed_memories: list[DeviceBuffer] = []  # The keys for which EntryIndex.by_memory has this entry.
+        self.all_chunks_exist = memory.make_existence_check(key)  # A function that asks the driver.
+        self.indexed_memories: list[DeviceBuffer] = []  # The keys of EntryIndex.by_memory whose value is this entry.
         # One item for each lease. Items are added under the lock of the cache and removed without it.
         self.lease_marks: list[None] = []
         self.is_linked = False
         self.is_claimed = False  # Whether a thread is deregistering the entry.
-        # False after the memory was released. Closing the device also releases the memory.
+        # False after the memory was released, either by itself or with its device.
         self.is_alive = True
         memory.before_release(self._on_memory_release)
 
@@ -90,6 +90,8 @@ class CacheEntry:
 
 
 class _Chunk:
+    """One chunk of memory, and the entries that contain it."""
+
     __slots__ = ("base", "end", "entries")
 
     def __init__(self, base: int, end: int) -> None:

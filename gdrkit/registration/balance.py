@@ -124,44 +124,46 @@ def measure_balance(
         after = [read_port(tree, nic.name, nic.port.number) for nic in nics]
         for worker in workers:
             worker.check()
-    moved = [worker.moved_bytes for worker in workers]
-    matrix = tuple(tuple(moved[row * len(nics) : (row + 1) * len(nics)]) for row in range(len(devices)))
+    moved_bytes = [worker.moved_bytes for worker in workers]
+    matrix = tuple(tuple(moved_bytes[row * len(nics) : (row + 1) * len(nics)]) for row in range(len(devices)))
     growths = [port_growth(first, last) for first, last in zip(before, after, strict=True)]
-    counted = [
+    counted_bytes = [
         None
         if growth.sent_bytes is None or growth.received_bytes is None
         else growth.sent_bytes + growth.received_bytes
         for growth in growths
     ]
-    rates = [Placement(tree).link_gbit_per_s(nic) for nic in nics]
-    loads = _loads(nics, rates, moved=[sum(column) for column in zip(*matrix, strict=True)], counted=counted)
+    link_rates = [Placement(tree).link_gbit_per_s(nic) for nic in nics]
+    nic_bytes = [sum(column) for column in zip(*matrix, strict=True)]
+    loads = _loads(nics, link_rates, moved_bytes=nic_bytes, counted_bytes=counted_bytes)
     return Balance(
         duration_s=elapsed_s,
-        is_counted=_are_counted(counted),
+        is_counted=_are_counted(counted_bytes),
         loads=loads,
         gpus=tuple(device.pci_bus_id for device in devices),
         matrix=matrix,
     )
 
 
-def _are_counted(counted: Sequence[int | None]) -> bool:
-    return all(counted)
+def _are_counted(counted_bytes: Sequence[int | None]) -> bool:
+    """Return whether the port of every NIC has counted bytes."""
+    return all(counted_bytes)
 
 
 def _loads(
-    nics: Sequence[Nic], rates: Sequence[float], *, moved: Sequence[int], counted: Sequence[int | None]
+    nics: Sequence[Nic], link_rates: Sequence[float], *, moved_bytes: Sequence[int], counted_bytes: Sequence[int | None]
 ) -> tuple[NicLoad, ...]:
     """Return the loads. If a link rate is unknown, all links count as equally fast."""
-    links = rates if all(rates) else [1.0] * len(rates)
-    carried = [count or 0 for count in counted] if _are_counted(counted) else moved
+    weights = link_rates if all(link_rates) else [1.0] * len(link_rates)
+    carried_bytes = [count or 0 for count in counted_bytes] if _are_counted(counted_bytes) else moved_bytes
     return tuple(
         NicLoad(
             nic=nic.name,
-            link_gbit_per_s=rates[index],
-            moved_bytes=moved[index],
-            counted_bytes=counted[index],
-            share_percent=100 * carried[index] / (sum(carried) or 1),
-            expected_percent=100 * links[index] / sum(links),
+            link_gbit_per_s=link_rates[index],
+            moved_bytes=moved_bytes[index],
+            counted_bytes=counted_bytes[index],
+            share_percent=100 * carried_bytes[index] / (sum(carried_bytes) or 1),
+            expected_percent=100 * weights[index] / sum(weights),
         )
         for index, nic in enumerate(nics)
     )

@@ -244,10 +244,10 @@ class RegionCache:
 
     def _validate_or_unlink(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
-        is_present = entry.is_present  # `entry.is_present()` would be slower.
+        all_chunks_exist = entry.all_chunks_exist  # `entry.all_chunks_exist()` would be slower.
         try:
             # This call needs no lock: the memory could change right after the call in any case.
-            if is_present() and entry.is_alive:
+            if all_chunks_exist() and entry.is_alive:
                 return True
         except BaseException:
             self._release_lease(entry)

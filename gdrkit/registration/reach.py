@@ -1,8 +1,8 @@
-"""Reach: whether a NIC can move bytes to and from the memory of a GPU, measured with checked bytes and port counters.
+"""Reach: whether the DMA of a NIC can access the memory of a GPU, measured with checked bytes and port counters.
 
 On some machines, GPU memory can be registered with every NIC, but the DMA of some NICs fails. So a NIC reaches a GPU
 only if a page was registered, written and read through the NIC, and every byte was right. The counters of both ports
-then show whether that proves a direct route: :attr:`Reach.state`.
+then decide whether the transfer proves a direct route: see :attr:`Reach.state`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNTERS_TIMEOUT_S", "Reach", "TransferPath", "measure_devices", "measure_reach", "unproven_reason"]
 
-# Size of the transfer in each direction: one page of the size in which nvidia-peermem pins device memory.
+# Size of the transfer in each direction: one page. nvidia-peermem pins device memory in pages of this size.
 _PAGE_BYTES = GPU_RDMA_PAGE_BYTES
 # Seeds of the patterns: the first content of the page, the written bytes, and the bytes that are read.
 _OLD_SEED, _WRITE_SEED, _READ_SEED = 0x6F6C64, 0x777274, 0x726561
@@ -42,10 +42,10 @@ _COUNTERS_PAUSE_S = 0.01
 
 
 class TransferPath(enum.Enum):
-    """The path of the bytes between two NICs.
+    """The path of the bytes between the two ends of a transfer.
 
-    LOOPBACK: both ends are one NIC, and the bytes may never leave it. WIRE: the ends are two NICs, of one host or of
-    two.
+    LOOPBACK: both ends are the same NIC, and the bytes may never leave it. WIRE: the ends are two NICs, in one host or
+    in two hosts.
     """
 
     LOOPBACK = "loopback"
@@ -54,7 +54,7 @@ class TransferPath(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The result of one measurement: of a GPU, a NIC that accesses its memory, and the NIC that posts the requests.
+    """The result of measuring one GPU, a NIC that accesses the memory of the GPU, and the NIC that posts the requests.
 
     Attributes
     ----------

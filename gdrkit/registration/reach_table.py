@@ -1,4 +1,6 @@
-"""The measured reach of GPUs and NICs, kept in this process and in a file that all programs of the user read.
+"""The measured reach of NICs, kept in this process and in a file that all programs of the user read.
+
+Reach: whether the DMA of a NIC can access the memory of a GPU (:mod:`gdrkit.registration.reach`).
 
 The file is ``reach`` in the state folder of gdrkit, which is in memory (tmpfs) and is therefore empty after a boot.
 Each line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads it
@@ -38,9 +40,9 @@ _Key = tuple[str, str]  # UUID of the GPU, and GID of the NIC.
 
 
 class ReachTable:
-    """The reach of GPUs and NICs, measured when it is first needed.
+    """The reach of the NICs of a host, measured when a caller first needs it.
 
-    A NIC that reached a GPU is measured again after an hour. A NIC that did not is measured again after
+    A NIC that reached a GPU is measured again after an hour. A NIC that did not reach it is measured again after
     `retry_after_s`.
 
     Parameters

@@ -1,4 +1,8 @@
-"""The measured reach of NICs and GPUs, and the balance of the NICs, as tables and as JSON."""
+"""The measured reach of NICs and the balance of the NICs, as tables and as JSON.
+
+Reach: whether the DMA of a NIC can access the memory of a GPU. Balance: the share of each NIC in the bytes, when all
+NICs move bytes at the same time.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +93,7 @@ def reach_as_json(results: Sequence[Reach], balance: Balance | None = None, *, c
 
 
 def _state(result: Reach, caveat: str) -> RouteOutcome:
-    # The counters of a software twin grow too, but they prove nothing about hardware.
+    # The counters of a software twin (a library that emulates the NICs) grow too, but prove nothing about hardware.
     return RouteOutcome.UNPROVEN if caveat and result.state is RouteOutcome.PROVEN else result.state
 
 
@@ -103,10 +107,10 @@ def _cells(result: Reach, caveat: str) -> tuple[str, ...]:
 
 
 def _summary(results: Sequence[Reach]) -> Iterator[str]:
-    """Yield a line for each GPU and each NIC that does not reach this GPU."""
+    """Yield a line for each pair of a GPU and a NIC that does not reach the GPU."""
     reached = {(result.gpu_uuid, result.nic) for result in results if result.moved}
-    left_out = {
+    unreached = {
         (result.pci_bus_id, result.nic): None for result in results if (result.gpu_uuid, result.nic) not in reached
     }
-    for pci_bus_id, nic in left_out:
+    for pci_bus_id, nic in unreached:
         yield f"NIC {nic} does not reach GPU {pci_bus_id}: gdrkit does not use it for this GPU"
