@@ -2,7 +2,8 @@
 
 Used by ``gdrkit compare``. Numbers are compared case by case, and only if both runs had the same substrate: a number
 that was measured on a software twin cannot be compared with one of hardware. If both numbers were measured on
-software, the comparison has only the change in percent, because the values say nothing about a machine.
+software, the comparison has only the change in percent, because the values say nothing about a machine. A software twin
+is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
             caveats = dict.fromkeys(_why_not_hardware(record, ("cuda",)) for record, _ in route_claims)
             caveat = "; ".join(filter(None, caveats))
             if state is RouteOutcome.FELL_BACK and caveat:
-                # A fallback on a software twin proves nothing about the hardware of this machine.
+                # A fallback on a software twin (a library that emulates the hardware) proves nothing about the hardware
+                # of this machine.
                 state, cause = RouteOutcome.UNPROVEN, f"{caveat}: {cause}"
             if state is RouteOutcome.PROVEN and route not in _DIRECT_FILE_ROUTES:
                 state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {route}, which is not direct"

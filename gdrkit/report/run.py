@@ -73,7 +73,7 @@ class Run:
     substrate : mapping
         The substrate of each API at the time when the facts about the machine were collected.
     software_asked : bool
-        Whether the user requested software twins for every API (``--software``).
+        Whether the user requested software twins (libraries that emulate the hardware) for every API (``--software``).
     exit_code : int
         Exit code of the command.
     verdict : str

@@ -1,4 +1,8 @@
-"""Groups of cases that did not run or that ran on software, with the hardware that they need to prove something."""
+"""Groups of cases that did not run or that ran on software, with the hardware that they need to prove something.
+
+A need is what a case requires of the machine. The profile of the machine can list a need as foreseen: it may be unmet
+there. Software is a software twin (a library that emulates the hardware) or a software device of the kernel.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +51,7 @@ class UnprovenCases:
     Attributes
     ----------
     what : str
-        An unmet need, or the API that did not run on hardware.
+        Name of the unmet need, or of the API that did not run on hardware.
     reason : str
         The reason.
     needed : str
@@ -55,7 +59,7 @@ class UnprovenCases:
     ran : bool
         Whether the cases ran.
     foreseen : bool
-        Whether the profile foresees that the cases do not run.
+        Whether the profile lists the absence as foreseen. True for cases that ran.
     cases : tuple of str
         The ids of the cases.
     """
@@ -81,7 +85,7 @@ _NO_RATE_MEASURED = UnprovenCases(
 def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
     """Return the groups of cases that proved nothing about hardware.
 
-    Cases that did not run are first, beginning with the cases that the profile does not foresee. Then follow the cases
+    The first groups are the cases that did not run, unforeseen absences before foreseen ones. Then follow the cases
     that ran on software.
     """
     not_run: dict[tuple[bool, str, str], list[str]] = {}
@@ -90,7 +94,7 @@ def unproven_cases(records: Sequence[Record]) -> tuple[UnprovenCases, ...]:
         if record.verdict is Verdict.NOT_RUN:
             for reason in record.reasons:
                 not_run.setdefault((reason.foreseen is True, reason.need or "", reason.text), []).append(record.case)
-        # Only the APIs that the case needs count. An earlier case may have loaded others into the same process.
+        # An earlier case may have loaded other APIs into the same process, so only the APIs that the case needs count.
         for api in measured_apis(record):
             if (name := record.substrate.get(api, "")) in _SOFTWARE_TEXTS:
                 on_software.setdefault((api, name), []).append(record.case)

@@ -47,7 +47,7 @@ _KEYS_SHOWN_SEPARATELY = ("traceback",)
 
 @dataclass(frozen=True, slots=True)
 class ApiView:
-    """The substrate of an API, as its identifier and in `words`, and the path and build id of each library."""
+    """The substrate of an API (what it ran on), as identifier and in `words`, and path and build id of each library."""
 
     api: str
     substrate: str
@@ -60,8 +60,8 @@ class ApiView:
 class CaseView:
     """A case as texts to show.
 
-    ``anchor`` is its HTML id in the page, ``origin`` is file and line of its record. ``library_set`` is the number of
-    its libraries in :attr:`View.library_sets`, from 1, or 0 if it had loaded none.
+    ``anchor`` is its HTML id in the page, and ``origin`` is the file and the line of its record. ``library_set`` is the
+    position of its loaded libraries in :attr:`View.library_sets`, counted from 1, or 0 if it had loaded none.
     """
 
     record: Record
@@ -88,9 +88,8 @@ class View:
     """All data of a run that the templates use.
 
     ``headline`` names the GPUs, NICs and drivers of the host. ``counts`` is the result of :func:`_count_verdicts`.
-    ``library_sets`` has the libraries that cases had loaded, each set once, because most cases share theirs.
-    ``anchors`` and ``origins`` have, for the id of each case, its HTML id in the page, and the file and line of its
-    record.
+    ``library_sets`` has each set of libraries that a case had loaded once, because most cases have the same set.
+    ``anchors`` maps the id of each case to its HTML id in the page, and ``origins`` to the file and line of its record.
     """
 
     run: Run
@@ -173,7 +172,7 @@ def _make_suites(cases: Sequence[CaseView], anchors: Mapping[str, str]) -> tuple
 
 
 def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tuple[tuple[str, str, int, str], ...]:
-    """Return, for each verdict: its value, its word, the number of its cases, and the anchor of the first case."""
+    """Return value, word, number of cases and anchor of the first case, for each verdict."""
     words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
     counts = Counter(record.verdict for record in records)
     # The verdicts are in the order of interest to the reader. A count of zero is shown for "passed" and "failed" only.
@@ -221,7 +220,7 @@ def _make_case_view(record: Record, anchor: str, origin: str, library_set: int) 
         for key, value in record.evidence.items()
         if key not in _KEYS_SHOWN_SEPARATELY
     )
-    # Numbers that were measured on software stay in the records. Here they would look like performance.
+    # Numbers that were measured on software are not shown, because they would look like the performance of a machine.
     return CaseView(
         record=record,
         name=record.case.partition("::")[2] or record.case,

@@ -1,4 +1,7 @@
-"""The command ``gdrkit run``: runs a command on software twins and reports which twins its processes used."""
+"""The command ``gdrkit run``: runs a command on software twins and reports which twins its processes used.
+
+Software twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 
