@@ -1,8 +1,9 @@
 """Profiles: the expected behaviour of a kind of machine, each in one TOML file below hardware/profiles.
 
-A profile states on which substrate each API must run, which needs may be unmet and for which reason, which
-registrations must fail and with which error, and which routes must be direct. An unmet need that the profile does not
-foresee fails the run. A run without any case can therefore not pass.
+A profile states on which substrate (hardware, software in the kernel, or an emulating library, the software twin) each
+API must run. It lists the needs of test cases that may be unmet, each with the reason (foreseen absences), the
+registrations that must fail, each with the error, and the routes that must be direct. An unmet need that is not listed
+fails the run. So a run in which no case ran cannot pass.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class ForeseenAbsence:
-    """A need that may be unmet, and the reason. Both attributes are patterns of fnmatch."""
+    """A need of test cases that may be unmet, and the reason. Both attributes are patterns of fnmatch."""
 
     need: str
     reason: str
@@ -95,7 +96,7 @@ class RequiredRoute:
     nic : str
         Pattern of the NIC name.
     way : str
-        ``dmabuf``, ``peer_memory`` or a pattern of them.
+        Method of registration: ``dmabuf``, ``peer_memory`` or a pattern of them.
     enough : str
         ``each``: every route that matches must be proven. ``device``: one of them must be proven for each device.
     """
@@ -119,12 +120,12 @@ class ExpectedNumber:
     value : float or None
         The expected value, in the unit of the number.
     limit_percent : float or None
-        Used instead of `value`: the expected percentage of the rate of the slowest link of the path. It is checked only
-        if that rate is known.
+        Used instead of `value`: the expected percentage of the rate of the slowest link of the path. The number is
+        checked only if the rate of this link is known.
     tolerance_percent : float
         Percentage by which a number may be worse.
     better : str
-        ``more`` if a larger number is better, as for a rate; ``less`` if a smaller one is, as for a time.
+        ``more`` if a larger number is better, as for a rate; ``less`` if a smaller number is better, as for a time.
     """
 
     case: str
@@ -159,7 +160,7 @@ class Match:
     dmi: dict[str, str] = field(default_factory=dict)
 
     @property
-    def conditions(self) -> int:
+    def condition_count(self) -> int:
         """Number of conditions. If two profiles fit, the profile with more conditions is preferred."""
         conditions = (self.gpu_count, self.gpu_name, self.nic_count, self.gaudi)
         return sum(value is not None for value in conditions) + len(self.dmi)
@@ -176,8 +177,7 @@ class Profile:
     about : str
         Description in one sentence.
     extends : str
-        Name of a profile. This profile inherits its absences, refusals, routes, links and numbers. May be
-        empty.
+        Name of the profile whose absences, refusals, routes, links and numbers this profile inherits; empty for none.
     substrate : mapping
         For each API the allowed substrates (``hardware``, ``kernel_software``, ``twin``). An API that is not named may
         run on any substrate.
@@ -192,7 +192,7 @@ class Profile:
     routes : tuple of RequiredRoute
         Routes that must be direct.
     links : tuple of ExpectedLink
-        Expected links.
+        PCIe, NVLink and network links that the machine must have.
     expected : tuple of ExpectedNumber
         Expected values of measured numbers.
     """
@@ -313,7 +313,7 @@ def choose_profile(profiles: Sequence[Profile], facts: Facts, substrate: Mapping
     if not candidates:
         message = "no profile fits this machine"
         raise UsageError(message, what_to_do="name one with --profile")
-    return max(candidates, key=lambda profile: (profile.match.conditions, len(profile.substrate), profile.name))
+    return max(candidates, key=lambda profile: (profile.match.condition_count, len(profile.substrate), profile.name))
 
 
 def _check_profile(profile: Profile) -> None:
