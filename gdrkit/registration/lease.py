@@ -1,4 +1,4 @@
-"""Lease of a cached registration."""
+"""Lease of a cached registration: while a lease is open, the NICs can access the memory."""
 
 from __future__ import annotations
 

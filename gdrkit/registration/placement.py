@@ -1,8 +1,8 @@
 """The choice of the NICs for the memory of a GPU. Every part of gdrkit that moves such memory uses it.
 
-The order is: NICs that reach the GPU (:mod:`gdrkit.registration.reach`), then the nearest ones, then those with the
-fastest link; NICs that are equal in all of that take turns. Distances (:mod:`gdrkit.host.distance`) and link rates are
-read from the sysfs of a :class:`HostTree`.
+Only NICs whose DMA reaches the memory of the GPU (:mod:`gdrkit.registration.reach`) are used. Of these, the nearest
+NICs are chosen, and of the nearest, the NICs with the fastest link. Several equal NICs take turns. Distances
+(:mod:`gdrkit.host.distance`) and link rates are read from the sysfs of a :class:`HostTree`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Placement:
     tree : HostTree or None
         The host whose sysfs is read. With None, this host.
     reach : ReachTable or None
-        The measured reach. With None, a new table, which begins with the results in the file.
+        The measured reach. With None, a new table, which begins with the results in the file of the user.
 
     Attributes
     ----------
@@ -50,8 +50,9 @@ class Placement:
         self.reach = ReachTable() if reach is None else reach
         # How often one of several equally near NICs was chosen. The key has the names of these NICs.
         self._turns: dict[tuple[str, ...], int] = {}
-        # The results of nearest(), by the PCI address of the GPU and the names of `nics`: positions in `nics`.
-        self._nearest: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
+        # The results of nearest(), as positions in `nics`. The key has the PCI address of the GPU and the names of
+        # `nics`.
+        self._nearest_positions: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
         self._lock = ForkSafeLock()
 
     def distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
@@ -85,7 +86,7 @@ class Placement:
         return 0.0 if match is None else float(match[1])
 
     def usable(self, device: PrimaryContext, nics: Sequence[Nic]) -> tuple[Nic, ...]:
-        """Return the NICs that reach the GPU, in the order of `nics`. Measure those whose reach is not known.
+        """Return the NICs that reach the GPU, in the order of `nics`. Measure the NICs whose reach is unknown.
 
         Raises
         ------
@@ -112,12 +113,12 @@ class Placement:
         """Return the NICs with the smallest distance to the GPU and, of these, the fastest, in the order of `nics`."""
         _require_nics(nics)
         key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
-        positions = self._nearest.get(key)
+        positions = self._nearest_positions.get(key)
         if positions is None:
             # Each transfer calls this function, so the result is kept: the files of sysfs are read only once.
             ranks = [(self._distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
             best = min(ranks)
-            positions = self._nearest[key] = tuple(index for index, rank in enumerate(ranks) if rank == best)
+            positions = self._nearest_positions[key] = tuple(index for index, rank in enumerate(ranks) if rank == best)
         return tuple(nics[position] for position in positions)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
