@@ -56,7 +56,8 @@ def test_cache_hit_beside_a_pointer_query(
         }
         caches = {}
         for count in REGION_COUNTS:
-            # Register 10,000 regions by address, because a dma-buf region of the verbs twin keeps a descriptor open.
+            # Register 10,000 regions by address, because a dma-buf region of the verbs twin (a library that emulates
+            # NICs) keeps a descriptor open.
             cache = RegionCache([nic], route=RegistrationRoute.PEER_MEMORY, regions_max=count)
             caches[count] = stack.enter_context(cache)
             for memory in memories[:count]:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.harness.evidence import Evidence
 
-# torch uses the CUDA runtime, which cannot use the twin.
+# torch uses the CUDA runtime, which cannot use the software twin (a library that emulates the hardware).
 pytestmark = [
     needs(cuda_needs.device(), host.module("torch"), without_twin(Api.CUDA)),
     pytest.mark.timeout(580),

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 FILE_BYTES = 64 * MIB
 ROUNDS, DURATION_MS = 9, 300
-# Settings of the verbs twin. By default, the twin delays completions at random, which limits the rate. It also has two
-# NICs, and their threads would need more than two cores. Real libraries ignore these variables.
+# Settings of the verbs twin (a library that emulates NICs). By default, the twin delays completions at random, which
+# limits the rate. It also has two NICs, and their threads would need more than two cores. Real libraries ignore these
+# variables.
 TWIN_ENVIRONMENT = {"GDRKIT_TWINS_LATE_US": "0", "GDRKIT_TWINS_NICS": "1"}
 # For each size: the names of the measurements of usrbio, the kernel and the bare copy, and the goal. The goal is the
 # rate of usrbio on idle cores, as a share of the rate of the kernel.

@@ -1,7 +1,8 @@
 """A missing or damaged library, or one of another ABI, raises one SetupMissing that names it. Imports open no library.
 
 The cases load libraries in child processes, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
-_run_twice() empties LD_AUDIT, because the library in it would load the twin instead of the damaged library.
+_run_twice() empties LD_AUDIT, because the library in it would load the twin instead of the damaged library. A twin is a
+library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

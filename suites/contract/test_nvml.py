@@ -1,4 +1,7 @@
-"""NVML and CUDA describe the same GPUs, on hardware and on the twins."""
+"""NVML and CUDA describe the same GPUs, on hardware and on the twins.
+
+Twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

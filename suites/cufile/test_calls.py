@@ -127,7 +127,7 @@ def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunn
     assert (result["done_later"], result["bytes_later"], result["is_expected"]) == (True, MIB, True)
 
 
-# On a twin, each read is in progress while the next ones are queued.
+# On a software twin (a library that emulates the hardware), each read is in progress while the next ones are queued.
 SLOW_READS = "cufile.async_io call=* delay_us=200000"
 
 

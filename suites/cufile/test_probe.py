@@ -91,7 +91,7 @@ def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.Monke
 @ON_TWIN
 def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = tmp_path / "plan"
-    # The cuFile twin fails to open if it cannot parse the plan.
+    # The cuFile twin (a library that emulates libcufile) fails to open if it cannot parse the plan.
     plan.write_text("no plan at all\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
     with pytest.raises(SetupMissing) as caught:

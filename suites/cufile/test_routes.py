@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(cuda.device(), cufile.driver)
-# Direct transfers between GPU and disk need the twin, whose fault plan selects the route.
+# Direct transfers between GPU and disk need the software twin (a library that emulates the hardware), whose fault plan
+# selects the route.
 ON_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
 CALLS = ["read", "write", "readv", "read_async", "batch_read", "batch_write"]
 

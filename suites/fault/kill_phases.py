@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ENTER_PHASE", "KILL_POINTS", "TRAPPED_CALLS", "Processes"]
 
-# Name of the trap for each call or event in the fault plan of the verbs twin.
+# Name of the trap for each call or event in the fault plan of the verbs twin (a library that emulates NICs).
 TRAPPED_CALLS = {
     "ibv_reg_mr": "register",
     "ibv_reg_dmabuf_mr": "register",

@@ -1,7 +1,8 @@
 """Traps that stop a process in a named call of a software twin, for the kill campaign.
 
 A trap is a rule ``stop=PATH`` of the fault plan of the twins. If the file PATH exists, the trap is armed: the next
-process that makes the call renames PATH to PATH.PID and stops itself with SIGSTOP.
+process that makes the call renames PATH to PATH.PID and stops itself with SIGSTOP. A software twin is a library that
+emulates the hardware below an API.
 """
 
 from __future__ import annotations

@@ -151,7 +151,8 @@ def test_refused_copy_is_an_error(gaudi: Device) -> None:
 @needs(gaudi_needs.device(), software("hlthunk"))
 def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
     # A timeout in the caller does not stop the copy. If gdrkit unmapped the memory, the device would access unmapped
-    # memory. The case repeats this, because the twin may complete the copy before the close.
+    # memory. The case repeats this, because the software twin (a library that emulates the hardware) may complete the
+    # copy before the close.
     for _ in range(50):
         with (
             gaudi.allocate(100) as memory,

@@ -1,4 +1,7 @@
-"""The calls of this process to the verbs twin and the hl-thunk twin, and their comparison with expected calls."""
+"""The calls of this process to the verbs twin and the hl-thunk twin, and their comparison with expected calls.
+
+A twin is a library that emulates the hardware below an API.
+"""
 
 from __future__ import annotations
 

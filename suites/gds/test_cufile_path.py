@@ -1,6 +1,7 @@
 """Large and many small transfers by cuFile: threads, batches, registered memory, errors in the middle, cancellation.
 
-The fault plan of the twin selects the route. :mod:`gds.cufile_path_scenarios` has the scenarios.
+The fault plan (a file that tells a twin which calls must fail) selects the route. :mod:`gds.cufile_path_scenarios` has
+the scenarios. A twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

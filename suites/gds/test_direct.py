@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
 
 pytestmark = needs(cuda.device(), cufile.driver)
-# Direct transfers between GPU and disk need the twin, whose fault plan selects the route.
+# Direct transfers between GPU and disk need the software twin (a library that emulates the hardware), whose fault plan
+# selects the route.
 NEEDS_CUFILE_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
 # Name that the runner passes to direct_scenario.py, which has only one scenario.
 SCENARIO = "there_and_back"

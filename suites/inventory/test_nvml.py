@@ -28,7 +28,8 @@ MEMORY_MAP = Path("/proc/self/maps")
 
 def query_nvml(folder: Path) -> list[object]:
     """Query NVML in a process whose dynamic loader searches `folder` first, and return the fields of the error."""
-    # The library in LD_AUDIT would load the twin of NVML instead of the wrong file.
+    # The library in LD_AUDIT would load the software twin of NVML (a library that emulates it) instead of the wrong
+    # file.
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
     result = subprocess.run(
         [sys.executable, "-c", QUERY], env=environment, capture_output=True, text=True, check=True, timeout=60

@@ -1,4 +1,7 @@
-"""Facts, topology and doctor of the machine on which the case runs, without twins. The record contains the results."""
+"""Facts, topology and doctor of the machine on which the case runs, without twins. The record contains the results.
+
+Twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The software twins export the functions that the installed client libraries import.
 
-native/twins/contracts/ lists the functions of each twin. A new version of a client that needs more fails here.
+native/twins/contracts/ lists the functions of each twin. A new version of a client that needs more fails here. A
+software twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

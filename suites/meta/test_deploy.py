@@ -1,4 +1,7 @@
-"""The files in deploy/: the Slurm gate runs on twins, and each file passes the check of its tool if it is installed."""
+"""The files in deploy/: the Slurm gate runs on twins, and each file passes the check of its tool if it is installed.
+
+Twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The programs and commands in docs/*.md run on the software twins and print what the documents state."""
+"""The programs and commands in docs/*.md run on the software twins and print what the documents state.
+
+Software twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

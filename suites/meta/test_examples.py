@@ -1,4 +1,7 @@
-"""Each program in docs/examples runs on the software twins, and a warning is an error."""
+"""Each program in docs/examples runs on the software twins, and a warning is an error.
+
+Software twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

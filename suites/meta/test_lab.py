@@ -1,7 +1,7 @@
 """The lab (a virtual machine with the kernel's RDMA stack) reports in one sentence why it cannot run, with exit code 3.
 
 Shell scripts replace the programs that the lab calls, e.g. QEMU. The last cases check the comparison of records: the
-records of the twin with the records of the kernel.
+records of the twin with the records of the kernel. A twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""`nox -s peers` passes a program only if it ended well, printed its result and moved its bytes over the twin."""
+"""`nox -s peers` passes a program only if it ended well, printed its result and moved its bytes over the twin.
+
+A twin is a library that emulates the hardware below an API.
+"""
 
 from __future__ import annotations
 

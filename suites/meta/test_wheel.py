@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
-# nox -s meta builds the wheel of gdrkit into this folder, and copies the installed wheel of the twins into it.
+# nox -s meta builds the wheel of gdrkit into this folder, and copies the installed wheel of the software twins
+# (libraries that emulate the hardware) into it.
 WHEELS = PROJECT_ROOT / "build" / "wheels"
 DATA_FOLDERS = ("suites/", "hardware/profiles/", "reports/templates/", "reports/schema/")
 PRINT_DEVICES = """

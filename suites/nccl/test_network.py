@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-# NCCL needs NICs of the kernel and the CUDA runtime. The verbs twin has no NICs of the kernel, and the CUDA twin does
-# not support the runtime.
+# NCCL needs NICs of the kernel and the CUDA runtime. The verbs twin (a library that emulates NICs) has no NICs of the
+# kernel, and the CUDA twin does not support the runtime.
 NEEDS_NICS = needs(
     cuda.device(count_min=2),
     cuda.vmm,

@@ -1,4 +1,7 @@
-"""`gdrkit observe` of real programs: on the verbs twin, over TCP, with dma-bufs of the kernel, and bad input."""
+"""`gdrkit observe` of real programs: on the verbs twin, over TCP, with dma-bufs of the kernel, and bad input.
+
+A twin is a library that emulates the hardware below an API.
+"""
 
 from __future__ import annotations
 

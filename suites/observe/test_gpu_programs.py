@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-# The CUDA twin has no NVML.
+# The CUDA twin (a library that emulates the driver and its GPUs) has no NVML.
 pytestmark = [needs(cuda.device(), without_twin(Api.CUDA)), pytest.mark.timeout(110)]
 
 FILE_BLOCKS = 4 * GIB // BLOCK_BYTES

@@ -2,7 +2,8 @@
 
 `python -m observe.twin_holder` prints its process ID. Then it obeys lines of its standard input and answers each with
 `done`: `cycle N` registers and deregisters N times, `hold N` keeps N regions and N dma-bufs, and `release` closes them.
-`leak` adds one region and one dma-buf every 0.01 s, until the next line.
+`leak` adds one region and one dma-buf every 0.01 s, until the next line. Twins are libraries that emulate the hardware
+below an API.
 """
 
 from __future__ import annotations

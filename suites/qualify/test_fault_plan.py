@@ -1,4 +1,8 @@
-"""The grammar of fault plans. gdrkit checks a plan before a command starts. The twins must accept the same plans."""
+"""The grammar of fault plans. gdrkit checks a plan before a command starts. The twins must accept the same plans.
+
+Software twins are libraries that emulate the hardware below an API. A fault plan is a file that tells them which calls
+must fail.
+"""
 
 from __future__ import annotations
 

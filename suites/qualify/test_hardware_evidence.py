@@ -1,6 +1,7 @@
 """Attempts to fake hardware evidence: twins without their ELF note, and files that claim that devices exist.
 
-Each attempt runs in a new user and mount namespace, in which any user may mount over /proc, /sys and /dev.
+Each attempt runs in a new user and mount namespace, in which any user may mount over /proc, /sys and /dev. Twins are
+libraries that emulate the hardware below an API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The command `gdrkit run`, and the environment with which a child process runs on twins."""
+"""The command `gdrkit run`, and the environment with which a child process runs on twins.
+
+Twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

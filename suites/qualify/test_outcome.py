@@ -1,6 +1,6 @@
 """Substrates (hardware, twin and others), route states and exit codes follow from facts and records.
 
-The cases construct the facts and records.
+The cases construct the facts and records. A twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

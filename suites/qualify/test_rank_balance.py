@@ -51,7 +51,7 @@ def test_slow_pair_among_four_hosts_is_named(tmp_path: Path) -> None:
 plan=plan
 test "$OMPI_COMM_WORLD_RANK" = {SLOW_RANK} && plan=slow
 export GDRKIT_TWINS_FAULTS={shlex.quote(str(tmp_path))}/$plan
-# The twins have port counters only below `gdrkit run`.
+# The software twins (libraries that emulate the hardware) have port counters only below `gdrkit run`.
 exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKIT)} "$@"
 """)
     program.chmod(0o700)

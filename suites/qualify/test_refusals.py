@@ -2,7 +2,8 @@
 
 A case with such an unmet need runs nevertheless. It must end with exactly these errors, otherwise it fails. A child
 pytest runs the cases in CASES. Its facts describe a machine with Soft-RoCE, so that the profile `lab` fits. A fault
-plan makes the verbs twin return the errors that such a kernel returns, or other errors.
+plan makes the verbs twin return the errors that such a kernel returns, or other errors. A twin is a library that
+emulates the hardware below an API.
 """
 
 from __future__ import annotations

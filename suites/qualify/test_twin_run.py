@@ -1,4 +1,7 @@
-"""`gdrkit run` passes on signals, input and exit code of its command, and reports at its end which twins were used."""
+"""`gdrkit run` passes on signals, input and exit code of its command, and reports at its end which twins were used.
+
+Twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

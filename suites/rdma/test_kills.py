@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 pytestmark = needs(software(Api.VERBS))
 
 KILLS_S = float(os.environ.get("GDRKIT_TWIN_KILLS_S", "4"))
-# Each pair has two processes that use the twin, and its `gdrkit run`.
+# Each pair has two processes that use the software twin (a library that emulates the hardware), and its `gdrkit run`.
 PAIR_COUNT = 4
 # A process notices the loss of its peer after the tries of its queue pair. The start of an interpreter may take longer.
 END_S = 60.0

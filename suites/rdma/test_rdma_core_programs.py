@@ -1,4 +1,7 @@
-"""The rdma-core programs ibv_devices and ibv_devinfo (Debian: ibverbs-utils) run on the twins, as in docs/twins.md."""
+"""The rdma-core programs ibv_devices and ibv_devinfo (Debian: ibverbs-utils) run on the twins, as in docs/twins.md.
+
+Twins are libraries that emulate the hardware below an API.
+"""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def test_gpu_sees_what_nics_wrote(
     assert observation.is_visible, f"the GPU saw old data: {observation}"
 
 
-# On GPUs with the ordering 0, work sees the writes of NICs only after a flush. All twins have both kinds of flush here.
+# On GPUs with the ordering 0, work sees the writes of NICs only after a flush. All software twins (libraries that
+# emulate the hardware) have both kinds of flush here.
 @needs(software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize(("ordering", "is_ordered"), [(0, False), (100, True), (200, True)])
 def test_missing_flush_shows_old_data_if_the_gpu_needs_it(ordering: int, is_ordered: bool) -> None:  # noqa: FBT001

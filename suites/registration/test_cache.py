@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from gdrkit.host import HostMemory
     from gdrkit.verbs import Nic
 
-# The need of cases that read the call counters of the libibverbs twin, or make its calls fail.
+# The need of cases that read the call counters of the libibverbs twin (a library that emulates NICs), or make its calls
+# fail.
 NEEDS_VERBS_TWIN = needs(software(Api.VERBS))
 
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-# The need of cases that read the call counters of the libibverbs twin, or delay its calls.
+# The need of cases that read the call counters of the libibverbs twin (a library that emulates NICs), or delay its
+# calls.
 NEEDS_VERBS_TWIN = needs(software(Api.VERBS))
 
 THREAD_COUNT = 32

@@ -1,7 +1,7 @@
 """A NIC without any route to device memory: a registration raises one error with both causes and leaves nothing open.
 
 On a kernel whose RDMA devices register neither a dma-buf nor a device address (rxe), the errors are the kernel's own.
-A fault plan makes a twin of verbs return the same errors.
+A fault plan makes a twin of verbs return the same errors. A twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def test_choice_without_nics_is_refused(tmp_path: Path) -> None:
         Placement(tree_at(tmp_path, {})).choose(GPU_ADDRESS, [])
 
 
-# This runs in a child, because the twin reads the number of NICs when it is loaded.
+# This runs in a child, because the software twin (a library that emulates the hardware) reads the number of NICs when
+# it is loaded.
 _TRANSFERS_PROGRAM = """
 import json, sys
 from gdrkit import verbs

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-# Fault plans of the verbs twin.
+# Fault plans of the verbs twin (a library that emulates NICs).
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 ON_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
-# Fault plans of the verbs twin.
+# Fault plans of the verbs twin (a library that emulates NICs).
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 NO_PEER_MEMORY = "ibv_reg_mr call=* errno=EFAULT"

@@ -2,7 +2,7 @@
 
 A CPU access to device memory faults, on a GPU and on the CUDA twin. So the client runs in a child process
 (storage_client.py), which such an access kills. `nox -s review` restores each defect, and shows that its case then
-fails.
+fails. A twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations

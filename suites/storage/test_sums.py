@@ -153,7 +153,8 @@ def test_rename_removes_the_sums_of_the_replaced_file(service: Service, client: 
 @needs(verbs.nic())
 def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient) -> None:
     old_data, new_data = os.urandom(FILE_BYTES), os.urandom(FILE_BYTES)
-    # RLIMIT_FSIZE applies to all files of the server. The files of the software twins are smaller than this offset.
+    # RLIMIT_FSIZE applies to all files of the server. The files of the software twins (libraries that emulate the
+    # hardware) are smaller than this offset.
     begin_bytes, written_bytes = 2 * MIB, 20 * KIB + 100
     with client.open("file", write=True, create=True) as file:
         write(client, file, old_data, offset_bytes=begin_bytes)

@@ -2,7 +2,7 @@
 
 It writes its endpoint and the range of its memory, and connects to the endpoint in the first line that it reads. Each
 further line is a command with a seed: ``write`` writes the pattern of the seed to the peer, and ``check`` compares the
-memory of this machine with the pattern.
+memory of this machine with the pattern. Twins are libraries that emulate the hardware below an API.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The counters of a software twin that this process has loaded: calls by function, and traffic by NIC."""
+"""The counters of a software twin that this process has loaded: calls by function, and traffic by NIC.
+
+A software twin is a library that emulates the hardware below an API.
+"""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ __all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers", "cpu_ti
 ROUNDS, WARM_UP_ROUNDS = 15, 3
 # A round on hardware transfers at least this many bytes, so that its start and its end take little of the time.
 ROUND_BYTES = 256 << 20
-# With software twins, only the measurement itself is tested, so a smaller round is sufficient.
+# With software twins (libraries that emulate the hardware), only the measurement itself is tested, so a smaller round
+# is sufficient.
 SOFTWARE_ROUND_BYTES = 4 << 20
 # The API that the numbers of a case measure, by the subject of its needs (the part of a name before the dot).
 _API_OF_SUBJECT = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
