@@ -1,24 +1,37 @@
-// Queues one asynchronous copy in a stream. Used by single copies (copy.cpp) and by batches of copies (copy_batch.cpp).
+// Copies of single ranges (copy.cpp), of rows (copy_rows.cpp) and in batches (copy_batch.cpp).
 #pragma once
 
 #include <cstdint>
 
 #include "cuda/context.hpp"
 #include "cuda/cuda_abi.hpp"
+#include "cuda/operand.hpp"
 
 namespace gdrkit::twin::cuda {
 
-// The memory that one address of a copy may refer to.
-enum class AllowedMemory { any, device_only };
-
+// Both layouts have the same width, height and depth.
 struct CopyRequest {
-    std::uint64_t to = 0, from = 0; // addresses
-    std::uint64_t length_bytes = 0;
+    Layout to, from;
     AllowedMemory to_memory = AllowedMemory::any, from_memory = AllowedMemory::any;
 };
+
+// Return the request for a copy of one contiguous range.
+CopyRequest contiguous(std::uint64_t to, std::uint64_t from, std::uint64_t length_bytes,
+                       AllowedMemory to_memory = AllowedMemory::any, AllowedMemory from_memory = AllowedMemory::any);
+
+// Carry out a synchronous copy in the legacy default stream. As with the real driver, the call returns before a copy
+// within device memory is done, unless SYNC_MEMOPS is set.
+Result copy_synchronous(const ContextRef& context, const CopyRequest& request);
+
+// Carry out a synchronous copy between two contexts, after all earlier work of both.
+Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context);
 
 // Queue a copy in a stream. Pageable memory is host memory that is neither allocated by CUDA nor registered. When this
 // function returns, a pageable source has been read, and a pageable destination has been written.
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
+
+// Queue a copy between two contexts, which must exist. The copy itself does not use them.
+Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,
+                         Handle stream_handle);
 
 } // namespace gdrkit::twin::cuda

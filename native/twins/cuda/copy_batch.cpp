@@ -48,8 +48,7 @@ Result copy_batch(const ContextRef& context, const CopyBatch& batch, Handle stre
         return invalid_value;
     }
     for (std::size_t index = 0; index < batch.count; ++index) {
-        const CopyRequest request{batch.to[index], batch.from[index], batch.lengths_bytes[index], AllowedMemory::any,
-                                  AllowedMemory::any};
+        const CopyRequest request = contiguous(batch.to[index], batch.from[index], batch.lengths_bytes[index]);
         if (const Result result = enqueue_copy(context, request, stream); result != success) {
             return result;
         }

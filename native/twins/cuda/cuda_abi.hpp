@@ -47,7 +47,7 @@ inline constexpr Handle legacy_stream_handle = 1;
 inline constexpr Handle per_thread_stream_handle = 2;
 
 // CUmemorytype
-enum MemoryType : std::uint32_t { memory_host = 1, memory_device = 2 };
+enum MemoryType : std::uint32_t { memory_host = 1, memory_device = 2, memory_array = 3, memory_unified = 4 };
 
 // CUctx_flags
 enum ContextFlags : std::uint32_t {
@@ -67,6 +67,9 @@ enum WaitValueFlags : std::uint32_t { wait_geq = 0, wait_eq = 1, wait_and = 2, w
 enum FlushOptions : int { flush_option_host = 1, flush_option_memops = 2 };
 enum EventFlags : std::uint32_t { event_blocking_sync = 1, event_disable_timing = 2, event_interprocess = 4 };
 enum EventRecordFlags : std::uint32_t { event_record_external = 1 };
+
+// CUstreamCaptureMode
+enum CaptureMode : int { capture_mode_global = 0, capture_mode_thread_local = 1, capture_mode_relaxed = 2 };
 
 // CU_MEMHOSTALLOC_*, CU_MEMHOSTREGISTER_*
 enum HostAllocFlags : std::uint32_t {
@@ -199,10 +202,10 @@ struct Uuid {
 };
 static_assert(sizeof(Uuid) == 16);
 
-struct IpcMemHandle {
+struct IpcHandle { // CUipcMemHandle and CUipcEventHandle
     std::uint8_t reserved[64];
 };
-static_assert(sizeof(IpcMemHandle) == 64);
+static_assert(sizeof(IpcHandle) == 64);
 
 struct DeviceProperties {
     std::int32_t max_threads_per_block;
@@ -256,6 +259,39 @@ struct PoolProperties {
 };
 static_assert(sizeof(PoolProperties) == 88 && offsetof(PoolProperties, size_max_bytes) == 24 &&
               offsetof(PoolProperties, usage) == 32);
+
+// One side of CUDA_MEMCPY2D
+struct CopySide2d {
+    std::uint64_t x_bytes, y;
+    std::uint32_t memory_type;
+    const void* host;
+    DevicePointer device;
+    void* array;
+    std::uint64_t pitch_bytes;
+};
+
+struct Copy2d { // CUDA_MEMCPY2D
+    CopySide2d from, to;
+    std::uint64_t width_bytes, height;
+};
+static_assert(sizeof(Copy2d) == 128 && offsetof(Copy2d, from.pitch_bytes) == 48);
+
+// One side of CUDA_MEMCPY3D and of CUDA_MEMCPY3D_PEER, in which `context` is reserved and used, respectively
+struct CopySide3d {
+    std::uint64_t x_bytes, y, z, lod;
+    std::uint32_t memory_type;
+    const void* host;
+    DevicePointer device;
+    void* array;
+    Handle context;
+    std::uint64_t pitch_bytes, height;
+};
+
+struct Copy3d { // CUDA_MEMCPY3D and CUDA_MEMCPY3D_PEER
+    CopySide3d from, to;
+    std::uint64_t width_bytes, height, depth;
+};
+static_assert(sizeof(Copy3d) == 200 && offsetof(Copy3d, from.pitch_bytes) == 72);
 
 // CUmemcpySrcAccessOrder
 enum CopyOrder : int { copy_order_stream = 1, copy_order_during_call = 2, copy_order_any = 3 };

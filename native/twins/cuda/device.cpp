@@ -42,7 +42,7 @@ constexpr AttributeValue attribute_values[] = {
     {8, 49152}, // shared memory per block in bytes
     {9, 65536}, // total constant memory in bytes
     {device_warp_size, 32},
-    {device_max_pitch, INT_MAX},
+    {device_max_pitch, max_pitch_bytes},
     {12, 65536},   // registers per block
     {13, 1000000}, // clock in kHz
     {14, 512},     // texture alignment in bytes
@@ -67,6 +67,7 @@ constexpr AttributeValue attribute_values[] = {
     {device_memory_pools_supported, 1},
     {device_gpu_direct_rdma_supported, 1},
     {device_dmabuf_supported, 1},
+    {device_ipc_event_supported, 1},
     {device_numa_id, -1},
 };
 

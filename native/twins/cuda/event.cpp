@@ -17,6 +17,9 @@ struct Event {
     std::uint32_t flags = 0;
     std::mutex mutex;
     MarkerRef marker; // of the last record of the event, or null
+    // The state of an interprocess event, else null. It is set before the event becomes visible to other threads.
+    std::shared_ptr<SharedEvent> shared;
+    bool is_imported = false; // another process has made the event
 
     MarkerRef recorded_marker() {
         std::lock_guard lock(mutex);
@@ -41,6 +44,12 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
     if (flags != 0) {
         // External records are used only in graphs, which the twin does not implement.
         return flags == event_record_external ? not_supported : invalid_value;
+    }
+    if (event->shared) {
+        const std::uint32_t number = event->shared->begin_record();
+        enqueue(
+            stream, [shared = event->shared, number] { shared->end_record(number); }, Timing::immediate);
+        return success;
     }
     MarkerRef marker = enqueue(stream, {}, Timing::immediate);
     std::lock_guard lock(event->mutex);
@@ -70,15 +79,59 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
     return success;
 }
 
+bool is_done(const EventRecord& record) {
+    return record.shared ? record.shared->is_done(record.number) : !record.marker || are_done({record.marker});
+}
+
+void wait_until_done(const EventRecord& record) {
+    if (record.shared) {
+        record.shared->wait_until_done(record.number);
+    } else if (record.marker) {
+        wait_until_done(record.marker);
+    }
+}
+
+Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr<SharedEvent> shared,
+                 bool is_imported) {
+    auto event = std::make_shared<Event>();
+    event->context = context->handle;
+    event->flags = flags;
+    event->shared = std::move(shared);
+    event->is_imported = is_imported;
+    const Handle handle = new_handle();
+    events().add(handle, std::move(event));
+    return handle;
+}
+
 } // namespace
 
-Result find_recorded_marker(Handle handle, MarkerRef* marker) {
+Result find_record(Handle handle, EventRecord* record) {
     const auto event = events().find(handle);
     if (!event) {
         return invalid_handle;
     }
-    *marker = event->recorded_marker();
+    record->marker = event->recorded_marker();
+    record->shared = event->shared;
+    record->number = event->shared ? event->shared->last_record() : 0;
     return success;
+}
+
+void enqueue_wait(const StreamRef& stream, const EventRecord& record) {
+    if (record.shared) {
+        enqueue(
+            stream, [record] { record.shared->wait_until_done(record.number); }, Timing::immediate);
+    } else if (record.marker) {
+        enqueue(stream, {}, Timing::immediate, {record.marker});
+    }
+}
+
+std::shared_ptr<SharedEvent> find_exportable(Handle handle) {
+    const auto event = events().find(handle);
+    return event && !event->is_imported ? event->shared : nullptr;
+}
+
+Handle add_imported(const ContextRef& context, std::shared_ptr<SharedEvent> shared) {
+    return add_event(context, event_disable_timing | event_interprocess, std::move(shared), true);
 }
 
 void destroy_events_of(Handle context) {
@@ -92,15 +145,14 @@ GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
         if (handle == nullptr || (flags & ~known_flags) != 0 || is_timed_and_interprocess) {
             return invalid_value;
         }
+        std::shared_ptr<SharedEvent> shared;
         if ((flags & event_interprocess) != 0) {
-            return not_supported;
+            shared = SharedEvent::make();
+            if (!shared) {
+                return out_of_memory;
+            }
         }
-        auto event = std::make_shared<Event>();
-        event->context = context->handle;
-        event->flags = flags;
-        const Handle event_handle = new_handle();
-        events().add(event_handle, std::move(event));
-        *handle = event_handle;
+        *handle = add_event(context, flags, std::move(shared), false);
         return success;
     });
 }
@@ -117,23 +169,21 @@ GDRKIT_CUDA_ENTRY Result cuEventRecordWithFlags(Handle event, Handle stream, uns
 
 GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
     return entry("cuEventQuery", [&] {
-        MarkerRef marker;
-        if (const Result result = find_recorded_marker(handle, &marker); result != success) {
+        EventRecord record;
+        if (const Result result = find_record(handle, &record); result != success) {
             return result;
         }
-        return !marker || are_done({marker}) ? success : not_ready;
+        return is_done(record) ? success : not_ready;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
     return entry("cuEventSynchronize", [&] {
-        MarkerRef marker;
-        if (const Result result = find_recorded_marker(handle, &marker); result != success) {
+        EventRecord record;
+        if (const Result result = find_record(handle, &record); result != success) {
             return result;
         }
-        if (marker) {
-            wait_until_done(marker);
-        }
+        wait_until_done(record);
         return success;
     });
 }

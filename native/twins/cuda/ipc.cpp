@@ -1,8 +1,6 @@
 // CUDA IPC: mapping cuMemAlloc memory of another process.
-#include <fcntl.h>
 #include <sys/stat.h>
 
-#include <cstdio>
 #include <cstring>
 #include <map>
 #include <mutex>
@@ -10,6 +8,7 @@
 
 #include "cuda/device.hpp"
 #include "cuda/entry.hpp"
+#include "cuda/ipc_handle.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
 #include "cuda/visible_devices.hpp"
@@ -18,20 +17,6 @@
 
 namespace gdrkit::twin::cuda {
 namespace {
-
-// Content of a 64-byte IPC handle. It comes from an untrusted process, so every field is checked.
-struct HandleMessage {
-    char magic[8];
-    std::uint64_t owner;     // id of the control service of the owning process
-    std::uint64_t buffer_id; // buffer id of the allocation in the owning process
-    std::uint64_t length_bytes;
-    std::int32_t physical;     // number of the device, as in visible_devices.hpp
-    std::uint32_t reserved[5]; // zero
-    std::uint64_t checksum;    // of all bytes before this field
-};
-static_assert(sizeof(HandleMessage) == sizeof(IpcMemHandle) && offsetof(HandleMessage, checksum) == 56);
-
-constexpr char magic[8] = {'g', 'd', 'r', 'k', 'i', 't', 'I', 'P'};
 
 struct ReplyMessage {
     std::uint64_t length_bytes;
@@ -57,22 +42,6 @@ struct Ipc {
 Ipc& ipc() {
     static auto* const instance = new Ipc;
     return *instance;
-}
-
-std::uint64_t checksum_of(const HandleMessage& message) {
-    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
-    const auto* bytes = reinterpret_cast<const unsigned char*>(&message);
-    for (std::size_t index = 0; index < offsetof(HandleMessage, checksum); ++index) {
-        hash = (hash ^ bytes[index]) * 0x100000001b3;
-    }
-    return hash;
-}
-
-// Open a separate descriptor for the other process. While it is open, the memory counts as referenced.
-Fd reopen(int fd) {
-    char path[64];
-    std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
-    return Fd(open(path, O_RDWR | O_CLOEXEC));
 }
 
 // Return the exported allocation with this id; null if it does not exist or was freed.
@@ -107,16 +76,9 @@ void serve_memory(std::span<const std::byte> request, std::vector<std::byte>* re
     std::memcpy(reply->data(), &message, sizeof message);
 }
 
-bool parse_handle(const IpcMemHandle& handle, HandleMessage* message) {
-    std::memcpy(message, &handle, sizeof *message);
-    constexpr std::uint32_t zeros[5] = {};
-    return std::memcmp(message->magic, magic, sizeof magic) == 0 && message->checksum == checksum_of(*message) &&
-           std::memcmp(message->reserved, zeros, sizeof zeros) == 0 && message->length_bytes != 0;
-}
-
 Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* device, ReplyMessage* reply_message) {
-    std::vector<std::byte> request(sizeof message.buffer_id), reply;
-    std::memcpy(request.data(), &message.buffer_id, sizeof message.buffer_id);
+    std::vector<std::byte> request(sizeof message.object_id), reply;
+    std::memcpy(request.data(), &message.object_id, sizeof message.object_id);
     std::vector<Fd> fds;
     // An H200 distinguishes two errors: the owner is gone (invalid_handle), or the memory was freed (invalid_value).
     if (!send_control_request(message.owner, request_cuda_ipc, request, &reply, &fds)) {
@@ -174,9 +136,10 @@ Result map_imported_memory(const ContextRef& context, const HandleMessage& messa
     return success;
 }
 
-Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcMemHandle& handle, unsigned flags) {
+Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcHandle& handle, unsigned flags) {
     HandleMessage message{};
-    if (pointer == nullptr || flags != ipc_lazy_enable_peer_access || !parse_handle(handle, &message)) {
+    if (pointer == nullptr || flags != ipc_lazy_enable_peer_access || !read_handle(memory_magic, handle, &message) ||
+        message.length_bytes == 0) {
         return invalid_value;
     }
     if (message.owner == control_service_id()) {
@@ -188,7 +151,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcM
     // only the lock of ipc().
     static auto* const open_mutex = new std::mutex;
     std::lock_guard open_lock(*open_mutex);
-    const std::pair key{message.owner, message.buffer_id};
+    const std::pair key{message.owner, message.object_id};
     {
         std::lock_guard lock(state.mutex);
         // Drop mappings that were destroyed with their context.
@@ -229,19 +192,16 @@ bool drop_reference(const RangeRef& range) {
 
 } // namespace
 
-GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcMemHandle* handle, DevicePointer pointer) {
+GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcHandle* handle, DevicePointer pointer) {
     return entry_in_context("cuIpcGetMemHandle", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (handle == nullptr || !range || range->kind != MemoryKind::device) {
             return invalid_value;
         }
         HandleMessage message{};
-        std::memcpy(message.magic, magic, sizeof magic);
-        message.owner = control_service_id();
-        message.buffer_id = range->buffer_id;
+        message.object_id = range->buffer_id;
         message.length_bytes = range->length_bytes;
         message.physical = physical_of(range->device);
-        message.checksum = checksum_of(message);
         Ipc& state = ipc();
         std::lock_guard lock(state.mutex);
         if (!state.handler_registered) {
@@ -250,17 +210,17 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcMemHandle* handle, DevicePointer p
         }
         std::erase_if(state.exported, [](const auto& entry) { return entry.second.expired(); });
         state.exported[range->buffer_id] = range;
-        std::memcpy(handle, &message, sizeof message);
+        write_handle(memory_magic, message, handle);
         return success;
     });
 }
 
-GDRKIT_CUDA_ENTRY Result cuIpcOpenMemHandle(DevicePointer* pointer, IpcMemHandle handle, unsigned flags) {
+GDRKIT_CUDA_ENTRY Result cuIpcOpenMemHandle(DevicePointer* pointer, IpcHandle handle, unsigned flags) {
     return entry_in_context("cuIpcOpenMemHandle",
                             [&](const ContextRef& context) { return open_handle(context, pointer, handle, flags); });
 }
 
-GDRKIT_CUDA_ENTRY Result cuIpcOpenMemHandle_v2(DevicePointer* pointer, IpcMemHandle handle, unsigned flags) {
+GDRKIT_CUDA_ENTRY Result cuIpcOpenMemHandle_v2(DevicePointer* pointer, IpcHandle handle, unsigned flags) {
     return entry_in_context("cuIpcOpenMemHandle_v2",
                             [&](const ContextRef& context) { return open_handle(context, pointer, handle, flags); });
 }

@@ -1,5 +1,6 @@
 // The exported cuStream* functions.
 #include <algorithm>
+#include <utility>
 
 #include "cuda/entry.hpp"
 #include "cuda/event.hpp"
@@ -10,6 +11,8 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 thread_local bool is_running_host_function = false;
+// How calls of this thread affect captures of streams. The twin has no captures, so it only stores the mode.
+thread_local int capture_mode = capture_mode_global;
 
 Registry<Stream>& streams() {
     static auto* const instance = new Registry<Stream>("cuda_stream");
@@ -113,17 +116,15 @@ GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
     return stream_entry("cuStreamWaitEvent", handle, [&](const StreamRef& stream) {
-        MarkerRef marker;
-        if (const Result result = find_recorded_marker(event, &marker); result != success) {
+        EventRecord record;
+        if (const Result result = find_record(event, &record); result != success) {
             return result;
         }
         if (flags != 0) {
             // CU_EVENT_WAIT_EXTERNAL (1) is used only in graphs, which the twin does not implement.
             return flags == 1 ? not_supported : invalid_value;
         }
-        if (marker) {
-            enqueue(stream, {}, Timing::immediate, {marker});
-        }
+        enqueue_wait(stream, record);
         return success;
     });
 }
@@ -182,6 +183,16 @@ GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle handle, int* status) {
     return stream_entry("cuStreamIsCapturing", handle, [&](const StreamRef&) {
         // Streams are captured only into graphs, which the twin does not implement.
         return write_result<int>(status, 0);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuThreadExchangeStreamCaptureMode(int* mode) {
+    return entry("cuThreadExchangeStreamCaptureMode", [&] {
+        if (mode == nullptr || *mode < capture_mode_global || *mode > capture_mode_relaxed) {
+            return invalid_value;
+        }
+        std::swap(*mode, capture_mode);
+        return success;
     });
 }
 

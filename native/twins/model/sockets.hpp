@@ -102,5 +102,6 @@ bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::spa
 // Types of control requests.
 inline constexpr std::uint32_t request_dmabuf_extents = 1;
 inline constexpr std::uint32_t request_cuda_ipc = 2;
+inline constexpr std::uint32_t request_cuda_ipc_event = 3;
 
 } // namespace gdrkit::twin

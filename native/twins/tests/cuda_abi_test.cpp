@@ -38,6 +38,10 @@ CHECK_VALUE(unknown_error, CUDA_ERROR_UNKNOWN);
 CHECK_VALUE(cpu_device, CU_DEVICE_CPU);
 CHECK_VALUE(invalid_device_ordinal, CU_DEVICE_INVALID);
 CHECK_VALUE(memory_host, CU_MEMORYTYPE_HOST);
+CHECK_VALUE(memory_array, CU_MEMORYTYPE_ARRAY);
+CHECK_VALUE(memory_unified, CU_MEMORYTYPE_UNIFIED);
+CHECK_VALUE(capture_mode_global, CU_STREAM_CAPTURE_MODE_GLOBAL);
+CHECK_VALUE(capture_mode_relaxed, CU_STREAM_CAPTURE_MODE_RELAXED);
 CHECK_VALUE(memory_device, CU_MEMORYTYPE_DEVICE);
 CHECK_VALUE(context_sched_mask, CU_CTX_SCHED_MASK);
 CHECK_VALUE(context_map_host, CU_CTX_MAP_HOST);
@@ -153,7 +157,21 @@ CHECK_SIZE(DevicePointer, CUdeviceptr);
 CHECK_SIZE(Handle, CUcontext);
 CHECK_SIZE(Handle, CUmemGenericAllocationHandle);
 CHECK_SIZE(Uuid, CUuuid);
-CHECK_SIZE(IpcMemHandle, CUipcMemHandle);
+CHECK_SIZE(IpcHandle, CUipcMemHandle);
+CHECK_SIZE(IpcHandle, CUipcEventHandle);
+CHECK_SIZE(Copy2d, CUDA_MEMCPY2D);
+CHECK_OFFSET(Copy2d, from.device, CUDA_MEMCPY2D, srcDevice);
+CHECK_OFFSET(Copy2d, to.host, CUDA_MEMCPY2D, dstHost);
+CHECK_OFFSET(Copy2d, to.pitch_bytes, CUDA_MEMCPY2D, dstPitch);
+CHECK_OFFSET(Copy2d, height, CUDA_MEMCPY2D, Height);
+CHECK_SIZE(Copy3d, CUDA_MEMCPY3D);
+CHECK_OFFSET(Copy3d, from.lod, CUDA_MEMCPY3D, srcLOD);
+CHECK_OFFSET(Copy3d, from.height, CUDA_MEMCPY3D, srcHeight);
+CHECK_OFFSET(Copy3d, to.device, CUDA_MEMCPY3D, dstDevice);
+CHECK_OFFSET(Copy3d, depth, CUDA_MEMCPY3D, Depth);
+CHECK_SIZE(Copy3d, CUDA_MEMCPY3D_PEER);
+CHECK_OFFSET(Copy3d, from.context, CUDA_MEMCPY3D_PEER, srcContext);
+CHECK_OFFSET(Copy3d, to.context, CUDA_MEMCPY3D_PEER, dstContext);
 CHECK_SIZE(DeviceProperties, CUdevprop);
 CHECK_OFFSET(DeviceProperties, simd_width, CUdevprop, SIMDWidth);
 CHECK_OFFSET(DeviceProperties, texture_alignment, CUdevprop, textureAlign);
@@ -170,7 +188,6 @@ CHECK_OFFSET(PoolProperties, location, CUmemPoolProps, location);
 // Added by later releases of CUDA 12 and 13.
 #if CUDA_VERSION >= 13000
 CHECK_VALUE(driver_version, 13000);
-CHECK_VALUE(limit_count, CU_LIMIT_MAX);
 CHECK_VALUE(location_host, CU_MEM_LOCATION_TYPE_HOST);
 CHECK_VALUE(handle_fabric, CU_MEM_HANDLE_TYPE_FABRIC);
 CHECK_VALUE(range_flag_dmabuf_pcie, CU_MEM_RANGE_FLAG_DMA_BUF_MAPPING_TYPE_PCIE);
@@ -186,6 +203,7 @@ CHECK_SIZE(ContextParameters, CUctxCreateParams);
 CHECK_OFFSET(ContextParameters, cig, CUctxCreateParams, cigParams);
 #endif
 #if CUDA_VERSION == 13000
+CHECK_VALUE(limit_count, CU_LIMIT_MAX);
 CHECK_VALUE(device_attribute_last, CU_DEVICE_ATTRIBUTE_MAX - 1);
 #endif
 

@@ -86,7 +86,7 @@ void test_managed_memory_is_accessible_by_cpu() {
     int fd = -1;
     EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
                   range_handle_dmabuf, u64{0});
-    IpcMemHandle handle{};
+    IpcHandle handle{};
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &handle, pointer);
     EXPECT_SUCCESS("cuMemFree_v2", pointer);
 }

@@ -17,8 +17,8 @@ constexpr unsigned lazy_peer_access = ipc_lazy_enable_peer_access;
 // Messages between the owner and the importer.
 constexpr char importer_has_written = 'w', owner_has_freed = 'f', importer_has_closed = 'c';
 
-IpcMemHandle get_handle(u64 pointer) {
-    IpcMemHandle handle{};
+IpcHandle get_handle(u64 pointer) {
+    IpcHandle handle{};
     EXPECT_SUCCESS("cuIpcGetMemHandle", &handle, pointer);
     return handle;
 }
@@ -29,7 +29,7 @@ int run_owner(int socket) {
     const u64 first = allocate(5000), second = allocate(3 << 20);
     write_device(second, pattern(3 << 20, 1));
     // A handle identifies the allocation, whichever of its addresses it was made for.
-    const IpcMemHandle handle = get_handle(second), handle_of_second_page = get_handle(second + 4096);
+    const IpcHandle handle = get_handle(second), handle_of_second_page = get_handle(second + 4096);
     CHECK(std::memcmp(&handle, &handle_of_second_page, sizeof handle) == 0);
     u64 opened = 0;
     EXPECT_RESULT(invalid_context, "cuIpcOpenMemHandle_v2", &opened, handle, lazy_peer_access);
@@ -52,7 +52,7 @@ void test_imported_memory_outlives_free_by_owner() {
     Peer owner;
     const int socket = owner.socket();
     init_device();
-    const auto handle = receive_value<IpcMemHandle>(socket), small_handle = receive_value<IpcMemHandle>(socket);
+    const auto handle = receive_value<IpcHandle>(socket), small_handle = receive_value<IpcHandle>(socket);
     u64 pointer = 0, pointer_again = 0;
     EXPECT_SUCCESS("cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
     EXPECT_SUCCESS("cuIpcOpenMemHandle", &pointer_again, handle, lazy_peer_access);
@@ -62,7 +62,7 @@ void test_imported_memory_outlives_free_by_owner() {
     EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", pointer, static_cast<unsigned char>(1), u64{(3 << 20) + 1});
     // An H200 refuses these functions for imported memory.
     int fd = -1;
-    IpcMemHandle exported_handle{};
+    IpcHandle exported_handle{};
     EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
                   range_handle_dmabuf, u64{0});
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &exported_handle, pointer);
@@ -86,31 +86,31 @@ void test_imported_memory_outlives_free_by_owner() {
                   static_cast<int>(pointer_buffer_id), pointer);
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
     send_value(socket, importer_has_closed);
-    const auto handle_of_killed_owner = receive_value<IpcMemHandle>(socket);
+    const auto handle_of_killed_owner = receive_value<IpcHandle>(socket);
     owner.kill_and_wait();
     EXPECT_RESULT(invalid_handle, "cuIpcOpenMemHandle_v2", &pointer, handle_of_killed_owner, lazy_peer_access);
 }
 
 void test_invalid_handles_are_refused() {
     const u64 memory = allocate(100);
-    const IpcMemHandle valid_handle = get_handle(memory);
+    const IpcHandle valid_handle = get_handle(memory);
     u64 pointer = 0;
-    IpcMemHandle zero{};
+    IpcHandle zero{};
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, zero, lazy_peer_access);
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, valid_handle, 0U);
     for (std::size_t at = 0; at < sizeof valid_handle.reserved; ++at) {
-        IpcMemHandle corrupted_handle = valid_handle;
+        IpcHandle corrupted_handle = valid_handle;
         corrupted_handle.reserved[at] ^= 0x40;
         EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, corrupted_handle, lazy_peer_access);
     }
     EXPECT_RESULT(invalid_value, "cuIpcCloseMemHandle", memory);
-    IpcMemHandle handle{};
+    IpcHandle handle{};
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &handle, u64{0x1000});
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
 // Return the handle, changed to name the control service of this test process instead of the owner's.
-IpcMemHandle redirect_to_this_process(IpcMemHandle handle) {
+IpcHandle redirect_to_this_process(IpcHandle handle) {
     constexpr std::size_t owner_at = 8, checksum_at = 56;
     const std::uint64_t owner = control_service_id();
     std::memcpy(&handle.reserved[owner_at], &owner, sizeof owner);
@@ -138,7 +138,7 @@ void test_untrusted_owner_is_refused() {
         CHECK(is_sealed || ftruncate(fds->back().get(), 4096) == 0);
     });
     const u64 memory = allocate(100);
-    const IpcMemHandle handle = redirect_to_this_process(get_handle(memory));
+    const IpcHandle handle = redirect_to_this_process(get_handle(memory));
     u64 pointer = 0;
     EXPECT_RESULT(invalid_value, "cuIpcOpenMemHandle_v2", &pointer, handle, lazy_peer_access);
     is_sealed = true;

@@ -33,7 +33,7 @@ void test_default_pool_allocates_in_stream_order() {
     EXPECT_SUCCESS("cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{2} << 20, range_handle_dmabuf,
                    u64{0});
     close(fd);
-    IpcMemHandle handle{};
+    IpcHandle handle{};
     EXPECT_RESULT(invalid_value, "cuIpcGetMemHandle", &handle, pointer);
     const u64 id = buffer_id(pointer);
     EXPECT_SUCCESS("cuMemFreeAsync", pointer, stream);

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <cstring>
 #include <mutex>
+#include <thread>
 
 #include "cuda_driver.hpp"
 
@@ -271,6 +272,24 @@ void test_destroyed_stream_finishes() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
+// A call stores its mode in the thread and returns the earlier mode. New threads begin in the global mode.
+void test_capture_mode_belongs_to_the_thread() {
+    int mode = capture_mode_relaxed;
+    EXPECT_SUCCESS("cuThreadExchangeStreamCaptureMode", &mode);
+    CHECK(mode == capture_mode_global);
+    std::thread([] {
+        int mode_of_thread = capture_mode_thread_local;
+        EXPECT_SUCCESS("cuThreadExchangeStreamCaptureMode", &mode_of_thread);
+        CHECK(mode_of_thread == capture_mode_global);
+    }).join();
+    EXPECT_SUCCESS("cuThreadExchangeStreamCaptureMode", &mode);
+    CHECK(mode == capture_mode_relaxed);
+    for (int invalid_mode : {-1, 3}) {
+        EXPECT_RESULT(invalid_value, "cuThreadExchangeStreamCaptureMode", &invalid_mode);
+    }
+    EXPECT_RESULT(invalid_value, "cuThreadExchangeStreamCaptureMode", static_cast<int*>(nullptr));
+}
+
 } // namespace
 
 int main() {
@@ -285,4 +304,5 @@ int main() {
     test_stream_queries_return_properties();
     test_stream_waits_for_a_value();
     test_destroyed_stream_finishes();
+    test_capture_mode_belongs_to_the_thread();
 }

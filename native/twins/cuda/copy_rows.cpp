@@ -1,0 +1,153 @@
+// cuMemcpy2D* and cuMemcpy3D*: copies of rows between memory with pitches. Arrays are not supported.
+#include <utility>
+
+#include "cuda/copy.hpp"
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// The numbers of bytes in a row, of rows in a slice, and of slices.
+struct Extent {
+    std::uint64_t width_bytes, height, depth;
+};
+
+// Return whether `count` items that begin at `first` end at `end` or before.
+bool fits(std::uint64_t first, std::uint64_t count, std::uint64_t end) {
+    return first <= end && count <= end - first;
+}
+
+// Find the address and the memory that one side of a copy names.
+Result base_of(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed) {
+    switch (side.memory_type) {
+    case memory_host:
+        *address = reinterpret_cast<std::uint64_t>(side.host);
+        *allowed = AllowedMemory::any;
+        return success;
+    case memory_device:
+        *address = side.device;
+        *allowed = AllowedMemory::device_only;
+        return success;
+    case memory_unified:
+        *address = side.device;
+        *allowed = AllowedMemory::any;
+        return success;
+    case memory_array:
+        return not_supported;
+    default:
+        return invalid_value;
+    }
+}
+
+// Convert one side of a copy. The pitch counts only with several rows, and the height only with several slices.
+Result layout_of(const CopySide3d& side, const Extent& extent, Layout* layout, AllowedMemory* allowed) {
+    std::uint64_t address = 0, pitch_bytes = 0, slice_bytes = 0;
+    if (const Result result = base_of(side, &address, allowed); result != success) {
+        return result;
+    }
+    if (side.lod != 0) {
+        return invalid_value;
+    }
+    const bool has_slices = side.z != 0 || extent.depth > 1;
+    if (has_slices || side.y != 0 || extent.height > 1) {
+        pitch_bytes = side.pitch_bytes;
+        if (pitch_bytes > max_pitch_bytes || !fits(side.x_bytes, extent.width_bytes, pitch_bytes)) {
+            return invalid_value;
+        }
+    }
+    if (has_slices &&
+        (!fits(side.y, extent.height, side.height) || __builtin_mul_overflow(pitch_bytes, side.height, &slice_bytes))) {
+        return invalid_value;
+    }
+    const std::pair<std::uint64_t, std::uint64_t> steps[] = {
+        {1, side.x_bytes}, {side.y, pitch_bytes}, {side.z, slice_bytes}};
+    for (const auto& [count, bytes] : steps) {
+        std::uint64_t offset = 0;
+        if (__builtin_mul_overflow(count, bytes, &offset) || __builtin_add_overflow(address, offset, &address)) {
+            return invalid_value;
+        }
+    }
+    *layout = {address, extent.width_bytes, extent.height, extent.depth, pitch_bytes, slice_bytes};
+    return success;
+}
+
+Result request_of(const Copy3d* copy, CopyRequest* request) {
+    if (copy == nullptr) {
+        return invalid_value;
+    }
+    const Extent extent{copy->width_bytes, copy->height, copy->depth};
+    const Result result = layout_of(copy->from, extent, &request->from, &request->from_memory);
+    return result != success ? result : layout_of(copy->to, extent, &request->to, &request->to_memory);
+}
+
+CopySide3d side_of(const CopySide2d& side) {
+    return {side.x_bytes, side.y,           0, 0, side.memory_type, side.host, side.device, side.array,
+            Handle{0},    side.pitch_bytes, 0};
+}
+
+// A copy of rows is a copy of one slice.
+Result request_of(const Copy2d* copy, CopyRequest* request) {
+    if (copy == nullptr) {
+        return invalid_value;
+    }
+    const Copy3d volume{side_of(copy->from), side_of(copy->to), copy->width_bytes, copy->height, 1};
+    return request_of(&volume, request);
+}
+
+template <typename Copy> Result copy_rows(std::string_view symbol, const Copy* copy) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        CopyRequest request;
+        const Result result = request_of(copy, &request);
+        return result != success ? result : copy_synchronous(context, request);
+    });
+}
+
+template <typename Copy> Result enqueue_rows(std::string_view symbol, const Copy* copy, Handle stream) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        CopyRequest request;
+        const Result result = request_of(copy, &request);
+        return result != success ? result : enqueue_copy(context, request, stream);
+    });
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy2D_v2(const Copy2d* copy) {
+    return copy_rows("cuMemcpy2D_v2", copy);
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy2DUnaligned_v2(const Copy2d* copy) {
+    return copy_rows("cuMemcpy2DUnaligned_v2", copy);
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy2DAsync_v2(const Copy2d* copy, Handle stream) {
+    return enqueue_rows("cuMemcpy2DAsync_v2", copy, stream);
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy3D_v2(const Copy3d* copy) {
+    return copy_rows("cuMemcpy3D_v2", copy);
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy3DAsync_v2(const Copy3d* copy, Handle stream) {
+    return enqueue_rows("cuMemcpy3DAsync_v2", copy, stream);
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy3DPeer(const Copy3d* copy) {
+    return entry_in_context("cuMemcpy3DPeer", [&](const ContextRef& context) {
+        CopyRequest request;
+        const Result result = request_of(copy, &request);
+        return result != success ? result : copy_peer(context, request, copy->to.context, copy->from.context);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpy3DPeerAsync(const Copy3d* copy, Handle stream) {
+    return entry_in_context("cuMemcpy3DPeerAsync", [&](const ContextRef& context) {
+        CopyRequest request;
+        const Result result = request_of(copy, &request);
+        return result != success ? result
+                                 : enqueue_copy_peer(context, request, copy->to.context, copy->from.context, stream);
+    });
+}
+
+} // namespace gdrkit::twin::cuda

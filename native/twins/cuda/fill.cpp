@@ -1,0 +1,173 @@
+// cuMemset*: bounds are checked when the function is called; the bytes are written in stream order.
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/operand.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// A memset: `count` values of `width_bytes` each are written to each row. The first row begins at the address `to`.
+struct Fill {
+    DevicePointer to = 0;
+    std::uint32_t value = 0;
+    std::uint64_t width_bytes = 1;
+    std::uint64_t count = 0;
+    std::uint64_t rows = 1;
+    std::uint64_t pitch_bytes = 0; // the distance between two rows; unused if there is only one
+};
+
+// Convert a memset to the layout of its bytes. Rows begin at multiples of the size of a value, and do not overlap.
+Result layout_of(const Fill& request, Layout* layout) {
+    std::uint64_t row_bytes = 0;
+    if (request.to % request.width_bytes != 0 ||
+        __builtin_mul_overflow(request.count, request.width_bytes, &row_bytes)) {
+        return invalid_value;
+    }
+    const bool is_valid_pitch = request.pitch_bytes >= row_bytes && request.pitch_bytes <= max_pitch_bytes &&
+                                request.pitch_bytes % request.width_bytes == 0;
+    if (request.rows > 1 && !is_valid_pitch) {
+        return invalid_value;
+    }
+    *layout = {request.to, row_bytes, request.rows, 1, request.pitch_bytes};
+    return success;
+}
+
+void fill_bytes(const Operand& to, std::uint32_t value, std::uint64_t width_bytes) {
+    const auto lock = lock_views();
+    std::byte pattern[4];
+    std::memcpy(pattern, &value, sizeof pattern);
+    std::uint64_t offset = 0;
+    for (const std::span<std::byte> span : to.spans) {
+        if (width_bytes == 1) {
+            std::ranges::fill(span, pattern[0]);
+            continue;
+        }
+        for (std::byte& byte : span) {
+            byte = pattern[offset++ % width_bytes];
+        }
+    }
+    std::ranges::for_each(to.viewed, show);
+}
+
+// if_required: the call waits for the memset in the cases in which the real driver's synchronous memset waits.
+enum class SyncMode { if_required, asynchronous };
+
+// Queue a memset. As with the real driver, even the synchronous function returns before a memset of device memory is
+// done, unless SYNC_MEMOPS is set.
+Result enqueue_fill(const ContextRef& context, const Fill& request, Handle stream_handle, SyncMode sync_mode) {
+    StreamRef stream;
+    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+        return result;
+    }
+    Layout layout;
+    if (const Result result = layout_of(request, &layout); result != success) {
+        return result;
+    }
+    if (layout.width_bytes == 0 || layout.height == 0) {
+        return success;
+    }
+    Operand to;
+    if (const Result result = resolve(layout, *context, AllowedMemory::device_only, Access::write, &to);
+        result != success) {
+        return result;
+    }
+    const bool must_wait =
+        sync_mode == SyncMode::if_required && (to.is_host || to.has_sync_memops || syncs_memops(*context));
+    const MarkerRef marker = enqueue(
+        stream,
+        [to = std::move(to), value = request.value, width = request.width_bytes] { fill_bytes(to, value, width); },
+        Timing::delayed);
+    if (must_wait) {
+        wait_until_done(marker);
+    }
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD8_v2(DevicePointer to, unsigned char value, std::size_t count) {
+    return entry_in_context("cuMemsetD8_v2", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 1, count}, legacy_stream_handle, SyncMode::if_required);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD16_v2(DevicePointer to, unsigned short value, std::size_t count) {
+    return entry_in_context("cuMemsetD16_v2", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 2, count}, legacy_stream_handle, SyncMode::if_required);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD32_v2(DevicePointer to, unsigned value, std::size_t count) {
+    return entry_in_context("cuMemsetD32_v2", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 4, count}, legacy_stream_handle, SyncMode::if_required);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD8Async(DevicePointer to, unsigned char value, std::size_t count, Handle stream) {
+    return entry_in_context("cuMemsetD8Async", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 1, count}, stream, SyncMode::asynchronous);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD16Async(DevicePointer to, unsigned short value, std::size_t count, Handle stream) {
+    return entry_in_context("cuMemsetD16Async", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 2, count}, stream, SyncMode::asynchronous);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD32Async(DevicePointer to, unsigned value, std::size_t count, Handle stream) {
+    return entry_in_context("cuMemsetD32Async", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 4, count}, stream, SyncMode::asynchronous);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D8_v2(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
+                                         std::size_t count, std::size_t rows) {
+    return entry_in_context("cuMemsetD2D8_v2", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 1, count, rows, pitch_bytes}, legacy_stream_handle,
+                            SyncMode::if_required);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D16_v2(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
+                                          std::size_t count, std::size_t rows) {
+    return entry_in_context("cuMemsetD2D16_v2", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 2, count, rows, pitch_bytes}, legacy_stream_handle,
+                            SyncMode::if_required);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D32_v2(DevicePointer to, std::size_t pitch_bytes, unsigned value, std::size_t count,
+                                          std::size_t rows) {
+    return entry_in_context("cuMemsetD2D32_v2", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 4, count, rows, pitch_bytes}, legacy_stream_handle,
+                            SyncMode::if_required);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D8Async(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
+                                           std::size_t count, std::size_t rows, Handle stream) {
+    return entry_in_context("cuMemsetD2D8Async", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 1, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D16Async(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
+                                            std::size_t count, std::size_t rows, Handle stream) {
+    return entry_in_context("cuMemsetD2D16Async", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 2, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemsetD2D32Async(DevicePointer to, std::size_t pitch_bytes, unsigned value,
+                                            std::size_t count, std::size_t rows, Handle stream) {
+    return entry_in_context("cuMemsetD2D32Async", [&](const ContextRef& context) {
+        return enqueue_fill(context, {to, value, 4, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
+    });
+}
+
+} // namespace gdrkit::twin::cuda

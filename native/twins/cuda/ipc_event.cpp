@@ -1,0 +1,73 @@
+// CUDA IPC of events: handles of interprocess events.
+#include <mutex>
+
+#include "cuda/entry.hpp"
+#include "cuda/event.hpp"
+#include "cuda/ipc_handle.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// Handle the request of a process that opens a handle: reply with one byte and a descriptor of the event's state. The
+// reply has no descriptor if the event was destroyed.
+void serve_event(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds) {
+    Handle event = 0;
+    if (request.size() != sizeof event) {
+        return;
+    }
+    std::memcpy(&event, request.data(), sizeof event);
+    reply->resize(1);
+    if (const auto shared = find_exportable(event)) {
+        if (Fd fd = reopen(shared->fd())) {
+            fds->push_back(std::move(fd));
+        }
+    }
+}
+
+Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* event) {
+    HandleMessage message{};
+    if (event == nullptr || !read_handle(event_magic, handle, &message)) {
+        return invalid_value;
+    }
+    if (message.owner == control_service_id()) {
+        return invalid_context;
+    }
+    std::vector<std::byte> request(sizeof message.object_id), reply;
+    std::memcpy(request.data(), &message.object_id, sizeof message.object_id);
+    std::vector<Fd> fds;
+    if (!send_control_request(message.owner, request_cuda_ipc_event, request, &reply, &fds)) {
+        return invalid_handle;
+    }
+    auto shared = fds.size() == 1 ? SharedEvent::adopt(std::move(fds[0])) : nullptr;
+    if (!shared) {
+        return invalid_value;
+    }
+    *event = add_imported(context, std::move(shared));
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
+    return entry_in_context("cuIpcGetEventHandle", [&](const ContextRef&) {
+        if (handle == nullptr) {
+            return invalid_value;
+        }
+        if (!find_exportable(event)) {
+            return invalid_handle;
+        }
+        static std::once_flag is_registered;
+        std::call_once(is_registered, [] { register_handler(request_cuda_ipc_event, serve_event); });
+        HandleMessage message{};
+        message.object_id = event;
+        write_handle(event_magic, message, handle);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuIpcOpenEventHandle(Handle* event, IpcHandle handle) {
+    return entry_in_context("cuIpcOpenEventHandle",
+                            [&](const ContextRef& context) { return open_event(context, handle, event); });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,61 @@
+// The content of the 64-byte handles by which processes share memory and events.
+#pragma once
+
+#include <fcntl.h>
+
+#include <cstdio>
+#include <cstring>
+#include <string_view>
+
+#include "cuda/cuda_abi.hpp"
+#include "model/sockets.hpp"
+
+namespace gdrkit::twin::cuda {
+
+// A handle comes from an untrusted process, so every field is checked.
+struct HandleMessage {
+    char magic[8];              // the type of the shared object
+    std::uint64_t owner;        // id of the control service of the owning process
+    std::uint64_t object_id;    // id of the object in the owning process
+    std::uint64_t length_bytes; // of memory
+    std::int32_t physical;      // of memory: the number of the device, as in visible_devices.hpp
+    std::uint32_t reserved[5];  // zero
+    std::uint64_t checksum;     // of all bytes before this field
+};
+static_assert(sizeof(HandleMessage) == sizeof(IpcHandle) && offsetof(HandleMessage, checksum) == 56);
+
+inline constexpr std::string_view memory_magic = "gdrkitIP", event_magic = "gdrkitIE";
+
+inline std::uint64_t checksum_of(const HandleMessage& message) {
+    std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
+    const auto* bytes = reinterpret_cast<const unsigned char*>(&message);
+    for (std::size_t index = 0; index < offsetof(HandleMessage, checksum); ++index) {
+        hash = (hash ^ bytes[index]) * 0x100000001b3;
+    }
+    return hash;
+}
+
+// Store the message in a handle after setting its magic, owner (this process) and checksum.
+inline void write_handle(std::string_view magic, HandleMessage message, IpcHandle* handle) {
+    std::memcpy(message.magic, magic.data(), sizeof message.magic);
+    message.owner = control_service_id();
+    message.checksum = checksum_of(message);
+    std::memcpy(handle, &message, sizeof message);
+}
+
+// Read the message of a handle. Return false if the handle is malformed or belongs to an object of another type.
+inline bool read_handle(std::string_view magic, const IpcHandle& handle, HandleMessage* message) {
+    std::memcpy(message, &handle, sizeof *message);
+    constexpr std::uint32_t zeros[5] = {};
+    return std::memcmp(message->magic, magic.data(), sizeof message->magic) == 0 &&
+           message->checksum == checksum_of(*message) && std::memcmp(message->reserved, zeros, sizeof zeros) == 0;
+}
+
+// Open a separate descriptor for the other process. While it is open, the memory counts as referenced.
+inline Fd reopen(int fd) {
+    char path[64];
+    std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+    return Fd(open(path, O_RDWR | O_CLOEXEC));
+}
+
+} // namespace gdrkit::twin::cuda

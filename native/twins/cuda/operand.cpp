@@ -1,0 +1,138 @@
+// Finds the memory of one side of a copy, checks that the context may access it, and copies the bytes.
+#include "cuda/operand.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/memory.hpp"
+#include "model/usage.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+bool has_access(const Range& range, const Context& context, Access access) {
+    if (range.kind == MemoryKind::host_registered) {
+        return access == Access::read || (range.host_flags & host_register_read_only) == 0;
+    }
+    const int needed = access == Access::read ? access_read : access_read_write;
+    return (access_of(range, context.device) & needed) == needed;
+}
+
+void add_span(const Range& range, std::uint64_t address, std::uint64_t length_bytes, Access access, Operand* operand) {
+    const std::span<std::byte> bytes(range.bytes(address), length_bytes);
+    std::byte* const view = range.memory ? range.memory->view_of(bytes.data()) : nullptr;
+    if (view != nullptr && access == Access::write) {
+        operand->viewed.push_back({bytes, view});
+    }
+    operand->spans.push_back(view != nullptr && access == Access::read ? std::span(view, length_bytes) : bytes);
+}
+
+// Resolve an address range to spans. It must lie in one allocation or, because a program may map VMM memory side by
+// side, in adjacent VMM mappings.
+Result resolve_ranges(std::uint64_t address, std::uint64_t length_bytes, const Context& context, Access access,
+                      Operand* operand) {
+    const std::uint64_t end = address + length_bytes;
+    for (std::uint64_t position = address; position < end;) {
+        const RangeRef range = find_range(position);
+        if (!range || !has_access(*range, context, access) || (position != address && range->kind != MemoryKind::vmm)) {
+            return invalid_value;
+        }
+        const std::uint64_t chunk_end = std::min(end, range->base + range->length_bytes);
+        if (chunk_end < end && range->kind != MemoryKind::vmm) {
+            return invalid_value;
+        }
+        add_span(*range, position, chunk_end - position, access, operand);
+        operand->owners.push_back(range);
+        operand->is_host |= range->is_host();
+        operand->has_sync_memops |= range->sync_memops.load();
+        position = chunk_end;
+    }
+    return success;
+}
+
+// Resolve a contiguous range.
+Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Context& context, AllowedMemory allowed,
+                   Access access, Operand* operand) {
+    if (address == 0 || address + length_bytes < address) {
+        return invalid_value;
+    }
+    if (find_range(address)) {
+        return resolve_ranges(address, length_bytes, context, access, operand);
+    }
+    // Unregistered host memory must not overlap registered memory, and a device address must be allocated.
+    if (allowed == AllowedMemory::device_only || is_device_address(address) ||
+        !ranges_in(address, length_bytes).empty()) {
+        return invalid_value;
+    }
+    operand->spans.emplace_back(reinterpret_cast<std::byte*>(address), length_bytes);
+    operand->is_pageable = operand->is_host = true;
+    return success;
+}
+
+// Compute the distance from the first byte to the end of the last row. Return false if it overflows.
+bool extent_of(const Layout& layout, std::uint64_t* length_bytes) {
+    std::uint64_t rows_bytes = 0, slices_bytes = 0;
+    return !__builtin_mul_overflow(layout.height - 1, layout.pitch_bytes, &rows_bytes) &&
+           !__builtin_mul_overflow(layout.depth - 1, layout.slice_bytes, &slices_bytes) &&
+           !__builtin_add_overflow(rows_bytes, slices_bytes, length_bytes) &&
+           !__builtin_add_overflow(*length_bytes, layout.width_bytes, length_bytes);
+}
+
+} // namespace
+
+Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand) {
+    std::uint64_t length_bytes = 0;
+    if (!extent_of(layout, &length_bytes)) {
+        return invalid_value;
+    }
+    if (layout.height == 1 && layout.depth == 1) {
+        return resolve_row(layout.address, length_bytes, context, allowed, access, operand);
+    }
+    // All rows must be in one allocation, so check the range that contains them first.
+    Operand all;
+    Result result = resolve_row(layout.address, length_bytes, context, allowed, access, &all);
+    for (std::uint64_t slice = 0; result == success && slice < layout.depth; ++slice) {
+        std::uint64_t address = layout.address + slice * layout.slice_bytes;
+        for (std::uint64_t row = 0; result == success && row < layout.height; ++row, address += layout.pitch_bytes) {
+            result = resolve_row(address, layout.width_bytes, context, allowed, access, operand);
+        }
+    }
+    return result;
+}
+
+void copy_spans(const Operand& to, const Operand& from) {
+    const auto lock = lock_views();
+    std::size_t source_index = 0, source_offset = 0;
+    for (const std::span<std::byte> target : to.spans) {
+        record_bytes(target.size());
+        for (std::size_t offset = 0; offset < target.size();) {
+            const std::span<std::byte> span = from.spans[source_index];
+            const std::size_t length_bytes = std::min(target.size() - offset, span.size() - source_offset);
+            std::memmove(target.data() + offset, span.data() + source_offset, length_bytes);
+            offset += length_bytes;
+            source_offset += length_bytes;
+            if (source_offset == span.size()) {
+                ++source_index;
+                source_offset = 0;
+            }
+        }
+    }
+    std::ranges::for_each(to.viewed, show);
+}
+
+// Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
+void stage_pageable(Operand* operand) {
+    std::size_t length_bytes = 0;
+    for (const auto& span : operand->spans) {
+        length_bytes += span.size();
+    }
+    auto staged = std::make_shared<std::vector<std::byte>>();
+    staged->reserve(length_bytes);
+    for (const auto& span : operand->spans) {
+        staged->insert(staged->end(), span.begin(), span.end());
+    }
+    operand->spans.assign(1, std::span(*staged));
+    operand->owners.assign(1, std::move(staged));
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,49 @@
+// One side of a copy, or the target of a memset: which bytes it uses, and where this process can access them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "cuda/context.hpp"
+#include "cuda/cuda_abi.hpp"
+#include "cuda/gpu_view.hpp"
+
+namespace gdrkit::twin::cuda {
+
+// The memory that an address may refer to.
+enum class AllowedMemory { any, device_only };
+enum class Access { read, write };
+
+// The bytes of one side: slices of rows. A contiguous range is one row.
+struct Layout {
+    std::uint64_t address = 0; // of the first byte
+    std::uint64_t width_bytes = 0;
+    std::uint64_t height = 1, depth = 1; // the numbers of rows in a slice, and of slices
+    std::uint64_t pitch_bytes = 0;       // the distance between two rows
+    std::uint64_t slice_bytes = 0;       // the distance between two slices
+};
+
+// A layout that was checked: where this process can access its bytes, in order, and the objects that keep this memory
+// alive.
+struct Operand {
+    std::vector<std::span<std::byte>> spans;
+    std::vector<ViewedBytes> viewed; // of a destination: the bytes of which the GPU has a view
+    std::vector<std::shared_ptr<void>> owners;
+    bool is_pageable = false;     // unregistered host memory, which the driver copies through a staging buffer
+    bool is_host = false;         // host memory, registered or not
+    bool has_sync_memops = false; // a range has the attribute CU_POINTER_ATTRIBUTE_SYNC_MEMOPS
+};
+
+// Find the memory of a layout. Fails with invalid_value if it is not allocated, not accessible or not allowed.
+Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand);
+
+// Copy the bytes of an operand to another one of the same size.
+void copy_spans(const Operand& to, const Operand& from);
+
+// Copy a pageable source to a staging buffer now, because the real driver reads it before the call returns.
+void stage_pageable(Operand* operand);
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,56 @@
+// The state of an interprocess event: memory that all processes with a handle of the event map.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+#include "model/sockets.hpp"
+
+namespace gdrkit::twin::cuda {
+
+// Records of the event are numbered from 1 on, in all processes together. A record is done when the work before it in
+// its stream is done, or when its process has ended.
+class SharedEvent {
+public:
+    // Make the state of a new event. Return null if the system has no memory or no descriptors left.
+    static std::shared_ptr<SharedEvent> make();
+    // Map the state that another process has made. Return null if the descriptor is not memory of a twin.
+    static std::shared_ptr<SharedEvent> adopt(Fd fd);
+
+    SharedEvent(const SharedEvent&) = delete;
+    SharedEvent& operator=(const SharedEvent&) = delete;
+    ~SharedEvent();
+
+    [[nodiscard]] int fd() const { return fd_.get(); }
+
+    // Begin a record of this process and return its number. The process must end each record.
+    std::uint32_t begin_record();
+    void end_record(std::uint32_t number);
+
+    // Return the number of the last record; 0 if the event was never recorded.
+    [[nodiscard]] std::uint32_t last_record() const { return state_->begun.load(); }
+    [[nodiscard]] bool is_done(std::uint32_t number);
+    void wait_until_done(std::uint32_t number);
+
+private:
+    struct State {
+        std::atomic<std::uint32_t> begun, done; // the numbers of the last record, and of the last one that is done
+    };
+    static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
+
+    SharedEvent(Fd fd, State* state) : fd_(std::move(fd)), state_(state) {}
+    static std::shared_ptr<SharedEvent> map(Fd fd);
+    [[nodiscard]] bool has_reached(std::uint32_t number) const;
+    [[nodiscard]] bool is_being_recorded();
+
+    // Processes share the file, but not its open description. While this process records, its description has a shared
+    // lock of the file, which the kernel releases when the process ends.
+    Fd fd_;
+    State* state_;
+    std::mutex mutex_;
+    std::uint32_t unfinished_records_ = 0; // of this process
+};
+
+} // namespace gdrkit::twin::cuda

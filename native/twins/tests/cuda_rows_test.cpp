@@ -1,0 +1,209 @@
+// Tests of copies and memsets of rows: cuMemcpy2D*, cuMemcpy3D* and cuMemsetD2D*.
+#include <algorithm>
+
+#include "cuda_driver.hpp"
+
+using namespace gdrkit::twin::cuda;
+
+namespace {
+
+constexpr u64 pitch = 100, width = 37, rows = 5, slices = 3;
+constexpr u64 slice_rows = 7; // the height of the memory, of which a copy uses `rows` rows
+constexpr u64 volume_bytes = pitch * slice_rows * slices;
+constexpr unsigned char canary = 0xee;
+
+CopySide2d host_rows(void* host, u64 pitch_bytes) {
+    return {0, 0, memory_host, host, 0, nullptr, pitch_bytes};
+}
+
+CopySide2d device_rows(u64 device, u64 pitch_bytes) {
+    return {0, 0, memory_device, nullptr, device, nullptr, pitch_bytes};
+}
+
+CopySide3d side_of(u64 address, u64 pitch_bytes, u64 height) {
+    return {0, 0, 0, 0, memory_unified, nullptr, address, nullptr, 0, pitch_bytes, height};
+}
+
+u64 address_of(const std::vector<unsigned char>& bytes) {
+    return reinterpret_cast<u64>(bytes.data());
+}
+
+// Rows go to every second line of device memory and back. Bytes between them are not touched.
+void test_rows_are_copied_exactly() {
+    const u64 memory = allocate(2 * pitch * rows);
+    write_device(memory, std::vector(2 * pitch * rows, canary));
+    std::vector<unsigned char> host = pattern(width * rows, 1);
+    Copy2d to_device{host_rows(host.data(), width), device_rows(memory, 2 * pitch), width, rows};
+    to_device.to.x_bytes = 3;
+    EXPECT_SUCCESS("cuMemcpy2D_v2", static_cast<const Copy2d*>(&to_device));
+    const auto device = read_device(memory, 2 * pitch * rows);
+    for (u64 at = 0; at < device.size(); ++at) {
+        const u64 row = at / (2 * pitch), column = at % (2 * pitch);
+        const bool is_copied = column >= 3 && column < 3 + width;
+        CHECK(device[at] == (is_copied ? host[row * width + column - 3] : canary));
+    }
+    // Copy rows 1 to 3 back, into a buffer with its own pitch.
+    std::vector<unsigned char> read(50 * 3, canary);
+    Copy2d to_host{device_rows(memory, 2 * pitch), host_rows(read.data(), 50), width, 3};
+    to_host.from.x_bytes = 3;
+    to_host.from.y = 1;
+    EXPECT_SUCCESS("cuMemcpy2DUnaligned_v2", static_cast<const Copy2d*>(&to_host));
+    for (u64 at = 0; at < read.size(); ++at) {
+        CHECK(read[at] == (at % 50 < width ? host[(at / 50 + 1) * width + at % 50] : canary));
+    }
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+void test_volume_is_copied_between_devices() {
+    Handle contexts[2] = {init_device(0), 0};
+    const u64 from = allocate(volume_bytes);
+    const auto bytes = pattern(volume_bytes, 2);
+    write_device(from, bytes);
+    contexts[1] = init_device(1);
+    const u64 to = allocate(volume_bytes);
+    write_device(to, std::vector(volume_bytes, canary));
+    for (const bool is_queued : {false, true}) {
+        Copy3d copy{side_of(from, pitch, slice_rows), side_of(to, pitch, slice_rows), width, rows, slices};
+        copy.from.context = contexts[0];
+        copy.to.context = contexts[1];
+        copy.from.y = 2;
+        copy.to.x_bytes = is_queued ? 60 : 0;
+        const auto* const parameters = &copy;
+        if (is_queued) {
+            EXPECT_SUCCESS("cuMemcpy3DPeerAsync", parameters, Handle{0});
+        } else {
+            EXPECT_SUCCESS("cuMemcpy3DPeer", parameters);
+        }
+        EXPECT_SUCCESS("cuCtxSynchronize");
+    }
+    const auto copied = read_device(to, volume_bytes);
+    for (u64 at = 0; at < volume_bytes; ++at) {
+        const u64 slice = at / (pitch * slice_rows), row = at / pitch % slice_rows, column = at % pitch;
+        const bool is_copied = row < rows && (column < width || (column >= 60 && column < 60 + width));
+        const u64 source = (slice * slice_rows + row + 2) * pitch + column % 60;
+        CHECK(copied[at] == (is_copied ? bytes[source] : canary));
+    }
+    EXPECT_SUCCESS("cuMemFree_v2", to);
+    init_device(0);
+    EXPECT_SUCCESS("cuMemFree_v2", from);
+}
+
+// When an asynchronous copy returns, its pageable source has been read, and its pageable destination is written.
+void test_pageable_rows_are_staged() {
+    const u64 memory = allocate(pitch * rows);
+    std::vector<unsigned char> host = pattern(width * rows, 3);
+    const std::vector<unsigned char> original = host;
+    const Copy2d to_device{host_rows(host.data(), width), device_rows(memory, pitch), width, rows};
+    EXPECT_SUCCESS("cuMemcpy2DAsync_v2", &to_device, Handle{0});
+    std::ranges::fill(host, canary);
+    const Copy2d to_host{device_rows(memory, pitch), host_rows(host.data(), width), width, rows};
+    EXPECT_SUCCESS("cuMemcpy2DAsync_v2", &to_host, Handle{0});
+    CHECK(host == original);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+void test_invalid_rows_are_refused() {
+    const u64 memory = allocate(pitch * (rows - 1) + width);
+    std::vector<unsigned char> host(volume_bytes);
+    const Copy2d valid{device_rows(memory, pitch), host_rows(host.data(), width), width, rows};
+    const auto expect = [](int code, const Copy2d& copy) {
+        EXPECT_RESULT(code, "cuMemcpy2D_v2", &copy);
+        EXPECT_RESULT(code, "cuMemcpy2DAsync_v2", &copy, Handle{0});
+    };
+    // The last row ends with the allocation.
+    expect(success, valid);
+    Copy2d copy = valid;
+    copy.from.x_bytes = 1;
+    expect(invalid_value, copy);
+    copy = valid;
+    copy.from.y = 1;
+    expect(invalid_value, copy);
+    for (const u64 pitch_bytes : {u64{0}, width - 1, u64{1} << 31}) {
+        copy = valid;
+        copy.to.pitch_bytes = pitch_bytes;
+        expect(invalid_value, copy);
+    }
+    copy = valid;
+    copy.height = ~u64{0};
+    expect(invalid_value, copy);
+    copy = valid;
+    copy.to.memory_type = memory_array;
+    expect(not_supported, copy);
+    copy.to.memory_type = 9;
+    expect(invalid_value, copy);
+    copy = valid;
+    copy.from.memory_type = memory_host; // with the null pointer as host memory
+    expect(invalid_value, copy);
+    EXPECT_RESULT(invalid_value, "cuMemcpy2D_v2", static_cast<const Copy2d*>(nullptr));
+    // One row needs no pitch, and an empty copy no memory.
+    copy = valid;
+    copy.height = 1;
+    copy.from.pitch_bytes = copy.to.pitch_bytes = 0;
+    expect(success, copy);
+    copy = valid;
+    copy.from.device = 0x10;
+    copy.height = 0;
+    expect(success, copy);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+void test_invalid_volumes_are_refused() {
+    const u64 memory = allocate(volume_bytes);
+    const std::vector<unsigned char> host(volume_bytes);
+    const Copy3d valid{side_of(memory, pitch, slice_rows), side_of(address_of(host), pitch, slice_rows), width, rows,
+                       slices};
+    EXPECT_SUCCESS("cuMemcpy3D_v2", &valid);
+    Copy3d copy = valid;
+    copy.from.height = rows - 1;
+    EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", static_cast<const Copy3d*>(&copy));
+    copy.from.height = ~u64{0};
+    EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", static_cast<const Copy3d*>(&copy));
+    copy = valid;
+    copy.from.z = 1;
+    EXPECT_RESULT(invalid_value, "cuMemcpy3DAsync_v2", static_cast<const Copy3d*>(&copy), Handle{0});
+    copy = valid;
+    copy.to.lod = 1;
+    EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", static_cast<const Copy3d*>(&copy));
+    EXPECT_RESULT(invalid_context, "cuMemcpy3DPeer", &valid);
+    EXPECT_RESULT(invalid_handle, "cuMemcpy3DAsync_v2", &valid, Handle{77});
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+void test_rows_are_filled_exactly() {
+    const u64 memory = allocate(pitch * rows);
+    const auto filled = [&](u64 width_bytes, const std::vector<unsigned char>& value) {
+        const auto bytes = read_device(memory, pitch * rows);
+        for (u64 at = 0; at < bytes.size(); ++at) {
+            CHECK(bytes[at] == (at % pitch < width_bytes ? value[at % pitch % value.size()] : canary));
+        }
+        write_device(memory, std::vector(pitch * rows, canary));
+    };
+    write_device(memory, std::vector(pitch * rows, canary));
+    EXPECT_SUCCESS("cuMemsetD2D8_v2", memory, pitch, static_cast<unsigned char>(1), u64{7}, rows);
+    filled(7, {1});
+    EXPECT_SUCCESS("cuMemsetD2D16_v2", memory, pitch, static_cast<unsigned short>(0x201), u64{7}, rows);
+    filled(14, {1, 2});
+    EXPECT_SUCCESS("cuMemsetD2D32Async", memory, pitch, 0x4030201U, u64{7}, rows, Handle{0});
+    filled(28, {1, 2, 3, 4});
+    EXPECT_RESULT(invalid_value, "cuMemsetD2D8_v2", memory, pitch, static_cast<unsigned char>(1), pitch + 1, rows);
+    EXPECT_RESULT(invalid_value, "cuMemsetD2D8Async", memory, pitch, static_cast<unsigned char>(1), u64{7}, rows + 1,
+                  Handle{0});
+    EXPECT_RESULT(invalid_value, "cuMemsetD2D16Async", memory, u64{51}, static_cast<unsigned short>(1), u64{7}, rows,
+                  Handle{0});
+    EXPECT_RESULT(invalid_value, "cuMemsetD2D32_v2", memory + 2, pitch, 1U, u64{7}, rows);
+    EXPECT_SUCCESS("cuMemsetD2D8_v2", memory, u64{0}, static_cast<unsigned char>(1), u64{7}, u64{0});
+    filled(0, {1});
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+} // namespace
+
+int main() {
+    init_device();
+    test_rows_are_copied_exactly();
+    test_volume_is_copied_between_devices();
+    test_pageable_rows_are_staged();
+    test_invalid_rows_are_refused();
+    test_invalid_volumes_are_refused();
+    test_rows_are_filled_exactly();
+}
