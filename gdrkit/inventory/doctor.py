@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from gdrkit import host, serialization
 from gdrkit.host import Unreadable  # noqa: TC001 - types of fields are read at run time.
+from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE
 from gdrkit.inventory.rules import RULES, Finding
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ def _missing_privileges(machine: Machine) -> Iterator[str]:
     # read them are unknown.
     if machine.facts.python and "CAP_SYS_ADMIN" not in machine.facts.limits.capabilities:
         yield f"PCI config space beyond 64 bytes needs CAP_SYS_ADMIN ({rules_that_need('CAP_SYS_ADMIN')})"
+    gpu_processes = machine.observe(GPU_PROCESSES)
+    if gpu_processes and NOT_READABLE in gpu_processes.seen:
+        yield f"{gpu_processes.seen[NOT_READABLE]} ({rules_that_need('CAP_SYS_PTRACE')})"
     if machine.kernel_log.unreadable:
         yield f"the kernel log: {machine.kernel_log.unreadable} ({rules_that_need('CAP_SYSLOG')})"
 

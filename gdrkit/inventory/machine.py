@@ -9,6 +9,7 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import gdrkit
@@ -16,6 +17,7 @@ from gdrkit import evidence, host
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import SCHEMA_VERSION, Capture, CapturedFiles, RecordedReads, Recorder
 from gdrkit.inventory.child_query import ChildQuery
+from gdrkit.inventory.gpu_processes import GPU_PROCESSES, observe_gpu_processes
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
 
@@ -51,7 +53,7 @@ class Machine:
     environment : mapping
         Environment variables that matter to direct transfers.
     observations : mapping
-        Results of experiments, by the name of the experiment.
+        Results of experiments, by the name of the experiment, and the processes that use a GPU.
     may_run_experiments : bool
         Whether experiments may run. On a captured machine they may not, and only their captured results exist.
     is_environment_known : bool
@@ -155,6 +157,8 @@ def this_machine(
         facts=probe(tree, query_apis=query_apis) if facts is None else facts,
         kernel_log=evidence.kernel_log(host.HostTree()),
         environment=environment,
+        # Without this node no process can have a GPU open, and reading every process takes time.
+        observations={GPU_PROCESSES: observe_gpu_processes()} if Path("/dev/nvidiactl").exists() else {},
         may_run_experiments=run_experiments,
     )
 

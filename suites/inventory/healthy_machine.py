@@ -6,10 +6,12 @@ UCX are installed. Each case changes a few files or facts.
 
 from __future__ import annotations
 
+import json
 import struct
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from gdrkit import serialization
 from gdrkit.evidence import KernelLog
 from gdrkit.host import DiskFiles, GpuLink, HostTree, NvmlFacts
 from gdrkit.inventory import (
@@ -22,6 +24,7 @@ from gdrkit.inventory import (
     VerbsFacts,
     probe,
 )
+from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE, GpuProcess
 from gdrkit.units import GIB
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ __all__ = [
     "SWITCH_PORT",
     "ZONEINFO",
     "config",
+    "gpu_processes",
     "machine",
 ]
 
@@ -153,7 +157,12 @@ HEALTHY_FILES: dict[str, str | bytes] = {
     "/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme sse avx512f\n",
     "/proc/kallsyms": "0000000000000000 T ib_register_peer_memory_client\n0000000000000000 d p2pdma_pgmap_ops\n",
     "/proc/sys/kernel/osrelease": "6.8.0-60-generic\n",
-    "/proc/self/limits": "Max locked memory         unlimited            unlimited            bytes\n",
+    "/proc/self/limits": (
+        "Max open files            1048576              1048576              files\n"
+        "Max locked memory         unlimited            unlimited            bytes\n"
+    ),
+    "/proc/sys/fs/file-nr": "11264\t0\t9223372036854775807\n",
+    "/proc/sys/kernel/yama/ptrace_scope": "1\n",
     "/proc/self/status": "Name:\tpython\nCapEff:\t0000000000000000\n",
     "/proc/self/mountinfo": (
         "22 1 259:1 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p1 rw,data=ordered\n"
@@ -218,6 +227,32 @@ def _write(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[s
             path = root / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.symlink_to(target)
+
+
+def gpu_processes(*changes: Mapping[str, Any], gap: str = "") -> dict[str, Observation]:
+    """Return the observation of as many processes of one job as there are mappings of changed fields.
+
+    `gap` says what could not be read; empty if everything could.
+    """
+    process = GpuProcess(
+        process_id=4711,
+        program="python",
+        user_id=1000,
+        pid_namespace=4026531836,
+        ipc_namespace=4026531839,
+        gpus=("nvidia0",),
+        has_contexts=True,
+        descriptors_count=90,
+        descriptors_max=1024,
+        dmabufs_count=0,
+        dmabuf_bytes=0,
+        environment={"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"},
+    )
+    processes = [
+        replace(process, process_id=process.process_id + index, **change) for index, change in enumerate(changes)
+    ]
+    seen = {process.title: json.dumps(serialization.to_json_data(process)) for process in processes}
+    return {GPU_PROCESSES: Observation(GPU_PROCESSES, seen=seen | ({NOT_READABLE: gap} if gap else {}))}
 
 
 def machine(
@@ -287,5 +322,5 @@ def machine(
         facts=replace(facts_of_files, **(api_facts | dict(facts or {}))),
         kernel_log=KernelLog(lines=kernel_log_lines, unreadable=None),
         environment=dict(environment or {}),
-        observations=dict(observations or {}),
+        observations=gpu_processes({}, {}) | dict(observations or {}),
     )

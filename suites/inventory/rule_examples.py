@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from inventory.healthy_machine import ACS_REDIRECT, GPU, HEALTHY_FILES, NIC, SWITCH_PORT, ZONEINFO, config
+from inventory.healthy_machine import (
+    ACS_REDIRECT,
+    GPU,
+    HEALTHY_FILES,
+    NIC,
+    SWITCH_PORT,
+    ZONEINFO,
+    config,
+    gpu_processes,
+)
 
 from gdrkit.errors import Reason
 from gdrkit.host import GpuHealth, GpuLink, NvmlFacts
@@ -40,6 +49,8 @@ _VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme h
 _SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
 _SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
 _FULL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
+_JOB = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
+_PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
 _EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
@@ -187,6 +198,27 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("memlock-low", "8 MiB"): {
         "files": {"/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n"}
     },
+    ("cuda-ipc-refused", "PID namespaces"): {"observations": gpu_processes({}, {"pid_namespace": 4026532801})},
+    ("cuda-ipc-refused", "IPC namespaces"): {"observations": gpu_processes({}, {"ipc_namespace": 4026532802})},
+    ("cuda-ipc-refused", "users"): {"observations": gpu_processes({}, {"user_id": 1001})},
+    ("cuda-ipc-refused", "order of the GPUs"): {
+        "observations": gpu_processes({}, {"environment": _JOB | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}})
+    },
+    ("cuda-ipc-refused", "order of the list"): {
+        "observations": gpu_processes({}, {"environment": _JOB | {"CUDA_VISIBLE_DEVICES": "1,0"}})
+    },
+    ("cuda-ipc-refused", "ptrace"): {"environment": _EXPANDABLE_SEGMENTS},
+    ("cuda-ipc-refused", "no ptrace at all"): {
+        "environment": _EXPANDABLE_SEGMENTS,
+        "files": _PTRACE_CAPABILITY | {"/proc/sys/kernel/yama/ptrace_scope": "3\n"},
+    },
+    ("descriptors-low", "a leak"): {
+        "observations": gpu_processes({}, {"descriptors_count": 1000, "dmabufs_count": 900})
+    },
+    ("descriptors-low", "a small limit"): {
+        "files": {"/proc/self/limits": "Max open files            256                  4096                 files\n"}
+    },
+    ("descriptors-low", "the machine"): {"files": {"/proc/sys/fs/file-nr": "90000\t0\t100000\n"}},
     ("no-device-nodes", "no uverbs"): {"files": {"/dev/infiniband/uverbs0": None}},
     ("no-device-nodes", "no nvidiactl"): {"files": {"/dev/nvidiactl": None}},
     ("nvidia-fs-absent", "neither path"): {
@@ -280,6 +312,22 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
             "/proc/self/limits": "Max locked memory         65536                65536                bytes\n",
             "/proc/self/status": "CapEff:\t0000000000004000\n",
         }
+    },
+    ("cuda-ipc-refused", "one GPU for each rank"): {
+        "observations": gpu_processes(
+            {"environment": _JOB | {"CUDA_VISIBLE_DEVICES": "0"}}, {"environment": _JOB | {"CUDA_VISIBLE_DEVICES": "1"}}
+        )
+    },
+    ("cuda-ipc-refused", "a monitor in a container"): {
+        "observations": gpu_processes({}, {}, {"pid_namespace": 4026532801, "has_contexts": False})
+    },
+    ("cuda-ipc-refused", "ptrace is allowed"): {
+        "environment": _EXPANDABLE_SEGMENTS,
+        "files": {"/proc/sys/kernel/yama/ptrace_scope": "0\n"},
+    },
+    ("cuda-ipc-refused", "the capability"): {"environment": _EXPANDABLE_SEGMENTS, "files": _PTRACE_CAPABILITY},
+    ("descriptors-low", "the usual limit"): {
+        "files": {"/proc/self/limits": "Max open files            1024                 524288               files\n"}
     },
     ("nvidia-fs-absent", "P2PDMA instead"): {"files": _NO_NVIDIA_FS_FILES},
     ("p2pdma-off", "nvidia-fs instead"): {"files": {"/sys/module/nvme_core/parameters/multipath": "Y\n"}},

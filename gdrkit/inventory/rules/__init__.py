@@ -7,7 +7,7 @@ machine, so a rule returns the same for a capture and on the machine itself.
 from __future__ import annotations
 
 from gdrkit.errors import UsageError
-from gdrkit.inventory.rules import age, fabric, files, lifetime, ports, registration, storage
+from gdrkit.inventory.rules import age, fabric, files, lifetime, ports, processes, registration, storage
 from gdrkit.inventory.rules.base import Finding, Reading, Rule
 
 __all__ = ["RULES", "Finding", "Reading", "Rule", "rule_of"]
@@ -17,6 +17,7 @@ RULES: tuple[Rule, ...] = (
     *age.RULES,
     *fabric.RULES,
     *ports.RULES,
+    *processes.RULES,
     *storage.RULES,
     *files.RULES,
     *lifetime.RULES,

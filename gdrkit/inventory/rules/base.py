@@ -25,6 +25,7 @@ from gdrkit.host import (
     pci_path,
 )
 from gdrkit.inventory import cufile_json
+from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE, GpuProcess
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -298,6 +299,25 @@ class RuleContext:
         first_path, second_path = pci_path(self.tree, first_address)[:-1], pci_path(self.tree, second_address)[:-1]
         shared = set(first_path) & set(second_path)
         return tuple(address for address in (*first_path, *second_path) if address not in shared)
+
+    def gpu_processes(self) -> tuple[GpuProcess, ...]:
+        """Return the processes that have a GPU open, as far as they could be read."""
+        observation = self.machine.observe(GPU_PROCESSES)
+        steps = observation.seen if observation else {}
+        processes = tuple(GpuProcess.parse(text) for step, text in steps.items() if step != NOT_READABLE)
+        for process in processes:
+            self.record(
+                process.title,
+                f"user {process.user_id}, namespaces {process.pid_namespace} and {process.ipc_namespace}, "
+                f"{process.descriptors_count} of {process.descriptors_max} descriptors",
+            )
+        return processes
+
+    @property
+    def gpu_processes_gap(self) -> str | None:
+        """The processes that could not be read, as a text; None if every process could be read."""
+        observation = self.machine.observe(GPU_PROCESSES)
+        return observation.seen.get(NOT_READABLE) if observation else "the processes, which were not read"
 
     def bar1_range(self, address: str) -> tuple[int, int] | None:
         """Return the first and the last physical address of BAR1 of a GPU, or None if sysfs does not have them."""

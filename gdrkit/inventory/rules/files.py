@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.inventory.rules.processes import holders_of_dmabufs
 from gdrkit.units import GIB, MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ def _check_direct_io(context: RuleContext) -> RuleResult:
     why="NICs and NVMe reach GPU memory through this window. Memory that does not fit into it cannot be registered.",
     remedy="switch on 'above 4G decoding' and resizable BAR in the firmware; keep max_device_pinned_mem_size_kb of "
     "cufile.json below BAR1; release registrations",
-    reads="NVML BAR1 total and free; /sys/bus/pci/devices/*/resource; max_device_pinned_mem_size_kb of cufile.json",
+    reads="NVML BAR1 total and free; /sys/bus/pci/devices/*/resource; max_device_pinned_mem_size_kb of cufile.json; "
+    "the dma-bufs of every process that has a GPU open",
 )
 def _check_bar1_small(context: RuleContext) -> RuleResult:
     sizes = dict(_bar1_sizes(context))
@@ -121,7 +123,9 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
             problems.append(f"BAR1 of {address} has {format_bytes(free_bytes)} left of {format_bytes(total_bytes)}")
         elif isinstance(pinned_kb, int) and total_bytes < pinned_kb << 10 and pinned_kb != _PINNED_DEFAULT_KB:
             problems.append(f"BAR1 of {address} is smaller than max_device_pinned_mem_size_kb")
-    return context.fails("; ".join(problems)) if problems else context.passes("every BAR1 has free space")
+    if problems:
+        return context.fails("; ".join(filter(None, (*problems, holders_of_dmabufs(context)))))
+    return context.passes("every BAR1 has free space")
 
 
 def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]]:

@@ -1,0 +1,150 @@
+"""The processes that use a GPU: their users, namespaces and descriptors, and the variables that choose their GPUs.
+
+The result is an :class:`~gdrkit.inventory.Observation`, so that a capture has it. It has neither the names of other
+open files nor other variables of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Self
+
+from gdrkit import evidence, host, serialization
+from gdrkit.errors import Reason, UsageError, errno_name
+from gdrkit.inventory.observation import Observation
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["GPU_PROCESSES", "NOT_READABLE", "GpuProcess", "observe_gpu_processes"]
+
+# The name of the observation, and its step that says which processes could not be read.
+GPU_PROCESSES = "gpu_processes"
+NOT_READABLE = "not readable"
+_ORDER_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
+# Variables of launchers that have the same value in every process of a job.
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "MASTER_ADDR", "MASTER_PORT")
+_GPU_NODE = re.compile(r"nvidia\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class GpuProcess:
+    """One process that has a GPU open. A value that could not be read is None.
+
+    Attributes
+    ----------
+    user_id : int or None
+        The effective user.
+    pid_namespace, ipc_namespace : int or None
+        Inode numbers of its namespaces.
+    gpus : tuple of str
+        The open device nodes, e.g. ``nvidia0``.
+    has_contexts : bool
+        Whether nvidia-uvm is open, as in every process with a CUDA context. Programs that only monitor GPUs lack it.
+    descriptors_count, descriptors_max : int and int or None
+        Number of open descriptors, and the soft limit.
+    dmabufs_count, dmabuf_bytes : int
+        The dma-bufs that it holds, and their size in bytes.
+    environment : mapping
+        The variables that choose and order GPUs, and those that identify its job.
+    """
+
+    process_id: int
+    program: str
+    user_id: int | None
+    pid_namespace: int | None
+    ipc_namespace: int | None
+    gpus: tuple[str, ...]
+    has_contexts: bool
+    descriptors_count: int
+    descriptors_max: int | None
+    dmabufs_count: int
+    dmabuf_bytes: int
+    environment: dict[str, str]
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse the text of a step of the observation.
+
+        Raises
+        ------
+        UsageError
+            ``MALFORMED``: the text is not JSON or has an invalid field.
+        """
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            message = f"the observation of a process is not JSON: {text[:80]!r}"
+            raise UsageError(message, reason=Reason.MALFORMED) from error
+        return serialization.from_json_data(cls, data, where="the observation of a process")
+
+    @property
+    def title(self) -> str:
+        """The process ID and the program, as texts name the process."""
+        return f"pid {self.process_id} ({self.program})"
+
+    @property
+    def job(self) -> tuple[tuple[str, str], ...]:
+        """The variables that identify its job; empty if no launcher has set any."""
+        return tuple((name, self.environment[name]) for name in _JOB_VARIABLES if name in self.environment)
+
+
+def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
+    """Read every process of this PID namespace, except this one, and return those that have a GPU open.
+
+    Parameters
+    ----------
+    folder : str
+        The folder of the device nodes.
+    """
+    tree, seen, refusals = host.HostTree(), {}, dict[str, int]()
+    for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
+        try:
+            targets = evidence.descriptors(name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # The process has ended.
+        except OSError as error:
+            refusals[errno_name(error.errno)] = refusals.get(errno_name(error.errno), 0) + 1
+            continue
+        nodes = {target.removeprefix(f"{folder}/") for target in targets.values() if target.startswith(f"{folder}/")}
+        gpus = sorted(node for node in nodes if _GPU_NODE.fullmatch(node))
+        if (gpus or "nvidia-uvm" in nodes) and int(name) != os.getpid():
+            process = _read_process(tree, name, targets, gpus, has_contexts="nvidia-uvm" in nodes)
+            seen[process.title] = json.dumps(serialization.to_json_data(process))
+    if refusals:
+        count = sum(refusals.values())
+        seen[NOT_READABLE] = (
+            f"whether {count} other processes use a GPU ({', '.join(refusals)}): this needs CAP_SYS_PTRACE"
+        )
+    return Observation(GPU_PROCESSES, seen=seen)
+
+
+def _read_process(
+    tree: host.HostTree, name: str, targets: dict[int, str], gpus: Iterable[str], *, has_contexts: bool
+) -> GpuProcess:
+    user = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{name}/status") or "", re.MULTILINE)
+    environ = (tree.data(f"/proc/{name}/environ") or b"").decode("utf-8", "backslashreplace")
+    variables = dict(entry.partition("=")[::2] for entry in environ.split("\0") if "=" in entry)
+    dmabufs = evidence.held_dmabufs(tree, name, targets)
+    return GpuProcess(
+        process_id=int(name),
+        program=(tree.text(f"/proc/{name}/comm") or "").strip(),
+        user_id=int(user[1]) if user else None,
+        pid_namespace=_namespace(tree, name, "pid"),
+        ipc_namespace=_namespace(tree, name, "ipc"),
+        gpus=tuple(gpus),
+        has_contexts=has_contexts,
+        descriptors_count=len(targets),
+        descriptors_max=host.process_limits(tree, process=name).open_files,
+        dmabufs_count=len(dmabufs),
+        dmabuf_bytes=sum(dmabuf.size_bytes for dmabuf in dmabufs),
+        environment={key: variables[key] for key in (*_ORDER_VARIABLES, *_JOB_VARIABLES) if key in variables},
+    )
+
+
+def _namespace(tree: host.HostTree, name: str, kind: str) -> int | None:
+    match = re.fullmatch(rf"{kind}:\[(\d+)\]", tree.link_name(f"/proc/{name}/ns/{kind}") or "")
+    return int(match[1]) if match else None

@@ -1,0 +1,189 @@
+"""Rules about the processes that use GPUs: CUDA IPC between them, and their descriptors."""
+
+from __future__ import annotations
+
+import re
+from itertools import combinations
+from typing import TYPE_CHECKING
+
+from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.units import format_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from gdrkit.inventory.gpu_processes import GpuProcess
+
+__all__ = ["RULES", "holders_of_dmabufs"]
+
+_PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
+# With this value, no process may attach to another one, whatever its capabilities.
+_PTRACE_SCOPE_NONE = 3
+# The link /proc/self/ns/pid in the first PID namespace of every machine (PROC_PID_INIT_INO of Linux).
+_FIRST_PID_NAMESPACE = "pid:[4026531836]"
+_DESCRIPTORS_MIN = 1024
+# A process or a machine that uses so many of its descriptors runs out of them soon.
+_USED_PERCENT = 80
+_LISTED_MAX, _KINDS_MAX = 4, 64
+
+
+def _obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
+    """Return why one process cannot open a CUDA IPC handle of the other, or None if no reason is known."""
+    for title, name in (("PID namespace", "pid_namespace"), ("IPC namespace", "ipc_namespace"), ("user", "user_id")):
+        values = {getattr(process, name) for process in (first, second)}
+        if len(values - {None}) > 1:
+            return f"another {title}"
+    return None
+
+
+def _order_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
+    """Return why one number means different GPUs in two processes of a job, or None if no reason is known."""
+    orders = {process.environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") for process in (first, second)}
+    if len(orders) > 1:
+        return "another CUDA_DEVICE_ORDER"
+    lists = [process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") for process in (first, second)]
+    if lists[0] != lists[1] and sorted(lists[0]) == sorted(lists[1]):
+        return "the same CUDA_VISIBLE_DEVICES in another order"
+    return None
+
+
+def _refused_pairs(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool, str]]:
+    """Yield for each pair without CUDA IPC whether both processes are of one job, and a text."""
+    # Processes that differ in no value are alike. A hostile capture may have any number of processes.
+    kinds = {
+        (p.pid_namespace, p.ipc_namespace, p.user_id, tuple(sorted(p.environment.items()))): p
+        for p in reversed(processes)
+    }
+    for first, second in combinations(list(reversed(kinds.values()))[:_KINDS_MAX], 2):
+        is_one_job = bool(first.job) and first.job == second.job
+        obstacle = _obstacle(first, second) or (_order_obstacle(first, second) if is_one_job else None)
+        if obstacle:
+            yield is_one_job, f"{first.title} and {second.title}: {obstacle}"
+
+
+def _ptrace_obstacle(context: RuleContext) -> str | None:
+    """Return why processes cannot share memory of cuMemCreate, or None if they can or this environment has none."""
+    scope = context.tree.number(_PTRACE_SCOPE)
+    context.record(_PTRACE_SCOPE, "does not exist" if scope is None else scope)
+    setting = context.machine.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
+    if not scope or "expandable_segments:true" not in setting:
+        return None
+    if scope < _PTRACE_SCOPE_NONE and "CAP_SYS_PTRACE" in context.facts.limits.capabilities:
+        return None
+    return f"expandable segments are shared by pidfd_getfd(2), which ptrace_scope {scope} refuses"
+
+
+@rule(
+    code="cuda-ipc-refused",
+    title="processes of one job cannot share GPU memory by CUDA IPC",
+    why="A process cannot open a CUDA IPC handle from another PID or IPC namespace or of another user. It fails with "
+    "CUresult 201 or 400, or the library falls back to TCP or host memory and says nothing. With another order of the "
+    "GPUs the same number means another GPU. Memory of cuMemCreate is shared by descriptors, which need ptrace access.",
+    remedy="start the containers with a common PID and IPC namespace (`--pid=container:NAME --ipc=container:NAME`, or "
+    "`--pid=host --ipc=host`; hostPID and hostIPC in Kubernetes) and as one user; set CUDA_DEVICE_ORDER=PCI_BUS_ID and "
+    "one CUDA_VISIBLE_DEVICES for all; for expandable segments set kernel.yama.ptrace_scope=0 or give CAP_SYS_PTRACE; "
+    "or send the descriptor of a dma-buf over a Unix socket",
+    reads="of every process that has /dev/nvidia-uvm open: user, /proc/*/ns/{pid,ipc}, CUDA_DEVICE_ORDER, "
+    "CUDA_VISIBLE_DEVICES, and the variables that identify its job; /proc/sys/kernel/yama/ptrace_scope; "
+    "PYTORCH_CUDA_ALLOC_CONF",
+    privilege="CAP_SYS_PTRACE for processes of other users",
+    source="vllm-project/vllm #55906, openucx/ucx #11514 and #11978 (PID namespaces), openucx/ucx #10103 (IPC "
+    "namespaces), pytorch/pytorch #130890 (ptrace); pidfd_getfd(2); Yama in the administrator's guide of Linux",
+)
+def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
+    processes = [process for process in context.gpu_processes() if process.has_contexts]
+    pairs = list(_refused_pairs(processes))
+    obstacle = _ptrace_obstacle(context)
+    causes = [text for is_one_job, text in pairs if is_one_job] + ([obstacle] if obstacle else [])
+    if causes:
+        return context.fails(_shortened(causes))
+    if pairs:
+        return context.unproven(
+            f"if these processes share memory, CUDA IPC is refused: {_shortened([t for _, t in pairs])}"
+        )
+    gap = "; ".join(filter(None, (_namespace_gap(context), context.gpu_processes_gap)))
+    seen = f"{len(processes)} processes with CUDA contexts were seen"
+    if len(processes) > 1:
+        return context.passes(
+            f"{seen}, of one user in one PID and IPC namespace" + (f"; not seen: {gap}" if gap else "")
+        )
+    return context.not_run(seen + (f"; not seen: {gap}" if gap else ""))
+
+
+def _namespace_gap(context: RuleContext) -> str | None:
+    """Return what a process in a PID namespace of its own does not see, or None if this is the first namespace."""
+    namespace = context.tree.link_name("/proc/self/ns/pid")
+    context.record("/proc/self/ns/pid", namespace or "not readable")
+    if namespace in (None, _FIRST_PID_NAMESPACE):
+        return None
+    return "processes outside of this PID namespace, which cannot share memory with those in it"
+
+
+def _shortened(texts: Sequence[str]) -> str:
+    more = f"; and {len(texts) - _LISTED_MAX} more" if len(texts) > _LISTED_MAX else ""
+    return "; ".join(texts[:_LISTED_MAX]) + more
+
+
+@rule(
+    code="descriptors-low",
+    title="a process runs out of descriptors",
+    why="Some libraries keep one descriptor of a dma-buf for each registration. At the limit, "
+    "cuMemGetHandleForAddressRange fails with CUDA_ERROR_OPERATING_SYSTEM (304), and open and socket with EMFILE.",
+    remedy="raise the limit (`ulimit -n 1048576`, LimitNOFILE= in the unit, `--ulimit nofile=1048576` for a "
+    "container), or fs.file-max for the machine; close the descriptor of a dma-buf after its registration, or use a "
+    "registration cache",
+    reads="/proc/self/limits, /proc/sys/fs/file-nr; of every process that has a GPU open: its descriptors, its "
+    "dma-bufs and its limit",
+    privilege="CAP_SYS_PTRACE for processes of other users",
+    source="ofiwg/libfabric #12828",
+)
+def _check_descriptors_low(context: RuleContext) -> RuleResult:
+    if not context.has_gpu and not context.has_nic:
+        return context.not_run("neither a GPU nor an RDMA device here")
+    causes = list(_exhausted_descriptors(context))
+    limit = context.facts.limits.open_files
+    if limit is not None:
+        context.record("/proc/self/limits", f"Max open files {limit}")
+        if limit < _DESCRIPTORS_MIN:
+            causes.append(f"this process may open {limit} descriptors, and a job may need one for each registration")
+    if causes:
+        return context.fails(_shortened(causes))
+    if limit is None and not context.facts.limits.memlock_known:
+        return context.not_run("the limit cannot be read")
+    text = (
+        f"{'any number of' if limit is None else limit} descriptors may be open, and no GPU process is near its limit"
+    )
+    gap = context.gpu_processes_gap
+    return context.passes(f"{text}; not seen: {gap}" if gap else text)
+
+
+def _exhausted_descriptors(context: RuleContext) -> Iterator[str]:
+    """Yield a text for each process that has a GPU open, and for the machine, if few descriptors are left."""
+    for process in context.gpu_processes():
+        limit = process.descriptors_max
+        if limit is not None and process.descriptors_count * 100 >= limit * _USED_PERCENT:
+            yield (
+                f"{process.title} has {process.descriptors_count} of {limit} descriptors open, "
+                f"{process.dmabufs_count} of them dma-bufs"
+            )
+    # The file has the number of open files, an unused number, and the limit.
+    numbers = re.fullmatch(r"(\d+)\s+\d+\s+(\d+)", context.text("/proc/sys/fs/file-nr") or "")
+    if numbers and int(numbers[1]) * 100 >= int(numbers[2]) * _USED_PERCENT:
+        yield f"the machine has {numbers[1]} of {numbers[2]} files open"
+
+
+def holders_of_dmabufs(context: RuleContext) -> str:
+    """Return which processes hold dma-bufs, those with the most bytes first; empty if none is known."""
+    holders = sorted(context.gpu_processes(), key=lambda process: -process.dmabuf_bytes)
+    return _shortened(
+        [
+            f"{process.title} holds {process.dmabufs_count} dma-bufs with {format_bytes(process.dmabuf_bytes)}"
+            for process in holders
+            if process.dmabufs_count
+        ]
+    )
+
+
+RULES = (_check_cuda_ipc_refused, _check_descriptors_low)

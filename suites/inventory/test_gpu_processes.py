@@ -1,0 +1,170 @@
+"""The processes that have a GPU open are read with and without privilege, and the rules about them see real namespaces.
+
+The cases put files with the names of the device nodes into a folder of their own, so that they need no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from inventory.healthy_machine import gpu_processes, machine
+from support.other_user import folder_for_all_users, run_program
+
+from gdrkit import serialization
+from gdrkit.errors import Reason, UsageError
+from gdrkit.harness.needs import host, needs
+from gdrkit.inventory import Observation, diagnose, rule_of
+from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE, GpuProcess, observe_gpu_processes
+from gdrkit.verdict import Verdict
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+NODES = ("nvidiactl", "nvidia-uvm", "nvidia0")
+OTHER_USER = "65534"
+# The arguments are the user, and the files to hold open until standard input ends.
+HOLD_FILES = """
+import os, sys
+files = [open(name) for name in sys.argv[2:]]
+os.setuid(int(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.read()
+"""
+OBSERVE_AS_ANOTHER_USER = """
+import json, sys
+from gdrkit import serialization
+from gdrkit.inventory.gpu_processes import observe_gpu_processes
+from support.other_user import become_unprivileged
+become_unprivileged()
+print(json.dumps(serialization.to_json_data(observe_gpu_processes(folder=sys.argv[1]))))
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Yield a folder with files that have the names of device nodes."""
+    with folder_for_all_users() as path:
+        for name in NODES:
+            (path / name).touch()
+        yield path
+
+
+@contextlib.contextmanager
+def holder(folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES) -> Iterator[None]:
+    """Run a process of a job that holds the nodes open. `options` go to unshare(1)."""
+    prefix = ["unshare", *options] if options else []
+    command = [*prefix, sys.executable, "-c", HOLD_FILES, user, *(str(folder / name) for name in nodes)]
+    environ = {**os.environ, "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0", "TOKEN": "of the job"}
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield
+        process.communicate(timeout=60)
+
+
+def processes_in(observation: Observation) -> list[GpuProcess]:
+    """Return the processes of an observation."""
+    return [GpuProcess.parse(text) for step, text in observation.seen.items() if step != NOT_READABLE]
+
+
+def refused_count(observation: Observation) -> int:
+    """Return the number of processes that could not be read."""
+    match = re.match(r"whether (\d+) other processes use a GPU \(EACCES\): ", observation.seen.get(NOT_READABLE, ""))
+    return int(match[1]) if match else 0
+
+
+def test_process_has_its_user_limits_and_variables(folder: Path) -> None:
+    with holder(folder, user=str(os.geteuid())):
+        (process,) = processes_in(observe_gpu_processes(folder=str(folder)))
+    assert (process.user_id, process.gpus, process.has_contexts) == (os.geteuid(), ("nvidia0",), True)
+    assert process.pid_namespace == os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - no Path is at hand.
+    assert process.descriptors_count >= len(NODES) + 3
+    assert process.environment == {"CUDA_VISIBLE_DEVICES": "0", "SLURM_JOB_ID": "17"}
+
+
+def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
+    with holder(folder, user=str(os.geteuid()), nodes=("nvidiactl", "nvidia0")):
+        (process,) = processes_in(observe_gpu_processes(folder=str(folder)))
+    assert not process.has_contexts
+
+
+@needs(host.capability("CAP_SYS_ADMIN"), host.capability("CAP_SETUID"), host.program("unshare"))
+@pytest.mark.parametrize(
+    ("options", "user", "expected"),
+    [
+        ((), "0", None),
+        (("--pid", "--fork"), "0", "another PID namespace"),
+        (("--ipc",), "0", "another IPC namespace"),
+        ((), OTHER_USER, "another user"),
+    ],
+)
+def test_real_processes_cannot_share_by_cuda_ipc(
+    folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, expected: str | None
+) -> None:
+    with holder(folder), holder(folder, *options, user=user):
+        observation = observe_gpu_processes(folder=str(folder))
+    assert len(processes_in(observation)) == 2
+    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations={GPU_PROCESSES: observation}))
+    assert finding.verdict is (Verdict.FAIL if expected else Verdict.PASS), finding.text
+    assert expected is None or expected in finding.text
+
+
+@needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
+def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) -> None:
+    with holder(folder), holder(folder):
+        completed = run_program(OBSERVE_AS_ANOTHER_USER, str(folder))
+        privileged = observe_gpu_processes(folder=str(folder))
+    assert completed.returncode == 0, completed.stderr
+    unprivileged = serialization.from_json_data(Observation, json.loads(completed.stdout))
+    assert (len(processes_in(privileged)), len(processes_in(unprivileged))) == (2, 0)
+    # A sandbox may protect some of its processes even from root.
+    assert refused_count(unprivileged) >= refused_count(privileged) + 2
+    for observation, verdict in ((privileged, Verdict.PASS), (unprivileged, Verdict.NOT_RUN)):
+        diagnosis = diagnose(machine(tmp_path / verdict.value, observations={GPU_PROCESSES: observation}))
+        (finding,) = [finding for finding in diagnosis.findings if finding.code == "cuda-ipc-refused"]
+        assert finding.verdict is verdict
+        gap = observation.seen.get(NOT_READABLE)
+        assert gap is None or f"not seen: {gap}" in finding.text
+        expected = [] if gap is None else [f"{gap} (cuda-ipc-refused, descriptors-low)"]
+        assert [line for line in diagnosis.privileges if "CAP_SYS_PTRACE" in line] == expected
+
+
+def test_processes_of_no_common_job_are_undecided(tmp_path: Path) -> None:
+    observations = gpu_processes({"environment": {}}, {"environment": {}, "pid_namespace": 4026532801})
+    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=observations))
+    assert finding.verdict is Verdict.UNPROVEN
+    assert "pid 4711 (python) and pid 4712 (python): another PID namespace" in finding.text
+
+
+def test_container_says_that_it_sees_no_process_outside(tmp_path: Path) -> None:
+    links = {"/proc/self/ns/pid": "pid:[4026532801]"}
+    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, links=links, observations=gpu_processes({})))
+    assert (finding.verdict, "outside of this PID namespace" in finding.text) == (Verdict.NOT_RUN, True)
+
+
+def test_full_bar1_names_the_holders_of_dmabufs(tmp_path: Path) -> None:
+    from inventory.rule_examples import FAILING_EXAMPLES
+
+    changes = FAILING_EXAMPLES["bar1-small", "full"] | {
+        "observations": gpu_processes({}, {"dmabufs_count": 900, "dmabuf_bytes": 3 << 30})
+    }
+    finding = rule_of("bar1-small").apply(machine(tmp_path, **changes))
+    assert "pid 4712 (python) holds 900 dma-bufs with 3 GiB" in finding.text
+
+
+@pytest.mark.parametrize("text", ["{", '{"process_id": "x"}', "[" * 100_000])
+def test_malformed_observation_is_a_usage_error(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        GpuProcess.parse(text)
+    assert caught.value.reason is Reason.MALFORMED
+    observations = {GPU_PROCESSES: Observation(GPU_PROCESSES, seen={"pid 1 (x)": text})}
+    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=observations))
+    assert finding.verdict is Verdict.UNPROVEN
