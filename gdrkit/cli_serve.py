@@ -118,7 +118,7 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
 @click.option(
     "--shared",
     is_flag=True,
-    help="Serve all users of this machine, each with the rights of its open files. Needs root and plain mode.",
+    help="Serve all users of this machine, each with the rights that the kernel gives it. Needs root.",
 )
 @click.option(
     "--user-memory-mib",
@@ -153,12 +153,10 @@ def agent(
     if (store is None) == (server is None):
         message = "gdrkit agent needs either --store DIR or --server HOST:PORT"
         raise UsageError(message)
-    if shared and (fuse or store is None):
-        message = "gdrkit agent --shared serves the files of a folder of this machine: it needs --store, without --fuse"
-        raise UsageError(message)
     if user_memory_mib is not None and not shared:
         message = "--user-memory-mib needs --shared"
         raise UsageError(message)
+    user_memory_bytes_max = None if user_memory_mib is None else user_memory_mib * MIB
     export = _exporter("agent", metrics)
     block_signals()
     limit_arenas()
@@ -170,7 +168,7 @@ def agent(
             spin_us=spin_us,
             silence_ms=silence_ms,
             is_shared=shared,
-            user_memory_bytes_max=None if user_memory_mib is None else user_memory_mib * MIB,
+            user_memory_bytes_max=user_memory_bytes_max,
         )
         serve_until_signalled(running_agent, as_json=as_json, export=export)
         return 0
@@ -179,7 +177,14 @@ def agent(
 
     token = None if token_file is None else read_token_file(token_file)
     fuse_mount_agent = fuse_agent(
-        mount, store=store, server=server, token=token, spin_us=spin_us, silence_ms=silence_ms
+        mount,
+        store=store,
+        server=server,
+        token=token,
+        spin_us=spin_us,
+        silence_ms=silence_ms,
+        is_shared=shared,
+        user_memory_bytes_max=user_memory_bytes_max,
     )
     serve_until_signalled(fuse_mount_agent, as_json=as_json, export=export)
     return 0

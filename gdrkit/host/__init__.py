@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from gdrkit.host._fanotify import OpenedFile, OpenReports, open_by_handle
 from gdrkit.host._libc import (
+    acting_as,
+    allow_set_group_id,
     die_with_parent,
     drop_write_capabilities,
     file_system_type,
     read_removed_names,
     rename_new,
+    separate_umask,
     watch_removed_names,
 )
 from gdrkit.host.config_space import AcsControl, ConfigSpace, config_space, parse_config_space
@@ -88,6 +91,8 @@ __all__ = [
     "RdmaDevice",
     "Unreadable",
     "WrappingCounter",
+    "acting_as",
+    "allow_set_group_id",
     "block_device",
     "cached_libraries",
     "config_space",
@@ -127,6 +132,7 @@ __all__ = [
     "read_port",
     "read_removed_names",
     "rename_new",
+    "separate_umask",
     "starved_s",
     "state_folder",
     "this_process",

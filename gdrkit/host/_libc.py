@@ -1,10 +1,12 @@
-"""Functions of the C library that Python does not have, by ctypes: prctl, capset, fstatfs, renameat2, inotify."""
+"""Functions of the C library that Python lacks, by ctypes: prctl, capset, setfsuid, fstatfs, renameat2, inotify."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import platform
 import signal
 import struct
 from functools import cache
@@ -12,14 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import mmap
+    from collections.abc import Iterator, Sequence
 
 __all__ = [
+    "acting_as",
     "address_of",
+    "allow_set_group_id",
     "die_with_parent",
     "drop_write_capabilities",
     "file_system_type",
     "read_removed_names",
     "rename_new",
+    "separate_umask",
     "watch_removed_names",
 ]
 
@@ -30,7 +36,10 @@ _PR_SET_PDEATHSIG = 1
 # linux/capability.h: version 3, whose two words each have an effective, a permitted and an inheritable set.
 _CAPABILITY_VERSION = 0x20080522
 _CAP_FSETID, _CAP_SYS_RESOURCE = 4, 24
-_WRITE_CAPABILITIES = 1 << _CAP_FSETID | 1 << _CAP_SYS_RESOURCE
+# asm/unistd.h: setgroups(2). The function of the C library changes the groups of all threads.
+_SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159}
+# linux/sched.h.
+_CLONE_FS = 0x200
 # linux/inotify.h.
 _IN_MOVED_FROM, _IN_DELETE, _IN_Q_OVERFLOW = 0x40, 0x200, 0x4000
 # The first fields of struct inotify_event: wd, mask, cookie, len. The name has `len` bytes and is padded with zeros.
@@ -57,7 +66,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def drop_write_capabilities() -> None:
-    """Give up CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
+    """Do without CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
 
     Then the kernel treats writes of root as writes of any user: it clears the set-user-ID and set-group-ID bits of a
     file that is written, and it enforces the disk quotas and the reserved blocks of the file system.
@@ -67,15 +76,94 @@ def drop_write_capabilities() -> None:
     OSError
         The errors of capset(2).
     """
+    _change_effective(remove=1 << _CAP_FSETID | 1 << _CAP_SYS_RESOURCE)
+
+
+def allow_set_group_id() -> None:
+    """Let this thread of root set the set-group-ID bit of any folder again, after :func:`drop_write_capabilities`.
+
+    Raises
+    ------
+    OSError
+        EPERM: the process does not have CAP_FSETID.
+    """
+    _change_effective(add=1 << _CAP_FSETID)
+
+
+def _change_effective(*, add: int = 0, remove: int = 0) -> None:
+    """Change the effective capabilities of this thread."""
     library = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
+    # The effective, permitted and inheritable sets, first of the capabilities 0 to 31.
     sets = (ctypes.c_uint32 * 6)()
     is_known = library.capget(header, sets) == 0
-    for index in range(3):
-        sets[index] &= ~_WRITE_CAPABILITIES
+    sets[0] = (sets[0] | add) & ~remove
     if not is_known or library.capset(header, sets) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
+
+
+@contextlib.contextmanager
+def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
+    """Let this thread of root use files with the rights of another user until the block ends: setfsuid(2).
+
+    Other threads keep their rights. For a user other than root, the kernel also takes away the capabilities of root for
+    files.
+
+    Raises
+    ------
+    OSError
+        EPERM: this thread may not do so. The errors of setgroups(2).
+    """
+    previous_uid, previous_gid = _file_ids()
+    previous_groups = os.getgroups()
+    try:
+        _set_thread_groups(groups)
+        _set_file_ids(uid, gid)
+        yield
+    finally:
+        _set_file_ids(previous_uid, previous_gid)
+        _set_thread_groups(previous_groups)
+
+
+def _file_ids() -> tuple[int, int]:
+    """Return the user and the group with whose rights this thread uses files."""
+    library = ctypes.CDLL(None)
+    # A call with an invalid number changes nothing and returns the current number.
+    current = [set_id(ctypes.c_uint32(0xFFFFFFFF)) & 0xFFFFFFFF for set_id in (library.setfsuid, library.setfsgid)]
+    return current[0], current[1]
+
+
+def _set_file_ids(uid: int, gid: int) -> None:
+    library = ctypes.CDLL(None)
+    library.setfsgid(ctypes.c_uint32(gid))
+    library.setfsuid(ctypes.c_uint32(uid))
+    # The two functions report no errors.
+    if _file_ids() != (uid, gid):
+        raise OSError(errno.EPERM, f"this thread may not act as user {uid} and group {gid}")
+
+
+def _set_thread_groups(groups: Sequence[int]) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    numbers = (ctypes.c_uint32 * len(groups))(*groups)
+    if library.syscall(_SYS_SETGROUPS[platform.machine()], ctypes.c_size_t(len(groups)), numbers) != 0:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
+
+
+def separate_umask() -> None:
+    """Give this thread its own umask, which other threads share until now, and set it to 0: unshare(2), CLONE_FS.
+
+    Raises
+    ------
+    OSError
+        The errors of unshare(2).
+    """
+    library = ctypes.CDLL(None, use_errno=True)
+    if library.unshare(_CLONE_FS) != 0:
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number))
+    os.umask(0)
 
 
 def file_system_type(descriptor: int) -> int:

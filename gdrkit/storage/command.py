@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason, errno_name
-from gdrkit.host import raise_open_files_limit
+from gdrkit.host import drop_write_capabilities, raise_open_files_limit
 from gdrkit.storage.address import ServerAddress
 from gdrkit.storage.server import StorageServer
 from gdrkit.storage.store import FileStore
@@ -45,6 +45,8 @@ def serve(
     """
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
     raise_open_files_limit()
+    # Agents of root write for other users, who must not write with these rights of root.
+    drop_write_capabilities()
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:

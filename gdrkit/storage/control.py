@@ -33,10 +33,12 @@ __all__ = [
 PATH_CHARACTERS_MAX = 4096
 # Largest number of ranges of one punch_hole.
 RANGES_MAX = 1024
+# Largest number of groups of a user, as in Linux, and largest number of a user or a group.
+_GROUPS_MAX, _ID_MAX = 65536, (1 << 32) - 2
 # The largest number in a message.
 _INT63 = (1 << 63) - 1
 
-Request: TypeAlias = Union[  # noqa: UP007 - Union is easier to read than 21 types with |.
+Request: TypeAlias = Union[  # noqa: UP007 - Union is easier to read than 23 types with |.
     messages.StorageHello,
     messages.Attach,
     messages.Open,
@@ -57,6 +59,8 @@ Request: TypeAlias = Union[  # noqa: UP007 - Union is easier to read than 21 typ
     messages.Statfs,
     messages.Chmod,
     messages.Utimens,
+    messages.Chown,
+    messages.SetUser,
     messages.ReadStatistics,
 ]
 
@@ -81,6 +85,8 @@ REQUESTS: Mapping[str, type[Request]] = {
     "statfs": messages.Statfs,
     "chmod": messages.Chmod,
     "utimens": messages.Utimens,
+    "chown": messages.Chown,
+    "user": messages.SetUser,
     "statistics": messages.ReadStatistics,
 }
 _OPERATION_NAMES = {kind: name for name, kind in REQUESTS.items()}
@@ -269,6 +275,12 @@ def _check_request(request: Request, where: str) -> None:
             problem = "exclusive and exchange exclude each other"
         case messages.Open(mode=mode) | messages.Mkdir(mode=mode) | messages.Chmod(mode=mode) if mode > 0o7777:  # noqa: PLR2004
             problem = f"the mode must be at most 0o7777, not {mode:#o}"
+        case messages.SetUser(uid=uid, gid=gid, groups=groups) if len(groups) > _GROUPS_MAX or (
+            max(uid, gid, *groups) > _ID_MAX
+        ):
+            problem = f"a user has at most {_GROUPS_MAX} groups, and numbers of at most {_ID_MAX}"
+        case messages.Chown(uid=uid, gid=gid) if max(uid or 0, gid or 0) > _ID_MAX:
+            problem = f"the numbers of a user and a group must be at most {_ID_MAX}"
     if problem:
         message = f"{where}: {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)

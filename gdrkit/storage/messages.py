@@ -46,6 +46,8 @@ punch_hole     :class:`PunchHole`                                     :class:`Do
 statfs         :class:`Statfs`                                        :class:`StatfsReply`
 chmod          :class:`Chmod`                                         :class:`FileStat`
 utimens        :class:`Utimens`                                       :class:`FileStat`
+chown          :class:`Chown`                                         :class:`FileStat`
+user           :class:`SetUser`                                       :class:`Done`
 statistics     :class:`ReadStatistics`                                :class:`StatisticsReply`
 =============  =====================================================  =====================
 """
@@ -61,6 +63,7 @@ __all__ = [
     "Adopt",
     "Attach",
     "Chmod",
+    "Chown",
     "Close",
     "Done",
     "ErrorReply",
@@ -80,6 +83,7 @@ __all__ = [
     "Rename",
     "Rmdir",
     "SessionLimits",
+    "SetUser",
     "Stat",
     "Statfs",
     "StatfsReply",
@@ -370,6 +374,29 @@ class Utimens:
     path: str
     access_time_ns: int | None = None
     modification_time_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Chown:
+    """Change the user and the group. None keeps one. Only a session with :class:`SetUser` may do this (EPERM)."""
+
+    path: str
+    uid: int | None = None
+    gid: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SetUser:
+    """Execute the later requests of this session that name a path with the rights of this user.
+
+    The kernel of the server checks the rights, and new files belong to the user and to `gid`. New files get the
+    permission bits of the request, and the umask of the server has no effect. Requests with a handle need no rights. A
+    server that is not run by root refuses this request (EPERM).
+    """
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

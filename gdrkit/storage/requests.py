@@ -64,6 +64,8 @@ class RequestHandler:
                 access_time_ns=request.access_time_ns,
                 modification_time_ns=request.modification_time_ns,
             ),
+            messages.Chown: lambda request: store.chown(request.path, request.uid, request.gid),
+            messages.SetUser: store.set_user,
             messages.ReadStatistics: lambda _request: messages.StatisticsReply(dict(store.native.counters())),
         }
 

@@ -14,12 +14,13 @@ import json
 import os
 import secrets
 import stat
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
-from gdrkit.host import PrivateFolder
+from gdrkit.host import PrivateFolder, acting_as, allow_set_group_id, separate_umask
 from gdrkit.storage._native import engine
 from gdrkit.storage.messages import FileStat, FolderEntry, ListReply, StatfsReply
 from gdrkit.storage.token import PRIVATE_FOLDER, checked_token
@@ -27,7 +28,10 @@ from gdrkit.storage.wire import CONTROL_BYTES_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
     from types import TracebackType
+
+    from gdrkit.storage.messages import SetUser
 
 __all__ = ["FileStore", "file_stat"]
 
@@ -40,8 +44,9 @@ _DEFAULT_CHUNK_BYTES = 4096
 _ENTRIES_BYTES_MAX = CONTROL_BYTES_MAX - 1024
 # Size of the JSON of one entry without its name: the names of the fields, and two numbers.
 _ENTRY_BYTES = 80
-# Permission bits that a client may set. Set-user-ID, set-group-ID and sticky bits are excluded.
-_MODE_MASK = 0o777
+# Permission bits that a client may set for a file, and for a folder in a session with a user. In a folder, the
+# set-group-ID and sticky bits decide who may use its files.
+_MODE_MASK, _FOLDER_MODE_MASK = 0o777, 0o3777
 
 
 class FileStore:
@@ -68,6 +73,8 @@ class FileStore:
     def __init__(self, root: Path, *, chunk_bytes: int | None = None) -> None:
         self._on_close = ReleaseStack()
         self._closed = False
+        # The user with whose rights a thread executes requests.
+        self._thread_state = threading.local()
         try:
             self._root = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._on_close.push(lambda: os.close(self._root))
@@ -85,6 +92,24 @@ class FileStore:
             raise
         self._handle = Handle("storage.store")
 
+    def set_user(self, user: SetUser) -> None:
+        """Use paths with the rights of this user in all later calls of this thread.
+
+        Raises
+        ------
+        OSError
+            EPERM: this process does not run as root, or has no CAP_SETUID, CAP_SETGID or CAP_FSETID.
+        """
+        if os.geteuid() != 0:
+            raise OSError(errno.EPERM, f"only a server of root acts as other users, and this one is of {os.geteuid()}")
+        with acting_as(user.uid, user.gid, user.groups):
+            pass
+        if self._user is None:
+            separate_umask()
+            # Only the threads that transfer data must do without this right of root.
+            allow_set_group_id()
+        self._thread_state.user = user
+
     def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.
         """Open a regular file with the flags of open(2), and return the object of the engine (``_engine.OpenFile``)."""
         _check_visible(path)
@@ -93,9 +118,18 @@ class FileStore:
         # because the checksum covers the whole chunk. With O_NONBLOCK, the open of a FIFO fails at once and does not
         # block.
         access = os.O_RDWR if write else os.O_RDONLY
-        descriptor = self._open_beneath(
-            path, access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK
-        )
+        opened_access = access if self._user is None else flags & os.O_ACCMODE
+        with self._as_user():
+            descriptor = self._open_beneath(
+                path, opened_access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK
+            )
+        if opened_access != access:
+            # The user may write to the file. The server itself also reads it.
+            try:
+                reopened = os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
+            finally:
+                os.close(descriptor)
+            descriptor = reopened
         file = self.native.adopt(descriptor, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
         if flags & os.O_TRUNC:
             file.truncate(0)
@@ -128,7 +162,10 @@ class FileStore:
     def list(self, path: str, after: str | None) -> ListReply:
         """Return the names of a folder that fit into one reply."""
         _check_visible(path)
-        with self._opened(path, os.O_RDONLY | os.O_DIRECTORY) as folder:
+        with self._as_user():
+            opened = self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY)
+        # The server reads the types of the entries. The user may have no right to do so.
+        with _closed(opened) as folder:
             with os.scandir(folder) as entries:
                 by_name = {os.fsencode(each.name): each for each in entries}
             after_bytes = b"" if after is None else os.fsencode(after)
@@ -151,7 +188,7 @@ class FileStore:
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Create a folder."""
         with self._parent(path) as (folder, name):
-            os.mkdir(name, mode & _MODE_MASK, dir_fd=folder)
+            os.mkdir(name, mode & self._folder_mode_mask, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def rmdir(self, path: str) -> None:
@@ -197,26 +234,40 @@ class FileStore:
             return os.fsdecode(os.readlink(name, dir_fd=folder))
 
     def chmod(self, path: str, mode: int) -> FileStat:
-        """Change the permission bits within 0777. A symbolic link fails with ELOOP."""
+        """Change the permission bits within 0777, or 03777 of a folder for a user. A symbolic link fails with ELOOP."""
         _check_visible(path)
         with self._opened(path, os.O_PATH) as file:
             # fchmod does not accept an O_PATH descriptor, and a file without read permission can only be opened with
             # O_PATH.
-            Path(f"/proc/self/fd/{file}").chmod(mode & _MODE_MASK)
+            mask = self._folder_mode_mask if stat.S_ISDIR(os.fstat(file).st_mode) else _MODE_MASK
+            Path(f"/proc/self/fd/{file}").chmod(mode & mask)
             return file_stat(os.fstat(file))
+
+    def chown(self, path: str, uid: int | None, gid: int | None) -> FileStat:
+        """Change the user and the group, with the rights of the user of this thread."""
+        if self._user is None:
+            raise OSError(errno.EPERM, "all files belong to the user of the server: this session has no other user")
+        with self._parent(path) as (folder, name):
+            os.chown(name, -1 if uid is None else uid, -1 if gid is None else gid, dir_fd=folder, follow_symlinks=False)
+            return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def utimens(self, path: str, *, access_time_ns: int | None, modification_time_ns: int | None) -> FileStat:
         """Change times. The checksums of the file stay valid."""
-        if stat.S_ISREG(self.stat(path).mode):
-            self.open(path, flags=os.O_RDONLY).set_times(access_time_ns, modification_time_ns)
+        current = self.stat(path)
+        if stat.S_ISREG(current.mode):
+            if self._user is None:
+                file = self.open(path, flags=os.O_RDONLY)
+            else:
+                file = self._open_to_change_times(path, self._user)
+            file.set_times(access_time_ns, modification_time_ns)
         else:
-            current = self.stat(path)
             times_ns = (
                 current.access_time_ns if access_time_ns is None else access_time_ns,
                 current.modification_time_ns if modification_time_ns is None else modification_time_ns,
             )
             if not path:
-                os.utime(self._root, ns=times_ns)
+                with self._as_user():
+                    os.utime(self._root, ns=times_ns)
             else:
                 with self._parent(path) as (folder, name):
                     os.utime(name, ns=times_ns, dir_fd=folder, follow_symlinks=False)
@@ -246,22 +297,43 @@ class FileStore:
             self._closed = True
             self._handle.release()
 
+    @property
+    def _user(self) -> SetUser | None:
+        """The user with whose rights this thread uses paths. With None, it uses them with the rights of the process."""
+        return getattr(self._thread_state, "user", None)
+
+    @property
+    def _folder_mode_mask(self) -> int:
+        return _MODE_MASK if self._user is None else _FOLDER_MODE_MASK
+
+    def _as_user(self) -> AbstractContextManager[None]:
+        user = self._user
+        return contextlib.nullcontext() if user is None else acting_as(user.uid, user.gid, user.groups)
+
+    def _open_to_change_times(self, path: str, user: SetUser) -> Any:  # noqa: ANN401 - native object.
+        """Open a file whose times a user may change: it is the user's, or the user may write to it."""
+        _check_visible(path)
+        with self._opened(path, os.O_PATH) as found:
+            if user.uid not in {0, os.fstat(found).st_uid}:
+                os.close(os.open(f"/proc/self/fd/{found}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            duplicate = os.dup(found)
+        with _closed(duplicate):
+            reopened = os.open(f"/proc/self/fd/{duplicate}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return self.native.adopt(reopened, read=True, write=False)
+
     def _open_beneath(self, path: str, flags: int, mode: int = 0) -> int:
         """Open a path beneath the root by openat2(2), which follows no symbolic link."""
         return int(engine.open_beneath(self._root, os.fsencode(path), flags, mode))
 
     @contextlib.contextmanager
     def _opened(self, path: str, flags: int) -> Iterator[int]:
-        """Open a path of the store until the block ends, and yield the descriptor."""
-        descriptor = self._open_beneath(path, flags)
-        try:
+        """Open a path of the store until the block ends, and yield the descriptor. The block has the user's rights."""
+        with self._as_user(), _closed(self._open_beneath(path, flags)) as descriptor:
             yield descriptor
-        finally:
-            os.close(descriptor)
 
     @contextlib.contextmanager
     def _parent(self, path: str) -> Iterator[tuple[int, bytes]]:
-        """Open the folder of a path. Yield its descriptor and the last name."""
+        """Open the folder of a path. Yield its descriptor and the last name. The block has the user's rights."""
         _check_visible(path)
         folder_path, _, name = path.rstrip("/").rpartition("/")
         if name in {"", ".", ".."}:
@@ -312,6 +384,15 @@ class FileStore:
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _closed(descriptor: int) -> Iterator[int]:
+    """Yield a descriptor, and close it when the block ends."""
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def file_stat(status: os.stat_result) -> FileStat:

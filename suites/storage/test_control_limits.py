@@ -50,6 +50,8 @@ REQUEST_OF_OPERATION: dict[str, Request] = {
     "statfs": messages.Statfs(),
     "chmod": messages.Chmod("a", 0o7777),
     "utimens": messages.Utimens("a", 1, -1),
+    "chown": messages.Chown("a", 1, None),
+    "user": messages.SetUser(1, 2, (3, 4)),
     "statistics": messages.ReadStatistics(),
 }
 
@@ -67,6 +69,13 @@ def test_operation_has_its_name_in_the_json(name: str) -> None:
     assert operation_of(request) == name
     assert json.loads(pack_request(request))["op"] == name
     assert parse_request(pack_request(request)) == request
+
+
+@pytest.mark.parametrize(
+    "request_", [messages.SetUser((1 << 32) - 1, 0), messages.SetUser(0, 0, (1 << 32,)), messages.Chown("a", 1 << 32)]
+)
+def test_number_of_a_user_has_a_limit(request_: Request) -> None:
+    assert refusal_reason(pack_request(request_)) is Reason.MALFORMED
 
 
 def test_every_operation_is_listed() -> None:

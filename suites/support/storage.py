@@ -21,7 +21,7 @@ from gdrkit.storage.token import read_token
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from gdrkit.cuda import Device
     from gdrkit.storage.iobuffer import IOBuffer
@@ -128,12 +128,15 @@ class Memory:
 
 
 @contextlib.contextmanager
-def storage_server(root: Path, log: Path, *options: str) -> Iterator[Service]:
-    """Run a server of the store `root` until the block ends. Then require that it exits with code 0 on SIGTERM."""
+def storage_server(root: Path, log: Path, *options: str, program: Sequence[str] = ()) -> Iterator[Service]:
+    """Run a server of the store `root` until the block ends. Then require that it exits with code 0 on SIGTERM.
+
+    `program` is the start of a command that takes the arguments of ``gdrkit``.
+    """
     root.mkdir(exist_ok=True)
     with log.open("ab") as stderr:
         process = subprocess.Popen(
-            [sys.executable, "-m", "gdrkit", "serve", "--store", str(root), *options],
+            [*(program or (sys.executable, "-m", "gdrkit")), "serve", "--store", str(root), *options],
             stdout=subprocess.PIPE,
             stderr=stderr,
             stdin=subprocess.DEVNULL,

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import multiprocessing
 import os
 import socket
 import stat
-import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.other_user import folder_for_all_users
 from support.processes import wait_until
-from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal, shared_memory_files
+from support.raw_usrbio import AgentProcess, RawIov, RawRing, shared_memory_files
+from support.storage import storage_server
+from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, published, read_on_demand, transfer
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import host, needs, verbs
@@ -32,131 +31,44 @@ if TYPE_CHECKING:
 
 pytestmark = needs(verbs.nic(), host.capability("CAP_SETUID"))
 
-ALICE, BOB, GROUP = 65533, 65532, 65531
-FORK = multiprocessing.get_context("fork")
-_PR_SET_DUMPABLE = 4
+
+@pytest.fixture(
+    params=["plain", pytest.param("fuse", marks=needs(host.fuse)), pytest.param("remote", marks=needs(host.fuse))]
+)
+def mode(request: pytest.FixtureRequest) -> str:
+    """The mode of the agent: plain, FUSE with its own storage server, or FUSE with another server of root."""
+    return str(request.param)
 
 
 @pytest.fixture
-def mount() -> Iterator[Path]:
+def mount(mode: str, tmp_path: Path) -> Iterator[Path]:
     """Yield the mount of a shared agent, in which every user can create files."""
-    with folder_for_all_users() as folder:
+    with folder_for_all_users() as folder, contextlib.ExitStack() as stack:
         path = folder / "mount"
-        path.mkdir()
-        path.chmod(0o1777)
-        with AgentProcess(path, "--shared", "--user-memory-mib", "8") as agent:
-            yield path
-            memory = shared_memory_files(path)
-            assert agent.terminate() == 0, agent.error_output
-        assert [file for file in memory if file.exists()] == []
+        store = path if mode == "plain" else tmp_path / "store"
+        for made in {path, store}:
+            made.mkdir()
+        store.chmod(0o1777)
+        options = {"plain": [], "fuse": ["--store", str(store), "--fuse"]}.get(mode)
+        if options is None:
+            server = stack.enter_context(storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
+            options = ["--server", server.address, "--token-file", str(store / ".gdrkit" / "token")]
+        agent = stack.enter_context(AgentProcess(path, *options, "--shared", "--user-memory-mib", "8"))
+        yield path
+        memory = shared_memory_files(path)
+        assert agent.terminate() == 0, agent.error_output
+    assert [file for file in memory if file.exists()] == []
 
 
-def become(uid: int, groups: list[int]) -> None:
-    """Change user and groups of this process, which cannot be undone, and keep its files in /proc usable."""
-    os.setgroups(groups)
-    os.setgid(uid)
-    os.setuid(uid)
-    assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0) == 0
-
-
-class UserProcess:
-    """A forked process of a user that calls `function` with a connection. Use it as a context manager.
-
-    An exception of the function is received as the text of its traceback.
-    """
-
-    def __init__(self, uid: int, function: Callable[[Connection], None], *, groups: list[int] | None = None) -> None:
-        self.connection, other_end = FORK.Pipe()
-
-        def run() -> None:
-            try:
-                become(uid, groups or [])
-                function(other_end)
-            except BaseException:
-                other_end.send(traceback.format_exc())
-                raise
-
-        self.process = FORK.Process(target=run)
-        self.process.start()
-        other_end.close()
-
-    def receive(self) -> Any:  # noqa: ANN401 - any object that the function sends.
-        """Return the next object that the function sent."""
-        assert self.connection.poll(60), "the process sends nothing"
-        received = self.connection.recv()
-        assert not (isinstance(received, str) and received.startswith("Traceback")), received
-        return received
-
-    def ask(self, question: object = None) -> Any:  # noqa: ANN401 - as receive().
-        """Send an object and return the reply."""
-        self.connection.send(question)
-        return self.receive()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        self.process.kill()
-        self.process.join()
-        self.connection.close()
-
-
-@contextlib.contextmanager
-def published(mount: Path, *, for_read: bool = True) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
-    """Publish an iov and a ring of this process."""
-    with (
-        RawClient(mount) as client,
-        contextlib.closing(RawIov(64 * KIB)) as iov,
-        contextlib.closing(RawRing(8, for_read=for_read)) as ring,
-    ):
-        client.publish_iov(iov)
-        client.publish_ring(ring)
-        yield client, iov, ring
-
-
-def transfer(ring: RawRing, iov_id: bytes, inode: int, length: int = 4 * KIB) -> int:
-    """Execute one operation of a ring and return its result."""
-    ring.prepare(iov_id, inode=inode, length=length)
-    ring.submit()
-    completions = ring.wait(1)
-    assert len(completions) == 1
-    return completions[0][1]
-
-
-def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
-    """Return a function that creates a private file, publishes, and reads the file once for each question."""
-
-    def run(connection: Connection) -> None:
-        path.write_bytes(pattern.payload(64 * KIB, seed=3))
-        path.chmod(0o600)
-        with published(mount) as (client, iov, ring), path.open("rb") as file:
-            inode = client.register_file(file.fileno())
-            names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link, "ring_target": str(ring.path)}
-            connection.send({**names, "inode": inode, "id": iov.id.bytes})
-            while True:
-                connection.recv()
-                iov.memory[:] = bytes(64 * KIB)
-                result = transfer(ring, iov.id.bytes, inode, 64 * KIB)
-                pattern.check(iov.memory[:], seed=3)
-                connection.send(result)
-
-    return run
-
-
-def errno_of(action: Callable[[], object]) -> int:
-    """Return the errno with which an action is refused, or 0."""
-    try:
-        action()
-    except Refusal as error:
-        return error.errno
-    except OSError as error:
-        return error.errno or -1
-    return 0
+def agent_folder(mount: Path) -> Path:
+    """Return the folder of the agent: ``3fs-virt``, or a folder outside of a FUSE mount."""
+    virtual = mount / "3fs-virt"
+    return (virtual / "agent.sock").readlink().parent if (virtual / "agent.sock").is_symlink() else virtual
 
 
 def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path, connection: Connection) -> None:
     """Try to use the objects of another user and of the agent, and send the errno of each attempt."""
-    virtual = mount / "3fs-virt"
+    virtual = agent_folder(mount)
     with published(mount) as (client, iov, ring), contextlib.closing(RawRing(8, for_read=False)) as writes:
         client.publish_ring(writes)
         path_fd = os.open(private, os.O_PATH)
@@ -250,7 +162,12 @@ REFUSED = {
 }
 
 
-def test_attempts_on_another_users_objects_are_refused(mount: Path, evidence: Evidence) -> None:
+def test_attempts_on_another_users_objects_are_refused(mount: Path, mode: str, evidence: Evidence) -> None:
+    expected = dict(REFUSED)
+    if mode != "plain":
+        expected["list .gdrkit"] = errno.ENOENT  # Clients of a storage server do not see its private folder.
+    if mode == "remote":
+        expected["connect to server.sock"] = errno.ENOENT
     private, readable = mount / "private", mount / "readable"
     readable.write_bytes(bytes(64 * KIB))
     readable.chmod(0o644)
@@ -259,7 +176,7 @@ def test_attempts_on_another_users_objects_are_refused(mount: Path, evidence: Ev
         with UserProcess(BOB, lambda pipe: attempts(mount, victim, private, readable, pipe)) as bob:
             results = bob.receive()
             evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
-            assert results == REFUSED
+            assert results == expected
         assert alice.ask() == 64 * KIB
 
 
@@ -363,7 +280,6 @@ def test_client_library_works_for_every_user(mount: Path) -> None:
             pattern.check(user.receive(), seed=6)
 
 
-@pytest.mark.parametrize("options", [("--shared", "--fuse"), ("--user-memory-mib", "1")])
-def test_options_that_do_not_fit_are_refused(tmp_path: Path, options: tuple[str, ...]) -> None:
+def test_memory_limit_without_shared_is_refused(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="--shared"):
-        AgentProcess(tmp_path, *options)
+        AgentProcess(tmp_path, "--user-memory-mib", "1")

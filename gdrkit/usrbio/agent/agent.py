@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.files import FileAccess
     from gdrkit.usrbio.agent.server import ServerEndpoint
 
-__all__ = ["SILENCE_MS", "SPIN_US", "Agent", "block_signals", "plain_agent", "serve_until_signalled"]
+__all__ = ["SILENCE_MS", "SPIN_US", "Agent", "block_signals", "check_may_share", "plain_agent", "serve_until_signalled"]
 
 # The defaults of `spin_us` and `silence_ms`; see :class:`Agent`.
 SPIN_US = 50
@@ -197,9 +197,8 @@ def plain_agent(
     if not resolved.samefile(check_mount(store)):
         message = f"{path} is not the store's folder {store}"
         raise UsageError(message, what_to_do="in plain mode the mount is the store: name the same folder twice")
-    if is_shared and os.geteuid() != 0:
-        message = f"only root can serve all users of a machine, and this process is user {os.geteuid()}"
-        raise UsageError(message, what_to_do="start the agent as root, or without --shared for this user alone")
+    if is_shared:
+        check_may_share()
     mount = AgentMount(resolved, is_shared=is_shared)
     return Agent(
         mount,
@@ -210,6 +209,13 @@ def plain_agent(
         placement=placement,
         user_memory_bytes_max=user_memory_bytes_max,
     )
+
+
+def check_may_share() -> None:
+    """Raise UsageError if this process may not serve all users of the machine."""
+    if os.geteuid() != 0:
+        message = f"only root can serve all users of a machine, and this process is user {os.geteuid()}"
+        raise UsageError(message, what_to_do="start the agent as root, or without --shared for this user alone")
 
 
 class RunningAgent(Protocol):

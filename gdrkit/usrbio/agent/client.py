@@ -348,6 +348,10 @@ class Client:
             if name is not None:
                 self._remove_publication(name)
 
+    def has_published(self, name: str) -> bool:
+        """Return whether the client has published a name."""
+        return name in self._publications
+
     def published_names(self) -> list[str]:
         """Return the names of the client's publications."""
         return list(self._publications)

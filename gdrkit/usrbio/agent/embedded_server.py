@@ -12,7 +12,6 @@ import sys
 import threading
 from pathlib import Path
 
-from gdrkit.host import drop_write_capabilities
 from gdrkit.storage.command import serve
 
 __all__ = ["main"]
@@ -20,8 +19,6 @@ __all__ = ["main"]
 
 def main(store: str, socket: str) -> int:
     """Serve until the other end of standard input is closed, and return the exit code."""
-    # The agent of root may serve other users, who must not write with these rights of root.
-    drop_write_capabilities()
     # The signals are blocked before the thread starts. So sigwait() in serve() receives the SIGTERM that it sends.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     threading.Thread(target=_terminate_at_end_of_input, daemon=True).start()

@@ -95,7 +95,8 @@ class PathAccess:
         try:
             status, access_mode = _regular_file(descriptor)
             path = Path(f"/proc/self/fd/{descriptor}").readlink()
-            if not path.is_relative_to(mount):
+            # The path alone proves nothing: a user can mount an own file system on this path in a mount namespace.
+            if not path.is_relative_to(mount) or status.st_dev != mount.stat().st_dev:
                 _refuse(errno.EXDEV, f"{path} is not below {mount}")
         finally:
             os.close(descriptor)

@@ -101,6 +101,8 @@ class FuseSession:
         An object with a method for each supported request. The methods have the names of the callbacks of libfuse.
     source : str
         The source of the mount in the kernel's table of mounts.
+    is_shared : bool
+        Whether all users of the machine may use the mount.
 
     Raises
     ------
@@ -108,8 +110,8 @@ class FuseSession:
         mfusepy or libfuse3 is not installed, or this user may not mount.
     """
 
-    def __init__(self, mount: Path, operations: object, *, source: str) -> None:
-        self._mount, self._source = mount, source
+    def __init__(self, mount: Path, operations: object, *, source: str, is_shared: bool = False) -> None:
+        self._mount, self._source, self._is_shared = mount, source, is_shared
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._callbacks = _Callbacks(operations, self._ready)
@@ -147,6 +149,8 @@ class FuseSession:
 
     def _run(self) -> None:
         options: dict[str, object] = {"fsname": self._source, "subtype": "hf3fs", "default_permissions": True}
+        if self._is_shared:
+            options["allow_other"] = True
         module = _import_mfusepy()
         if (module.fuse_version_major, module.fuse_version_minor) >= (3, 12):
             options["max_threads"] = _THREADS_MAX

@@ -3,23 +3,30 @@
 The mount shows the files of the storage server. The real folder ``3fs-virt`` is in a private folder of the user,
 where the next agent of this mount finds it. An iov that a process publishes by a symbolic link is removed when the
 process ends.
+
+An agent of root can share its mount with all users. For each request the kernel reports the user, and the storage
+server executes the request with the rights of this user.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
-from gdrkit.errors import UsageError
+from gdrkit.errors import ApiError, UsageError
 from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder
+from gdrkit.storage import messages
 from gdrkit.storage.client import StorageClient
-from gdrkit.usrbio.agent.agent import SILENCE_MS, SPIN_US, Agent
+from gdrkit.usrbio.agent.agent import SILENCE_MS, SPIN_US, Agent, check_may_share
 from gdrkit.usrbio.agent.files import PathAccess
 from gdrkit.usrbio.agent.mount import SERVER_SOCKET, AgentMount, check_mount
 from gdrkit.usrbio.agent.server import EmbeddedServer, RemoteServer
+from gdrkit.usrbio.fuse._mfusepy import caller
 from gdrkit.usrbio.fuse.link_clients import LinkClients
 from gdrkit.usrbio.fuse.mount import FuseMount, unmount_stale
 from gdrkit.usrbio.fuse.store import StoreFiles
@@ -30,6 +37,9 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.server import ServerEndpoint
 
 __all__ = ["FuseAgent", "fuse_agent", "private_folder"]
+
+# Mode of the folders that the clients of a shared agent enter on the way to its socket. Only root lists them.
+_SHARED_FOLDER_MODE = 0o711
 
 
 class FuseAgent:
@@ -50,6 +60,7 @@ class FuseAgent:
         store: StoreFiles,
         spin_us: int,
         silence_ms: int,
+        user_memory_bytes_max: int | None = None,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
@@ -60,13 +71,18 @@ class FuseAgent:
             spin_us=spin_us,
             is_one_client_per_process=True,
             silence_ms=silence_ms,
+            user_memory_bytes_max=user_memory_bytes_max,
         )
         self._on_close.push(self._agent.close)
         try:
             self._on_close.push(store.close)
+            if mount.is_shared:
+                _check_users(store)
             links = LinkClients(self._agent.service)
             self._on_close.push(links.close)
-            fuse = FuseMount(path, store=store, links=links, real_folder=mount.virtual_folder)
+            fuse = FuseMount(
+                path, store=store, links=links, real_folder=mount.virtual_folder, is_shared=mount.is_shared
+            )
             self._on_close.push(fuse.close)
         except BaseException as error:
             self._on_close.run_after(error)
@@ -97,6 +113,8 @@ def fuse_agent(
     token: str | None = None,
     spin_us: int = SPIN_US,
     silence_ms: int = SILENCE_MS,
+    is_shared: bool = False,
+    user_memory_bytes_max: int | None = None,
 ) -> FuseAgent:
     """Mount the files of a storage server on a folder, and start the agent of the mount.
 
@@ -112,17 +130,24 @@ def fuse_agent(
         Token of that server's store.
     spin_us, silence_ms : int
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
+    is_shared : bool
+        Whether to serve all users of the machine. Only root can, with a storage server of root.
+    user_memory_bytes_max : int or None
+        See :class:`~gdrkit.usrbio.agent.agent.Agent`.
 
     Raises
     ------
     UsageError
-        `path` or `store` is not a folder, or `server` is not ``HOST:PORT``.
+        `path` or `store` is not a folder, or `server` is not ``HOST:PORT``. The agent or its storage server does
+        not run as root, and `is_shared` is set.
     SetupMissing, ApiError, GdrkitError
         The mount or the agent failed; see :class:`FuseMount` and :class:`~gdrkit.usrbio.agent.agent.Agent`.
     """
+    if is_shared:
+        check_may_share()
     unmount_stale(path)
     resolved = check_mount(path)
-    mount = AgentMount(resolved, agent_folder=private_folder(resolved))
+    mount = AgentMount(resolved, agent_folder=private_folder(resolved, is_shared=is_shared), is_shared=is_shared)
     try:
         if store is not None:
             endpoint: ServerEndpoint = EmbeddedServer(check_mount(store), mount)
@@ -137,15 +162,60 @@ def fuse_agent(
     except BaseException:
         mount.close()
         raise
-    files = StoreFiles(lambda: StorageClient(address, token=token))
-    return FuseAgent(resolved, endpoint, mount, store=files, spin_us=spin_us, silence_ms=silence_ms)
+    files = StoreFiles(
+        lambda: StorageClient(address, token=token), user_of_request=_user_of_request if is_shared else None
+    )
+    return FuseAgent(
+        resolved,
+        endpoint,
+        mount,
+        store=files,
+        spin_us=spin_us,
+        silence_ms=silence_ms,
+        user_memory_bytes_max=user_memory_bytes_max,
+    )
 
 
-def private_folder(mount: Path) -> Path:
-    """Return the private folder of this user for a mount. Create it if it does not exist."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else "/tmp"))  # noqa: S108 - checked below.
-    user_folder = base / f"gdrkit-{os.geteuid()}"
+def private_folder(mount: Path, *, is_shared: bool = False) -> Path:
+    """Return the private folder of this user for a mount. Create it if it does not exist.
+
+    The folder of a shared agent is not private: all users can enter it, and only root can list it.
+    """
+    if is_shared:
+        user_folder = Path("/run/gdrkit-shared")
+    else:
+        base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.geteuid() == 0 else "/tmp")  # noqa: S108 - checked below.
+        user_folder = Path(base) / f"gdrkit-{os.geteuid()}"
     mount_folder = user_folder / hashlib.sha256(os.fsencode(mount)).hexdigest()[:16]
-    for folder in (user_folder, mount_folder):
-        PrivateFolder.below(folder).close()
+    for path in (user_folder, mount_folder):
+        with PrivateFolder.below(path) as folder:
+            if is_shared:
+                os.fchmod(folder.fd, _SHARED_FOLDER_MODE)
     return mount_folder
+
+
+def _user_of_request() -> messages.SetUser:
+    """Return the user who sent the FUSE request that this thread executes, with the groups of the sending thread.
+
+    A thread that the agent cannot see has no supplementary groups.
+    """
+    sender = caller()
+    groups: tuple[int, ...] = ()
+    with contextlib.suppress(OSError):
+        status = Path(f"/proc/{sender.thread_id}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("Groups:"))
+        groups = tuple(map(int, line.split()[1:]))
+    return messages.SetUser(sender.uid, sender.gid, groups)
+
+
+def _check_users(store: StoreFiles) -> None:
+    """Raise UsageError if the storage server cannot act as other users."""
+    try:
+        store.check_users()
+    except ApiError as error:
+        if error.errno not in {errno.EPERM, errno.EREMOTEIO}:
+            raise
+        message = f"the storage server cannot serve several users: {error.detail}"
+        raise UsageError(
+            message, what_to_do="let root run gdrkit serve of this version, or start the agent without --shared"
+        ) from error

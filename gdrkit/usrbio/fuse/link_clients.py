@@ -1,7 +1,7 @@
 """The processes that publish iovs and rings by symbolic links in a FUSE mount, without the agent's socket.
 
-A ring that was published by a link names files by their inodes, as in 3FS: it can use every file that is open through
-the mount. So this module registers each open file for each process with such a ring.
+A ring that was published by a link names files by their inodes, as in 3FS: it can use every file that its user has open
+through the mount. So this module registers each open file for each process of the user with such a ring.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class LinkClients:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = threading.Lock()
-        # The client and the pidfd of each process, by process id.
-        self._clients: dict[int, tuple[Client, int]] = {}
+        # The client and the pidfd of each process, by process id and user. A process can change its user.
+        self._clients: dict[tuple[int, int], tuple[Client, int]] = {}
         # Every open file is registered for every client with a ring. This lock is held while files are registered.
         self._files_lock = threading.Lock()
-        self._open_files: dict[int, PathAccess] = {}
+        self._open_files: dict[int, tuple[PathAccess, int]] = {}
         self._ring_clients: dict[int, Client] = {}
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._release_ended_processes, name="agent-processes", daemon=True)
@@ -72,14 +72,22 @@ class LinkClients:
         except AgentError as error:
             raise _os_error(error.errno) from error
 
-    def unpublish(self, name: str) -> None:
-        """Remove a publication. Every process of the user may do this. The kernel refuses other users.
+    def owner(self, name: str) -> int | None:
+        """Return the user who has published a name, or None if it is not published."""
+        clients = tuple(self._service.clients.values())
+        return next((client.process.uid for client in clients if client.has_published(name)), None)
+
+    def unpublish(self, name: str, *, uid: int) -> None:
+        """Remove a publication for a user. Every process of the user who published it may do this, and root.
 
         Raises
         ------
         OSError
-            ENOENT: the name is not published. Other errors have the errno of the agent.
+            EPERM: another user has published the name. ENOENT: it is not published. Other errors have the errno of the
+            agent.
         """
+        if uid != 0 and self.owner(name) not in {None, uid}:
+            raise _os_error(errno.EPERM)
         with self._lock:
             clients = [client for client, _ in self._clients.values()]
         for client in (*clients, *self._service.clients.values()):
@@ -92,8 +100,8 @@ class LinkClients:
                 return
         raise _os_error(errno.ENOENT)
 
-    def add_file(self, fh: int, access: PathAccess) -> None:
-        """Allow the rings that were published by links to use a file that was opened through the mount.
+    def add_file(self, fh: int, access: PathAccess, *, uid: int) -> None:
+        """Allow the rings that a user published by links to use a file that this user opened through the mount.
 
         Parameters
         ----------
@@ -101,18 +109,20 @@ class LinkClients:
             Number of the open file.
         access : PathAccess
             The access to the file. It grants the rights with which the file was opened.
+        uid : int
+            The user.
         """
         with self._files_lock:
-            self._open_files[fh] = access
-            for client in self._ring_clients.values():
+            self._open_files[fh] = access, uid
+            for client in self._ring_clients_of(uid):
                 _register(client, access)
 
     def remove_file(self, fh: int) -> None:
         """Undo :meth:`add_file`. Rings cannot use the file any more if it is not open a second time."""
         with self._files_lock:
-            access = self._open_files.pop(fh, None)
-            if access is not None:
-                for client in self._ring_clients.values():
+            if fh in self._open_files:
+                access, uid = self._open_files.pop(fh)
+                for client in self._ring_clients_of(uid):
                     _deregister(client, access)
 
     def close(self) -> None:
@@ -134,13 +144,17 @@ class LinkClients:
         with self._files_lock:
             if client.number not in self._ring_clients:
                 self._ring_clients[client.number] = client
-                for access in self._open_files.values():
-                    _register(client, access)
+                for access, uid in self._open_files.values():
+                    if uid == client.process.uid:
+                        _register(client, access)
+
+    def _ring_clients_of(self, uid: int) -> list[Client]:
+        return [client for client in self._ring_clients.values() if client.process.uid == uid]
 
     def _client_of(self, uid: int, process_id: int) -> Client:
         """Return the client of a process. Watch the process if it is new."""
         with self._lock:
-            entry = self._clients.get(process_id)
+            entry = self._clients.get((process_id, uid))
             if entry is not None:
                 return entry[0]
             try:
@@ -148,7 +162,7 @@ class LinkClients:
             except ProcessLookupError as error:
                 raise _process_not_visible(process_id) from error
             client = self._service.open_client(PeerProcess(uid, process_id, process_identity(process_id)))
-            self._clients[process_id] = (client, pidfd)
+            self._clients[process_id, uid] = (client, pidfd)
         os.write(self._wake_writer, _NEW_CLIENT)
         return client
 
@@ -156,7 +170,7 @@ class LinkClients:
         """Release the client of each process when the process ends, until :meth:`close`."""
         while True:
             with self._lock:
-                watched = {pidfd: process_id for process_id, (_, pidfd) in self._clients.items()}
+                watched = {pidfd: key for key, (_, pidfd) in self._clients.items()}
             poller = select.poll()
             for fd in (self._wake_reader, *watched):
                 poller.register(fd, select.POLLIN)

@@ -2,7 +2,7 @@
 
 FUSE mode needs a mount because the store is on another machine, or because the client library supports only the mount
 of 3FS. Plain mode needs none: there the mount is the store's folder. The kernel refuses other users access to the
-mount.
+mount, unless it is shared.
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class FuseMount:
         The processes that publish by links in ``3fs-virt/iovs``.
     real_folder : Path
         The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
+    is_shared : bool
+        Whether all users of the machine may use the mount.
 
     Attributes
     ----------
@@ -84,7 +86,9 @@ class FuseMount:
         The folder does not exist or is not empty, or a file system is mounted on it.
     """
 
-    def __init__(self, mount: Path, *, store: StoreFiles, links: LinkClients, real_folder: Path) -> None:
+    def __init__(
+        self, mount: Path, *, store: StoreFiles, links: LinkClients, real_folder: Path, is_shared: bool = False
+    ) -> None:
         if (obstacle := _obstacle()) is not None:
             error_number, sentence = obstacle
             detail, _, what_to_do = sentence.partition(": ")
@@ -100,9 +104,11 @@ class FuseMount:
             )
         unmount_stale(mount)
         self.path = _empty_folder(mount)
-        folder = VirtualFolder(real_folder, links, store, mount=str(self.path))
+        folder = VirtualFolder(real_folder, links, store, mount=str(self.path), is_shared=is_shared)
         self._operations = MountOperations(store, folder, links, mount=str(self.path))
-        self._session: FuseSession | None = FuseSession(self.path, self._operations, source=_SOURCE)
+        self._session: FuseSession | None = FuseSession(
+            self.path, self._operations, source=_SOURCE, is_shared=is_shared
+        )
         self._handle = Handle("usrbio.fuse_mount")
 
     def close(self) -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
 from gdrkit.usrbio.agent.files import PathAccess
+from gdrkit.usrbio.fuse._mfusepy import caller
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,11 +190,15 @@ class Operations:
         self._store.request(request, messages.FileStat)
 
     def chown(self, path: str | None, uid: int, gid: int, fh: int | None = None) -> None:
-        """Refuse to change the owner: all files of a store belong to one user."""
+        """Change user and group in a shared mount. Elsewhere all files of a store belong to one user (EPERM)."""
         attributes = self.getattr(path, fh)
-        for requested, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"])):
-            if requested & _UNCHANGED_ID not in {_UNCHANGED_ID, current}:
-                raise _error(errno.EPERM)
+        new_uid, new_gid = (
+            None if requested & _UNCHANGED_ID in {_UNCHANGED_ID, current} else requested & _UNCHANGED_ID
+            for requested, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"]))
+        )
+        if new_uid is not None or new_gid is not None:
+            request = messages.Chown(path=_relative(self._current_path(path, fh)), uid=new_uid, gid=new_gid)
+            self._store.request(request, messages.FileStat)
 
     def truncate(self, path: str | None, length_bytes: int, fh: int | None = None) -> None:
         """Set the size of a file."""
@@ -334,7 +339,7 @@ class Operations:
         access = PathAccess(
             _relative(path), inode=reply.stat.inode, readable=access_mode != os.O_WRONLY, writable=writable
         )
-        self._links.add_file(fh, access)
+        self._links.add_file(fh, access, uid=caller().uid)
         return fh
 
     def _check_in_store(self, *paths: str) -> None:

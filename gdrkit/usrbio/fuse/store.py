@@ -28,6 +28,8 @@ __all__ = ["StoreFiles"]
 
 _Result = TypeVar("_Result")
 _BUFFER_BYTES = 1 << 20
+# A user that is not root.
+_OTHER_USER = messages.SetUser(uid=65534, gid=65534)
 
 
 class StoreFiles:
@@ -39,10 +41,18 @@ class StoreFiles:
     ----------
     connect : callable
         Returns a new client of the storage server.
+    user_of_request : callable or None
+        Returns the user for whom this thread sends a request. The server uses paths with the rights of this user. With
+        None, the server uses them with its own rights.
     """
 
-    def __init__(self, connect: Callable[[], StorageClient]) -> None:
+    def __init__(
+        self, connect: Callable[[], StorageClient], *, user_of_request: Callable[[], messages.SetUser] | None = None
+    ) -> None:
         self._connect = connect
+        self._user_of_request = user_of_request
+        # The user of the session, which the server knows.
+        self._user: messages.SetUser | None = None
         # One request at a time uses the client's connection and the buffer.
         self._lock = threading.Lock()
         self._handles = itertools.count(1)
@@ -56,17 +66,32 @@ class StoreFiles:
 
         The handles in requests and replies are valid in this object; the server has other handles.
         """
+        message = cast("Any", request)
+        user = None
+        if self._user_of_request is not None and getattr(message, "path", None) is not None:
+            user = self._user_of_request()
         with self._lock:
-            message = cast("Any", request)
             if getattr(message, "handle", None) is not None:
                 message = replace(message, handle=self._file(message.handle).handle)
-            reply: Any = self._with_client(lambda client: client.request(message, reply_type))
+            reply: Any = self._with_client(lambda client: self._request_as(client, user, message, reply_type))
             if isinstance(reply, messages.OpenReply):
                 assert self._client is not None  # noqa: S101 - it has just replied.
                 handle = next(self._handles)
                 self._files[handle] = StorageFile(self._client, reply)
                 reply = replace(reply, handle=handle)
             return cast("_Result", reply)
+
+    def check_users(self) -> None:
+        """Check that the server can act as other users.
+
+        Raises
+        ------
+        ApiError
+            EPERM: the server does not run as root, or has no CAP_SETUID. EREMOTEIO: the server is of a version that
+            does not know the request.
+        """
+        with self._lock:
+            self._with_client(lambda client: client.request(_OTHER_USER, messages.Done))
 
     def read(self, handle: int, *, offset_bytes: int, length_bytes: int) -> bytes:
         """Read bytes of an open file. At the end of the file, the result is shorter."""
@@ -116,6 +141,15 @@ class StoreFiles:
         with self._lock:
             self._end_session()
 
+    def _request_as(
+        self, client: StorageClient, user: messages.SetUser | None, request: Request, reply_type: type[_Result]
+    ) -> _Result:
+        """Send a request for a user. Without a user, the request names no path, or the server has one user."""
+        if user is not None and user != self._user:
+            client.request(user, messages.Done)
+            self._user = user
+        return client.request(request, reply_type)
+
     def _transfer(self, handle: int, length_bytes: int, offset_bytes: int, *, is_read: bool) -> int:
         file = self._file(handle)
 
@@ -149,6 +183,7 @@ class StoreFiles:
 
     def _end_session(self) -> None:
         client, self._client = self._client, None
+        self._user = None
         buffer, self._buffer = self._buffer, None
         if buffer is not None:
             buffer.close()

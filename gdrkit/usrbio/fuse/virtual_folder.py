@@ -51,10 +51,15 @@ class VirtualFolder:
         The files of the store, which ``rm-rf`` removes.
     mount : str
         Path of the mount. ``rm-rf`` needs absolute paths below it.
+    is_shared : bool
+        Whether other users use the mount. A user sees only the own links in ``iovs``, and root sees all.
     """
 
-    def __init__(self, real_folder: Path, links: LinkClients, store: StoreFiles, *, mount: str) -> None:
+    def __init__(
+        self, real_folder: Path, links: LinkClients, store: StoreFiles, *, mount: str, is_shared: bool = False
+    ) -> None:
         self._real_folder, self._links, self._store, self._mount = real_folder, links, store, mount
+        self._is_shared = is_shared
         self._lock = threading.Lock()
         # The targets of links in rm-rf. These links are not stored, but the kernel reads a new link once.
         self._rm_rf_targets: dict[str, str] = {}
@@ -67,8 +72,12 @@ class VirtualFolder:
     def attributes(self, path: str) -> dict[str, int]:
         """Return the attributes of a path, as stat(2) does."""
         if path in _FOLDER_MODES:
-            return _attributes(path, stat.S_IFDIR | _FOLDER_MODES[path], 0)
-        return _attributes(path, stat.S_IFLNK | 0o777, len(os.fsencode(self.readlink(path))))
+            sticky = stat.S_ISVTX if self._is_shared and path == _IOVS else 0
+            return _attributes(path, stat.S_IFDIR | _FOLDER_MODES[path] | sticky, 0)
+        attributes = _attributes(path, stat.S_IFLNK | 0o777, len(os.fsencode(self.readlink(path))))
+        folder, name = os.path.split(path)
+        owner = self._links.owner(name) if self._is_shared and folder == _IOVS else None
+        return attributes if owner is None else {**attributes, "st_uid": owner}
 
     def entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
         """Yield name, attributes and offset (0) of every entry of a folder."""
@@ -78,7 +87,8 @@ class VirtualFolder:
             entry.removeprefix(f"{path}/") for entry in (*_FOLDER_MODES, _SOCKET) if entry.rpartition("/")[0] == path
         ]
         if path == _IOVS:
-            names = sorted(entry.name for entry in (self._real_folder / "iovs").iterdir() if entry.is_symlink())
+            links = (entry.name for entry in (self._real_folder / "iovs").iterdir() if entry.is_symlink())
+            names = sorted(filter(self._is_visible, links))
         for name in names:
             file_type = stat.S_IFDIR if f"{path}/{name}" in _FOLDER_MODES else stat.S_IFLNK
             yield name, {"st_ino": _inode(f"{path}/{name}"), "st_mode": file_type}, 0
@@ -89,6 +99,8 @@ class VirtualFolder:
             return str(self._real_folder / "agent.sock")
         folder, name = os.path.split(path)
         if folder == _IOVS:
+            if not self._is_visible(name):
+                raise _error(errno.ENOENT)
             try:
                 return os.readlink(self._real_folder / "iovs" / name)  # noqa: PTH115 - a Path would change gdr://.
             except OSError as error:
@@ -118,7 +130,13 @@ class VirtualFolder:
         folder, name = os.path.split(path)
         if folder != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
             raise _error(errno.EPERM)
-        self._links.unpublish(name)
+        self._links.unpublish(name, uid=caller().uid)
+
+    def _is_visible(self, name: str) -> bool:
+        """Return whether the user of this request may see a link in ``iovs``: the user's own, or a semaphore."""
+        if not self._is_shared or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
+            return True
+        return caller().uid in {0, self._links.owner(name)}
 
     def _remove_all(self, target: str) -> None:
         """Remove the file or folder that the link `target` names, with its contents."""

@@ -1,0 +1,364 @@
+"""A FUSE mount that root shares with all users: each user has the rights that the kernel gives it on a plain folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import os
+import stat
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from support.other_user import folder_for_all_users
+from support.processes import wait_until
+from support.raw_usrbio import AgentProcess, LinkClient, RawIov, RawRing
+from support.storage import storage_server
+from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, transfer
+
+from gdrkit import pattern
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.storage import messages
+from gdrkit.storage.store import FileStore
+from gdrkit.units import KIB
+from gdrkit.usrbio import virtual
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+
+    from gdrkit.harness.evidence import Evidence
+
+pytestmark = needs(verbs.nic(), host.fuse, host.capability("CAP_SETUID"))
+USERS: tuple[tuple[int, list[int]], ...] = ((0, [0]), (ALICE, []), (BOB, [GROUP]))
+
+
+@pytest.fixture
+def folders() -> Iterator[tuple[Path, Path]]:
+    """Yield a shared FUSE mount and a plain folder, in which every user can create files."""
+    with folder_for_all_users() as folder:
+        mount, store, plain = folder / "mount", folder / "store", folder / "plain"
+        for path in (mount, store, plain):
+            path.mkdir()
+        for path in (store, plain):
+            path.chmod(0o1777)
+        with AgentProcess(mount, "--store", str(store), "--fuse", "--shared") as agent:
+            yield mount, plain
+            assert agent.terminate() == 0, agent.error_output
+
+
+def make_tree(root: Path) -> None:
+    """Create files and folders of several users, with several modes."""
+    for owner in (0, ALICE, BOB):
+        for mode in (0o700, 0o750, 0o744, 0o1777, 0o2775):
+            folder = root / f"{owner}-{mode:o}"
+            folder.mkdir()
+            for name, file_mode in (("secret", 0o600), ("public", 0o666), ("target", 0o200)):
+                (folder / name).write_bytes(b"content")
+                os.chown(folder / name, owner, GROUP)
+                (folder / name).chmod(file_mode)
+            os.chown(folder, owner, GROUP)
+            folder.chmod(mode)
+
+
+def operations(folder: Path) -> dict[str, Callable[[], object]]:
+    """Return calls on the entries of a folder, by their names."""
+    secret, public, target = folder / "secret", folder / "public", folder / "target"
+
+    def write(path: Path, flags: int) -> Callable[[], object]:
+        def run() -> None:
+            fd = os.open(path, flags, 0o666)
+            try:
+                os.write(fd, b"written")
+            finally:
+                os.close(fd)
+
+        return run
+
+    def new_times(path: Path, ns: tuple[int, int] | None) -> Callable[[], object]:
+        return lambda: os.utime(path, ns=ns) if ns else os.utime(path)
+
+    return {
+        "list": lambda: list(folder.iterdir()),
+        "stat": secret.stat,
+        "read secret": secret.read_bytes,
+        "read public": public.read_bytes,
+        "read target": target.read_bytes,
+        "write secret": write(secret, os.O_WRONLY),
+        "write public": write(public, os.O_WRONLY),
+        "write target": write(target, os.O_WRONLY),
+        "read and write target": write(target, os.O_RDWR),
+        "truncate secret": lambda: os.truncate(secret, 3),
+        "truncate public": lambda: os.truncate(public, 3),
+        "set times of public": new_times(public, (10**9, 2 * 10**9)),
+        "touch public": new_times(public, None),
+        "set times of secret": new_times(secret, (10**9, 2 * 10**9)),
+        "chmod public": lambda: public.chmod(0o640),
+        "chmod back": lambda: public.chmod(0o666),
+        "give public away": lambda: os.chown(public, BOB, -1),
+        "change the group of public": lambda: os.chown(public, -1, GROUP),
+        "create": write(folder / "new", os.O_WRONLY | os.O_CREAT | os.O_EXCL),
+        "create or open": write(folder / "public", os.O_WRONLY | os.O_CREAT),
+        "create without rights": lambda: os.close(os.open(folder / "odd", os.O_WRONLY | os.O_CREAT, 0o400)),
+        "mkdir": lambda: (folder / "inner").mkdir(0o777),
+        "chmod the folder": lambda: (folder / "inner").chmod(0o2770),
+        "symlink": lambda: (folder / "symlink").symlink_to("public"),
+        "read by symlink": (folder / "symlink").read_bytes,
+        "link public": lambda: (folder / "link").hardlink_to(public),
+        "link secret": lambda: (folder / "second").hardlink_to(secret),
+        "rename secret": lambda: secret.rename(folder / "renamed"),
+        "replace public": lambda: (folder / "new").rename(public),
+        "unlink target": target.unlink,
+        "rmdir": (folder / "inner").rmdir,
+        "move out": lambda: public.rename(folder.parent / f"moved-{folder.name}"),
+    }
+
+
+def try_operations(root: Path, connection: Connection) -> None:
+    """Run all operations in each folder of a tree, and send the errno of each."""
+    os.umask(0o027)
+    results = {}
+    for folder in sorted(root.iterdir()):
+        if folder.name != "3fs-virt":
+            for label, operation in operations(folder).items():
+                results[folder.name, label] = errno_of(operation)
+    connection.send(results)
+
+
+def owners(root: Path) -> dict[str, tuple[int, int, int, int]]:
+    """Return mode, user, group and size of every entry of a tree. The sizes of folders depend on the file system."""
+    found = {}
+    for parent, folders, files in os.walk(root):
+        for name in (*folders, *files):
+            path = Path(parent, name)
+            status = path.lstat()
+            size = 0 if stat.S_ISDIR(status.st_mode) else status.st_size
+            found[str(path.relative_to(root))] = (status.st_mode, status.st_uid, status.st_gid, size)
+    return {name: status for name, status in found.items() if not name.startswith("3fs-virt")}
+
+
+@pytest.mark.parametrize(("uid", "groups"), USERS)
+def test_calls_have_the_results_of_a_plain_folder(folders: tuple[Path, Path], uid: int, groups: list[int]) -> None:
+    results, found = [], []
+    for root in folders:
+        make_tree(root)
+        before = owners(root)
+        with UserProcess(uid, functools.partial(try_operations, root), groups=groups) as user:
+            results.append(user.receive())
+        found.append(owners(root))
+        assert before != found[-1]
+    assert results[0] == results[1]
+    assert found[0] == found[1]
+    assert len(set(results[0].values())) >= (1 if uid == 0 else 3)
+
+
+def publish_by_links(mount: Path, connection: Connection) -> None:
+    """Publish by links, open a private file, and read the file by the ring once for each question."""
+    client = LinkClient(mount)
+    path = mount / f"private-{os.getuid()}"
+    path.write_bytes(pattern.payload(64 * KIB, seed=5))
+    path.chmod(0o600)
+    with (
+        contextlib.closing(RawIov(64 * KIB)) as iov,
+        contextlib.closing(RawRing(8, for_read=True)) as ring,
+        path.open("rb") as file,
+    ):
+        client.publish_iov(iov)
+        client.publish_ring(ring)
+        inode = os.fstat(file.fileno()).st_ino
+        names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link}
+        connection.send({**names, "path": str(path), "inode": inode, "id": iov.id.bytes})
+        while True:
+            connection.recv()
+            iov.memory[:] = bytes(64 * KIB)
+            result = transfer(ring, iov.id.bytes, inode, 64 * KIB)
+            pattern.check(iov.memory[:], seed=5)
+            connection.send(result)
+
+
+def attempts(mount: Path, victim: dict[str, Any], connection: Connection) -> None:
+    """Try to use the objects of another user through the mount, and send the errno of each attempt."""
+    links, private = mount / "3fs-virt" / "iovs", Path(victim["path"])
+    client = LinkClient(mount)
+    root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+    root_inode = os.fstat(root_fd).st_ino
+    own = mount / f"own-{os.getuid()}"
+    own.write_bytes(bytes(64 * KIB))
+
+    def ioctl(request: int, argument: bytes, fd: int = root_fd) -> Callable[[], object]:
+        return lambda: fcntl.ioctl(fd, request, bytearray(argument))
+
+    def use(iov_id: bytes, inode: int) -> Callable[[], object]:
+        def run() -> None:
+            if (result := transfer(ring, iov_id, inode)) < 0:
+                raise OSError(-result, "the operation failed")
+
+        return run
+
+    with (
+        contextlib.closing(RawIov(64 * KIB)) as iov,
+        contextlib.closing(RawRing(8, for_read=True)) as ring,
+        own.open("rb") as file,
+    ):
+        client.publish_iov(iov)
+        client.publish_ring(ring)
+        visible = {path.name for path in links.iterdir() if not path.name.startswith("submit-ios")}
+        assert visible == {iov.name(), ring.link}
+        folder_fd = os.open(mount / "folder", os.O_RDONLY | os.O_DIRECTORY)
+        name = private.name.encode()
+        inode = os.fstat(file.fileno()).st_ino
+        tried: dict[str, Callable[[], object]] = {
+            "read the link of an iov": (links / victim["iov"]).readlink,
+            "find the link of a ring": (links / victim["ring"]).lstat,
+            "remove the link of an iov": (links / victim["iov"]).unlink,
+            "remove the link of a ring": (links / victim["ring"]).unlink,
+            "publish the name of an iov": lambda: (links / victim["iov"]).symlink_to(iov.path),
+            "publish the memory of an iov": lambda: (links / RawIov(4096).name()).symlink_to(victim["target"]),
+            "read a private file by a ring": use(iov.id.bytes, victim["inode"]),
+            "read into an iov": use(victim["id"], inode),
+            "open a private file": lambda: private.open("rb"),
+            "remove a private file": private.unlink,
+            "rename a private file": lambda: private.rename(mount / "taken"),
+            "link a private file": lambda: (mount / "linked").hardlink_to(private),
+            "change the mode of a private file": lambda: private.chmod(0o666),
+            "change the owner of a private file": lambda: os.chown(private, os.getuid(), -1),
+            "change the times of a private file": lambda: os.utime(private),
+            "truncate a private file": lambda: os.truncate(private, 0),
+            "remove a tree by rm-rf": lambda: (mount / "3fs-virt" / "rm-rf" / "x").symlink_to(mount / "folder"),
+            "ioctl REMOVE": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, name, 0)),
+            "ioctl REMOVE of a tree": ioctl(virtual.REMOVE, virtual.REMOVE_ARGUMENT.pack(root_inode, b"folder", 1)),
+            "ioctl MOVE": ioctl(virtual.MOVE, virtual.MOVE_ARGUMENT.pack(root_inode, name, root_inode, b"taken", 0)),
+            "ioctl RECURSIVE_RM": ioctl(virtual.RECURSIVE_RM, bytes(4), folder_fd),
+            "ioctl HARDLINK": ioctl(
+                virtual.HARDLINK,
+                virtual.HARDLINK_ARGUMENT.pack(os.fstat(folder_fd).st_ino, b"linked"),
+                file.fileno(),
+            ),
+            "ioctl PUNCH_HOLE": ioctl(
+                virtual.PUNCH_HOLE,
+                virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999),
+                os.open(mount / "readable", os.O_RDONLY),
+            ),
+        }
+        connection.send({label: errno_of(action) for label, action in tried.items()})
+        connection.recv()
+
+
+REFUSED = {
+    "read the link of an iov": errno.ENOENT,
+    "find the link of a ring": errno.ENOENT,
+    "remove the link of an iov": errno.ENOENT,
+    "remove the link of a ring": errno.ENOENT,
+    "publish the name of an iov": errno.EEXIST,
+    "publish the memory of an iov": errno.EACCES,
+    "read a private file by a ring": errno.EBADF,
+    "read into an iov": errno.EACCES,
+    "open a private file": errno.EACCES,
+    "remove a private file": errno.EPERM,
+    "rename a private file": errno.EPERM,
+    "link a private file": errno.EPERM,
+    "change the mode of a private file": errno.EPERM,
+    "change the owner of a private file": errno.EPERM,
+    "change the times of a private file": errno.EACCES,
+    "truncate a private file": errno.EACCES,
+    "remove a tree by rm-rf": errno.EACCES,
+    "ioctl REMOVE": errno.EPERM,
+    "ioctl REMOVE of a tree": errno.EACCES,
+    "ioctl MOVE": errno.EPERM,
+    "ioctl RECURSIVE_RM": errno.EACCES,
+    "ioctl HARDLINK": errno.EACCES,
+    "ioctl PUNCH_HOLE": errno.EBADF,
+}
+
+
+def test_attempts_through_the_mount_are_refused(folders: tuple[Path, Path], evidence: Evidence) -> None:
+    mount, _plain = folders
+    (mount / "folder").mkdir(0o755)
+    (mount / "folder" / "file").touch()
+    (mount / "readable").write_bytes(bytes(64 * KIB))
+    with UserProcess(ALICE, lambda pipe: publish_by_links(mount, pipe)) as alice:
+        victim = alice.receive()
+        with UserProcess(BOB, lambda pipe: attempts(mount, victim, pipe)) as bob:
+            results = bob.receive()
+            evidence["refused"] = {label: errno.errorcode.get(number, number) for label, number in results.items()}
+            assert results == REFUSED
+        assert alice.ask() == 64 * KIB
+    assert (mount / "folder" / "file").exists()
+
+
+def test_killed_link_clients_of_one_user_do_not_harm_another(folders: tuple[Path, Path]) -> None:
+    mount, _plain = folders
+    links = mount / "3fs-virt" / "iovs"
+    with (
+        UserProcess(ALICE, lambda pipe: publish_by_links(mount, pipe)) as alice,
+        UserProcess(0, lambda pipe: publish_by_links(mount, pipe)) as root,
+    ):
+        alice.receive()
+        root.receive()
+        published = set(links.iterdir())
+        for _ in range(10):
+            with UserProcess(BOB, lambda pipe: publish_by_links(mount, pipe)) as bob:
+                target = Path(bob.receive()["target"])
+                assert bob.ask() == 64 * KIB
+                bob.connection.send(None)  # The process is killed while it reads.
+            assert alice.ask() == root.ask() == 64 * KIB
+            wait_until(lambda: set(links.iterdir()) == published, "the links of the killed client end", timeout_s=30)
+            assert not target.exists()
+
+
+def use_after_change_of_user(mount: Path, connection: Connection) -> None:
+    """Publish as root, become another user, publish again, and read a file that was opened as root."""
+    client = LinkClient(mount)
+    with (mount / "of-root").open("rb") as file:
+        inode = os.fstat(file.fileno()).st_ino
+        results = []
+        for uid in (0, BOB):
+            os.seteuid(uid)
+            with contextlib.closing(RawIov(64 * KIB)) as iov, contextlib.closing(RawRing(8, for_read=True)) as ring:
+                client.publish_iov(iov)
+                client.publish_ring(ring)
+                results.append(transfer(ring, iov.id.bytes, inode))
+        connection.send(results)
+
+
+def test_ring_has_the_files_of_its_user_only(folders: tuple[Path, Path]) -> None:
+    mount, _plain = folders
+    (mount / "of-root").write_bytes(bytes(64 * KIB))
+    (mount / "of-root").chmod(0o600)
+    with UserProcess(0, lambda pipe: use_after_change_of_user(mount, pipe)) as user:
+        assert user.receive() == [4 * KIB, -errno.EBADF]
+
+
+# The kernel takes a capability from root at exec if it is not in the bounding set: PR_CAPBSET_DROP, CAP_SETUID.
+WITHOUT_SETUID = """
+import ctypes, os, sys
+assert ctypes.CDLL(None).prctl(24, 7, 0, 0, 0) == 0
+os.execv(sys.executable, [sys.executable, "-m", "gdrkit", *sys.argv[1:]])
+"""
+
+
+def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path) -> None:
+    store, mount = tmp_path / "store", tmp_path / "mount"
+    mount.mkdir()
+    program = [sys.executable, "-c", WITHOUT_SETUID]
+    with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0", program=program) as server:
+        options = ("--server", server.address, "--token-file", str(store / ".gdrkit" / "token"), "--shared")
+        with pytest.raises(AssertionError, match=r"cannot serve several users: .*user 65534"):
+            AgentProcess(mount, *options)
+    assert not mount.is_mount()
+
+
+def open_as_user(store: Path, connection: Connection) -> None:
+    """Open a store without root, and try to act as another user."""
+    with FileStore(store) as files:
+        connection.send(errno_of(lambda: files.set_user(messages.SetUser(0, 0))))
+
+
+def test_server_without_root_cannot_change_its_user() -> None:
+    with folder_for_all_users() as folder:
+        os.chown(folder, ALICE, ALICE)
+        with UserProcess(ALICE, lambda pipe: open_as_user(folder, pipe)) as alice:
+            assert alice.receive() == errno.EPERM

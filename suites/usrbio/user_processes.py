@@ -1,0 +1,129 @@
+"""Processes of several users that use one shared agent, for the cases of ``gdrkit agent --shared``."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import traceback
+from typing import TYPE_CHECKING, Any, Self
+
+from support.raw_usrbio import RawClient, RawIov, RawRing, Refusal
+
+from gdrkit import pattern
+from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+__all__ = ["ALICE", "BOB", "GROUP", "UserProcess", "errno_of", "published", "read_on_demand", "transfer"]
+
+ALICE, BOB, GROUP = 65533, 65532, 65531
+_FORK = multiprocessing.get_context("fork")
+_PR_SET_DUMPABLE = 4
+
+
+def _become(uid: int, groups: list[int]) -> None:
+    """Change user and groups of this process, which cannot be undone, and keep its files in /proc usable."""
+    os.setgroups(groups)
+    os.setgid(uid)
+    os.setuid(uid)
+    assert ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0) == 0
+
+
+class UserProcess:
+    """A forked process of a user that calls `function` with a connection. Use it as a context manager.
+
+    An exception of the function is received as the text of its traceback.
+    """
+
+    def __init__(self, uid: int, function: Callable[[Connection], None], *, groups: list[int] | None = None) -> None:
+        self.connection, other_end = _FORK.Pipe()
+
+        def run() -> None:
+            try:
+                _become(uid, groups or [])
+                function(other_end)
+            except BaseException:
+                other_end.send(traceback.format_exc())
+                raise
+
+        self.process = _FORK.Process(target=run)
+        self.process.start()
+        other_end.close()
+
+    def receive(self) -> Any:  # noqa: ANN401 - any object that the function sends.
+        """Return the next object that the function sent."""
+        assert self.connection.poll(60), "the process sends nothing"
+        received = self.connection.recv()
+        assert not (isinstance(received, str) and received.startswith("Traceback")), received
+        return received
+
+    def ask(self, question: object = None) -> Any:  # noqa: ANN401 - as receive().
+        """Send an object and return the reply."""
+        self.connection.send(question)
+        return self.receive()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.process.kill()
+        self.process.join()
+        self.connection.close()
+
+
+@contextlib.contextmanager
+def published(mount: Path, *, for_read: bool = True) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+    """Publish an iov and a ring of this process."""
+    with (
+        RawClient(mount) as client,
+        contextlib.closing(RawIov(64 * KIB)) as iov,
+        contextlib.closing(RawRing(8, for_read=for_read)) as ring,
+    ):
+        client.publish_iov(iov)
+        client.publish_ring(ring)
+        yield client, iov, ring
+
+
+def transfer(ring: RawRing, iov_id: bytes, inode: int, length: int = 4 * KIB) -> int:
+    """Execute one operation of a ring and return its result."""
+    ring.prepare(iov_id, inode=inode, length=length)
+    ring.submit()
+    completions = ring.wait(1)
+    assert len(completions) == 1
+    return completions[0][1]
+
+
+def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
+    """Return a function that creates a private file, publishes, and reads the file once for each question."""
+
+    def run(connection: Connection) -> None:
+        path.write_bytes(pattern.payload(64 * KIB, seed=3))
+        path.chmod(0o600)
+        with published(mount) as (client, iov, ring), path.open("rb") as file:
+            inode = client.register_file(file.fileno())
+            names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link, "ring_target": str(ring.path)}
+            connection.send({**names, "inode": inode, "id": iov.id.bytes})
+            while True:
+                connection.recv()
+                iov.memory[:] = bytes(64 * KIB)
+                result = transfer(ring, iov.id.bytes, inode, 64 * KIB)
+                pattern.check(iov.memory[:], seed=3)
+                connection.send(result)
+
+    return run
+
+
+def errno_of(action: Callable[[], object]) -> int:
+    """Return the errno with which an action is refused, or 0."""
+    try:
+        action()
+    except Refusal as error:
+        return error.errno
+    except OSError as error:
+        return error.errno or -1
+    return 0
