@@ -302,7 +302,11 @@ def _find_fault(path: Path) -> tuple[int, str] | None:
 
 def _loader_path() -> list[str]:
     """Return the folders of LD_LIBRARY_PATH as they were at the start of this process."""
-    environment = Path("/proc/self/environ").read_bytes().split(b"\0")
     name = b"LD_LIBRARY_PATH="
+    try:
+        environment = Path("/proc/self/environ").read_bytes().split(b"\0")
+    except PermissionError:
+        # The process has changed its user, so that the file belongs to root. The variable may have changed too.
+        environment = [name + os.environb.get(name[:-1], b"")]
     value = next((entry[len(name) :] for entry in environment if entry.startswith(name)), b"")
     return [os.fsdecode(folder) for folder in value.replace(b";", b":").split(b":")]

@@ -8,9 +8,12 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
+from support.other_user import folder_for_all_users, run_program
 
 from gdrkit import host, launch
 from gdrkit.errors import Api
+from gdrkit.harness.needs import host as needs_host
+from gdrkit.harness.needs import needs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -234,3 +237,19 @@ def test_files_of_this_host_are_readable() -> None:
     tree = host.HostTree()
     assert host.kernel_facts(tree).release == os.uname().release
     assert host.process_limits(tree).memlock_known
+
+
+@needs(needs_host.capability("CAP_SETUID"))
+def test_library_is_found_after_a_change_of_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not let such a process read its own /proc/self/environ."""
+    program = """
+from gdrkit import loader
+from support.other_user import become_unprivileged
+become_unprivileged()
+print(loader.find_library("libgdrkit-example.so.1"))
+"""
+    with folder_for_all_users() as folder:
+        (folder / "libgdrkit-example.so.1").touch()
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(folder))
+        completed = run_program(program)
+    assert (completed.stdout.strip(), completed.stderr) == (f"{folder}/libgdrkit-example.so.1", "")

@@ -5,16 +5,19 @@ A twin is a library that emulates the hardware below an API.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from typing import TYPE_CHECKING
 
 import pytest
 from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM
-from support.other_user import run_program
+from support.other_user import folder_for_all_users, program_command, run_program
 from support.processes import LineChild
 
 from gdrkit.errors import Api
@@ -24,7 +27,7 @@ from gdrkit.units import MIB
 from gdrkit.verdict import RouteOutcome
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 OBSERVE = [sys.executable, "-m", "gdrkit", "observe"]
@@ -183,3 +186,66 @@ gdrkit.cli.main()
     assert completed.returncode == 1
     (line,) = completed.stderr.splitlines()
     assert re.search(r"failed: Permission denied \(EACCES\)\. To do: run gdrkit observe with CAP_SYS_PTRACE", line)
+
+
+@needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
+def test_process_of_another_user_is_seen_by_root() -> None:
+    program = "import os, sys; os.setuid(65534); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        full = [*OBSERVE, "--pid", str(child.pid), "--seconds", "0.2", "--json"]
+        completed = subprocess.run(full, capture_output=True, check=True, timeout=60)
+        child.communicate(timeout=60)
+    observation = Observation.from_json(completed.stdout)
+    (process,) = observation.processes
+    # The kernel has the counters of bytes, as the descriptors, only for a reader that may trace the process.
+    assert (process.process_id, process.read_bytes is None) == (child.pid, False)
+    assert not any("CAP_SYS_PTRACE" in text for text in observation.not_seen)
+
+
+@contextlib.contextmanager
+def received_bytes() -> Iterator[socket.socket]:
+    """Yield a TCP socket that has received 64 KiB."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        sender = stack.enter_context(socket.create_connection(listener.getsockname()))
+        receiver = stack.enter_context(listener.accept()[0])
+        sender.sendall(bytes(64 << 10))
+        assert receiver.recv(64 << 10, socket.MSG_PEEK | socket.MSG_WAITALL)
+        yield receiver
+
+
+@needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
+@pytest.mark.parametrize("is_privileged", [False, True])
+def test_process_that_hides_is_named_or_seen_by_root(is_privileged: bool) -> None:  # noqa: FBT001 - a parameter.
+    """The kernel hides the descriptors of a program whose file its user may not read, except from CAP_SYS_PTRACE."""
+    with folder_for_all_users() as folder, received_bytes() as receiver:
+        shutil.copy(shutil.which("sleep") or "", folder / "sleep")
+        (folder / "sleep").chmod(0o111)
+        program = f"""
+import sys
+import gdrkit.cli, gdrkit.cli_observe, gdrkit.observe, gdrkit.observe.describe, importlib.metadata
+from support.other_user import become_unprivileged
+{"" if is_privileged else "become_unprivileged()"}
+sys.argv = ["gdrkit", "observe", "--json", "--", "{folder}/sleep", "0.5"]
+gdrkit.cli.main()
+"""
+        command, environ = program_command(program, os.environ)
+        completed = subprocess.run(
+            command,
+            env=environ,
+            cwd="/",
+            stdin=receiver.fileno(),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    assert completed.returncode == 0, completed.stderr
+    observation = Observation.from_json(completed.stdout)
+    (process,) = [process for process in observation.processes if process.program == "sleep"]
+    gap = f"libraries, descriptors and sockets of pid {process.process_id} (sleep): Permission denied (EACCES)"
+    gaps = [text for text in observation.not_seen if text.startswith(gap)]
+    seen_bytes = process.loopback_received_bytes
+    assert (seen_bytes, bool(gaps)) == ((64 << 10, False) if is_privileged else (0, True))
+    assert all(text.endswith("CAP_SYS_PTRACE is needed to see them") for text in gaps)

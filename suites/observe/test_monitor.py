@@ -126,6 +126,32 @@ print(sum(value for labels, value in not_read.values.items() if labels[0][1] == 
     assert completed.stderr.count("not read: descriptors_of_processes, Permission denied") == 1
 
 
+@needs(software(Api.VERBS), software(Api.CUDA), host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
+def test_root_sees_the_process_that_another_user_does_not() -> None:
+    program = """
+import json, sys
+from gdrkit.monitor import machine_metrics
+from support.other_user import become_unprivileged
+machine_metrics()
+become_unprivileged()
+metrics = {metric.name: metric.values for metric in machine_metrics()}
+seen = sum(("pid", sys.argv[1]) in labels for values in metrics.values() for labels in values)
+cause = (("source", "descriptors_of_processes"), ("cause", "Permission denied"))
+print(json.dumps([seen, metrics["gdrkit_not_read"].get(cause, 0)]))
+"""
+    with LineChild(*TWIN_HOLDER) as child:
+        process_id = child.read_line()
+        child.write_line("hold 5")
+        child.expect_line("done")
+        completed = run_program(program, process_id)
+        seen_by_root = samples_of(process_id)
+        child.end()
+    assert completed.returncode == 0, completed.stderr
+    seen, not_read = json.loads(completed.stdout)
+    assert (seen, not_read > 0) == (0, True)
+    assert (seen_by_root["gdrkit_rdma_regions twin"], seen_by_root[f"gdrkit_dmabufs {process_id}"]) == (5, 5)
+
+
 def test_reading_costs_less_than_one_percent_of_a_core() -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(PROCESSES):
