@@ -1,7 +1,8 @@
 """A storage service over RDMA, and its client.
 
-The server is the RDMA initiator: it reads a file by an RDMA WRITE into the memory of the client, and writes a file by
-an RDMA READ from it. The service runs on one node without replication, as a reference.
+The server is the RDMA initiator. When a client reads a file, the server moves the bytes into the memory of the client
+by RDMA WRITE. When a client writes a file, the server fetches the bytes from this memory by RDMA READ. The service runs
+on one node without replication, as a reference.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A connection is *waiting* until its first request has arrived. A waiting connection costs the server one descriptor and
 no thread. All bytes of the first request must arrive before one deadline. If an address has too many waiting
-connections, the listener closes the oldest one for each new one.
+connections, the listener closes the oldest of them when a new connection arrives.
 
 Attackers can fill the list of waiting connections, but this does not stop honest clients. accept() returns a TCP
 connection when its first bytes have arrived (TCP_DEFER_ACCEPT), and the listener reads them at once. The client of
@@ -39,8 +39,8 @@ _REQUEST_TIMEOUT_S = 10.0
 # sessions, so that one host can start clients for all sessions at the same time.
 _WAITING_PER_ADDRESS_MAX = 64
 _WAITING_MAX = 128
-# Largest number of connections that are accepted before the waiting ones are read again. Otherwise new connections
-# could evict a waiting connection whose request has arrived.
+# Largest number of connections to accept before the waiting connections are read again. With a larger number, new
+# connections could evict a waiting connection whose request has arrived.
 _ACCEPTS_MAX = 16
 _LOG_PERIOD_S = 10.0
 # Time before the next accept() after a failed one.
@@ -163,7 +163,7 @@ class Listener:
             self._add_waiting(connected_socket, address)
 
     def _add_waiting(self, connected_socket: socket.socket, address: object) -> None:
-        """Add a new connection to the waiting ones, unless its peer is another user."""
+        """Add a new connection to the waiting connections, unless its peer is another user."""
         if connected_socket.family == socket.AF_UNIX:
             credentials = connected_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _process, user, _group = _CREDENTIALS.unpack(credentials)

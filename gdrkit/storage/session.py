@@ -156,7 +156,7 @@ class StorageSession:
         return queue_pair
 
     def _begin_session(self, client: str, token: str | None, replaces: str | None) -> messages.HelloReply:
-        """Send hello with the endpoints of the queue pairs, and connect them to those in the reply."""
+        """Send hello with the endpoints of the queue pairs. Connect the queue pairs to the endpoints in the reply."""
         lanes = tuple(queue_pair.endpoint().to_dict() for queue_pair in self.queue_pairs)
         hello = messages.StorageHello(messages.PROTOCOL_VERSION, client, lanes, token, replaces)
         reply = self._exchange(self._control, hello, messages.HelloReply)

@@ -143,10 +143,11 @@ class FileStore:
             raise OSError(
                 errno.EACCES, "the access mode of the descriptor does not permit the requested reads or writes"
             )
-        file, root = os.fstat(descriptor), os.fstat(self._root)
-        name = str(Path(f"/proc/self/fd/{descriptor}").readlink())
-        relative = os.path.relpath(name, Path(f"/proc/self/fd/{self._root}").readlink())
-        if file.st_dev != root.st_dev or relative.startswith("../") or os.fsencode(relative).split(b"/")[0] in _HIDDEN:
+        is_on_other_device = os.fstat(descriptor).st_dev != os.fstat(self._root).st_dev
+        path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
+        relative_path = os.path.relpath(path, Path(f"/proc/self/fd/{self._root}").readlink())
+        first_name = os.fsencode(relative_path).split(b"/")[0]
+        if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN:
             raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
         # The file is opened again, because flags such as O_APPEND belong to the client's descriptor.
         reopened = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
