@@ -1,8 +1,8 @@
 """The benchmark of ``gdrkit bench storage``: speed of file transfers by kind and size of the transfer.
 
-Each point (one kind and one size) is measured for a short time with one transfer after another, as in a program that
-waits for each transfer. "Cached" ranges are in the page cache. "Cold" ranges were dropped from the page cache, and each
-of them is read once.
+The kinds are cached reads, cold reads, writes, and durable writes (with a sync). Each point (one kind and one size) is
+measured for a short time with one transfer after another, as in a program that waits for each transfer. Ranges of
+cached reads are in the page cache. Ranges of cold reads were dropped from the page cache, and each is read once.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def _transfers_per_file(file_bytes: int, size: int) -> int:
 def _random_offsets(file_bytes: int, size: int, *, is_once: bool) -> Iterable[int]:
     """Return random offsets of reads: each offset once if `is_once` is true, else an endless sequence.
 
-    The order is random, because otherwise the kernel would read ahead. It is the same in each run.
+    The order is random, because otherwise the kernel would read ahead. Each run has the same order.
     """
     count = _transfers_per_file(file_bytes, size)
     generator = random.Random(size)  # noqa: S311 - not used for secrets.

@@ -3,9 +3,9 @@
 The command prints the results beside the numbers of :data:`~gdrkit.tiers.configuration.DEFAULT_TIERS`, which come from
 a requirements document.
 
-The benchmark writes and reads an unnamed file in the tier. It bypasses the page cache if the file system supports
-O_DIRECT. Otherwise it measures the page cache, and the result reports that. If there is a CUDA device, the benchmark
-also reads the file into device memory, which shows the route.
+The benchmark writes and reads an unnamed file in the tier. If the file system supports O_DIRECT, the benchmark bypasses
+the page cache. Otherwise it measures the page cache, and the result says so. If there is a CUDA device, the benchmark
+also reads the file into device memory. This shows the route between the tier and device memory.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The catalogue of the tiers: an index in SQLite with the tier, the size, the heat and the pin of each file.
 
-The disks are authoritative for the location of a file. A lost or damaged catalogue is rebuilt from them. Several
-processes may use the catalogue at the same time.
+The disks are authoritative for the location of a file, so a lost or damaged catalogue is rebuilt from the disks. The
+heat of a file is the sum of its accesses, weighted by age (:mod:`gdrkit.tiers.heat`). A pin keeps a file in one tier.
+Several processes may use the catalogue at the same time.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _COLUMNS = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pin
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The row of one file.
+    """The row of one file in the catalogue.
 
     Attributes
     ----------

@@ -2,8 +2,8 @@
 
 The heat of a file is the sum of the weights of its accesses. A new access has the weight 1, and an access loses half of
 its weight per half-life. The catalogue stores a *score* instead of the heat: score = log2(heat) + time, with the time
-in half-lives. While time passes, the heat falls and the score stays the same. So the catalogue need not be updated to
-let files cool, and the order of the scores is always the order of the heat.
+in half-lives. While time passes, the heat falls and the score stays the same. So the catalogue changes only when a file
+is accessed, and the order of the scores is always the order of the heat.
 
 All times are in half-lives since 1970, by the clock of :mod:`gdrkit.tiers.database`, which does not follow backward
 steps of the host's clock.
@@ -23,9 +23,9 @@ _PRECISION_BITS = 60.0
 _EXPONENT_MAX = 1000.0
 
 
-def score_of(heat_count: float, *, at: float) -> float:
+def score_of(heat_value: float, *, at: float) -> float:
     """Return the score of a file that has this heat at the time `at`."""
-    return math.log2(heat_count) + at if heat_count > 0 else NEVER_ACCESSED
+    return math.log2(heat_value) + at if heat_value > 0 else NEVER_ACCESSED
 
 
 def heat(score: float, *, at: float) -> float:
@@ -44,7 +44,7 @@ def score_after(score: float, *, accesses: int, at: float) -> float:
 def score_least(accesses_min: int, *, at: float, share: float = 1.0) -> float:
     """Return the least score of a file whose heat reaches `accesses_min`, or the `share` of it, at the time `at`.
 
-    The threshold is lower by half an access. With `accesses_min` 100, a file then reaches the threshold at its 100th
-    access, although its first accesses have already lost a little weight.
+    The first accesses of a file have already lost a little weight when the last one happens. Therefore half an access
+    is subtracted: with `accesses_min` 100, a file gets this score at its 100th access.
     """
     return score_of(accesses_min * share - 0.5, at=at) if accesses_min > 0 else NEVER_ACCESSED

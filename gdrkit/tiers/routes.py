@@ -1,6 +1,7 @@
-"""The route between a tier and device memory.
+"""The route between a tier and device memory: directly, or through host memory.
 
-A route is reported only after a transfer with device memory has shown it. Transfers with host memory show no route.
+A route is reported only after a transfer to or from device memory has used it. Transfers with host memory have no such
+route.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["UNOBSERVED", "TierRoute", "observed_route", "worst_route"]
 
 @dataclass(frozen=True, slots=True)
 class TierRoute:
-    """The observation of the last transfer between a tier and device memory.
+    """The route of the last transfer between a tier and device memory, as it was observed.
 
     Attributes
     ----------
