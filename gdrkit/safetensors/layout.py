@@ -1,7 +1,7 @@
 """The selection of tensors and slices in a file, and the place of each in one memory.
 
-The tensors follow each other in the memory as in the file, so that neighbours are one read. A gap is left only where
-the next tensor would otherwise be unaligned.
+The tensors have the same order in the memory as in the file, so that one read fills several neighbours. A gap is left
+only where the next tensor would otherwise be unaligned.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = [
     "rows_of",
 ]
 
-# An index of a tensor, as in `tensor[0, 4:8]`. `...` selects the whole tensor, None none of it.
+# An index of a tensor, as in `tensor[0, 4:8]`. `...` selects the whole tensor, and None selects nothing.
 TensorIndex = SupportsIndex | slice | tuple[object, ...] | object
 # A function that returns the index of the part of a tensor to load. Its arguments are the name and the shape.
 Select = Callable[[str, tuple[int, ...]], TensorIndex]
 
 EVERYTHING = ...
 # Tensors of at least this size begin at a multiple of _ALIGNMENT_BYTES, which kernels with vector loads need. Smaller
-# ones begin at a multiple of their element, so that many scalars are still one read.
+# tensors begin at a multiple of their element size, so that one read still fills many scalars.
 _ALIGNED_MIN_BYTES = 256
 _ALIGNMENT_BYTES = 16
 
@@ -115,7 +115,7 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
         Names of the tensors to consider; None for all.
     """
     if select is None and names is None and all(entry[2] % _ALIGNMENT_BYTES == 0 for entry in header.tensors.values()):
-        # The memory is as the file, so it is one read.
+        # The memory has the layout of the file, so one read fills it.
         placements = [
             Placement(name, dtype, shape, begin, end - begin)
             for name, (dtype, shape, begin, end) in header.tensors.items()
@@ -128,30 +128,30 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
     entries = header.tensors.items() if names is None else [(name, header.tensors[name]) for name in names]
     for name, entry in entries:
         dtype, shape, begin, end = entry
-        length, rest = end - begin, None
+        length, scattered_part = end - begin, None
         if select is not None:
             part = part_of(name, entry, select(name, shape))
             if part is None:
                 continue
             shape, length = part.shape, part.run_bytes * len(part.runs)
             begin = part.runs[0] if part.runs else begin
-            rest = part if len(part.runs) > 1 else None
+            scattered_part = part if len(part.runs) > 1 else None
         alignment = _ALIGNMENT_BYTES if length >= _ALIGNED_MIN_BYTES else -(-ELEMENT_TYPES[dtype].bits // 8)
         offset = memory_end + -memory_end % alignment
         placements.append(Placement(name, dtype, shape, offset, length))
         memory_end = offset + length
-        if rest is None and begin == file_end and offset == read_offset + read_length:
+        if scattered_part is None and begin == file_end and offset == read_offset + read_length:
             read_length += length
             file_end += length
             continue
         if read_length:
             reads.extend((read_begin, read_offset, read_length))
         read_length, read_offset, file_end = 0, memory_end, -1
-        if rest is None:
+        if scattered_part is None:
             read_begin, read_offset, read_length = header.data_offset_bytes + begin, offset, length
             file_end = begin + length
         else:
-            _append_runs(reads, rest, header.data_offset_bytes, offset)
+            _append_runs(reads, scattered_part, header.data_offset_bytes, offset)
     if read_length:
         reads.extend((read_begin, read_offset, read_length))
     return Layout(placements, reads, memory_end)
@@ -184,7 +184,8 @@ def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:
     if index is EVERYTHING:
         return Part(entry.shape, (entry.begin,), entry.end - entry.begin)
     ranges, shape = _ranges(name, entry.shape, index)
-    # All dimensions after `inner` are selected completely, so a run has them and the range of `inner`.
+    # All dimensions after `inner` are selected completely. So each run covers these dimensions and the range of
+    # `inner`.
     inner = len(ranges) - 1
     while inner > 0 and ranges[inner] == (0, entry.shape[inner]):
         inner -= 1
@@ -214,8 +215,8 @@ def _ranges(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[list
     if len(ellipses) > 1 or missing < 0:
         message = f"{index!r} has too many items for tensor {name!r} of shape {list(shape)}"
         raise UsageError(message)
-    position = ellipses[0] if ellipses else len(items)
-    items[position : position + len(ellipses)] = [slice(None)] * missing
+    gap = ellipses[0] if ellipses else len(items)
+    items[gap : gap + len(ellipses)] = [slice(None)] * missing
     ranges, part_shape = [], []
     for item, size in zip(items, shape, strict=True):
         if isinstance(item, slice):
@@ -226,11 +227,11 @@ def _ranges(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[list
             end = max(begin, end)
             part_shape.append(end - begin)
         elif isinstance(item, SupportsIndex) and not isinstance(item, bool):
-            number = item.__index__()
-            if not -size <= number < size:
-                message = f"index {number} is not inside a dimension of size {size} (tensor {name!r})"
+            position = item.__index__()
+            if not -size <= position < size:
+                message = f"index {position} is not inside a dimension of size {size} (tensor {name!r})"
                 raise UsageError(message)
-            begin = number % size
+            begin = position % size
             end = begin + 1
         else:
             message = f"an index must have numbers, slices and ..., not {item!r:.40} (tensor {name!r})"
@@ -240,7 +241,7 @@ def _ranges(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[list
 
 
 def file_share(reads: array[int], share_index: int, shares_count: int) -> array[int]:
-    """Return the reads of one of several shares of equal size, which together are all `reads`."""
+    """Divide `reads` into `shares_count` shares of equal size, and return the reads of one share."""
     total_bytes = sum(reads[2::3])
     begin = total_bytes * share_index // shares_count
     end = total_bytes * (share_index + 1) // shares_count
