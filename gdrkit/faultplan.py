@@ -64,19 +64,20 @@ _ERRNO_NAMES = frozenset(
         "ECONNREFUSED",
     ]
 )
-# Points that are not functions. A work request can fail before its bytes are transferred, or after (".landed"). The
-# I/O of a cuFile batch or stream can fail after the cuFile call returned.
+# Completions of work requests. A work request can fail before its bytes are transferred, or after the transfer
+# (".landed").
 _COMPLETION_FAULT_POINTS = tuple(
     f"wc.{name}{suffix}" for name in ("send", "rdma_write", "rdma_read") for suffix in ("", ".landed")
 )
-# Points whose calls belong to a NIC, so that a rule can be for the calls of one NIC.
+# Points whose calls belong to a NIC, so that a rule can name the NIC.
 _NIC_FAULT_POINTS = frozenset(
     ["ibv_reg_mr", "ibv_reg_dmabuf_mr", *(name for name in _COMPLETION_FAULT_POINTS if ".rdma_" in name)]
 )
+# Transfers of a cuFile batch or stream, which can fail after the cuFile call has returned.
 _CUFILE_IO_FAULT_POINTS = ("cufile.batch_io", "cufile.async_io")
 _ROUTE_FAULT_POINT = "cufile.route"
-# The lowest status that a rule can set, for points where it is not 1. An asynchronous cuFile transfer can complete with
-# 0 bytes moved.
+# The lowest status that a rule can set, for points at which it differs from 1. An asynchronous cuFile transfer can
+# complete with 0 bytes moved.
 _STATUS_MIN_BY_POINT = {"cufile.async_io": 0}
 # The first route has the code 1, the second 2, and so on.
 _ROUTES = ("p2p", "nvfs", "posix")
@@ -94,9 +95,9 @@ _DELAY_US_MAX = 10_000_000
 class FaultRule:
     """One rule of a fault plan.
 
-    Calls `first_call` to `last_call` of `point`, counted from 1, wait for `delay_us` microseconds and then return
-    `code`. `key` says what the code is: ``errno``, ``status`` or ``route``. A `last_call` of None means all calls from
-    `first_call` on. A `code` of None means that the call returns its normal result.
+    The calls `first_call` to `last_call` of `point`, counted from 1, wait for `delay_us` microseconds and then return
+    `code`. `key` is the type of the code: ``errno``, ``status`` or ``route``. A `last_call` of None means all calls
+    from `first_call` on. A `code` of None means that the call returns its normal result.
 
     While the file `hold` exists, the call waits, at most 60 s.
 

@@ -119,7 +119,7 @@ class RdmaQueuePair:
     port : int or None
         Port number; None before the queue pair has one.
     number, remote_number : int or None
-        Number of the queue pair and of its peer. The peer is None if the type has none or it is not connected.
+        Number of the queue pair, and number of the queue pair to which it is connected (None if there is none).
     type, state : str
         Names as in rdma-tool, e.g. ``RC`` and ``RTS``.
     process_id : int or None

@@ -1,8 +1,8 @@
 """Query of the memory at a device address: type, device, base, length and dma-buf, like UCX's ``mem_query``.
 
-hl-thunk has no call for this. gdrkit knows the memory that it allocated or mapped on the device. Other code of the
-process may have allocated memory by the same descriptor of the device. The driver exports such memory only by the exact
-address of its mapping, and only inside the mapping, so that exports show where a mapping begins and ends.
+hl-thunk has no call for such a query. gdrkit knows the memory that it allocated or mapped itself. Other code of the
+process may have allocated memory by the same descriptor of the device. To find such memory, gdrkit tries exports: the
+driver exports only ranges inside a mapping, and only by the exact address at which the mapping begins.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> Addr
 
 
 def _mapping_bytes(device: GaudiContext, base: int, minimum_bytes: int, unit_bytes: int) -> int:
-    """Return the size of the mapping at `base`. It has at least `minimum_bytes`; both are multiples of the unit."""
+    """Return the size of the mapping at `base`, a multiple of `unit_bytes`. The size is at least `minimum_bytes`."""
 
     def has_page_before(end_bytes: int) -> bool:
         return _is_exported(device, base, end_bytes - HOST_PAGE_BYTES, HOST_PAGE_BYTES)

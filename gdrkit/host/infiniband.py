@@ -55,9 +55,8 @@ class RdmaDevice:
         ``rxe`` or ``siw`` for a software device of the kernel, otherwise the driver of the bus device (such as a PCI
         function) to which the RDMA device belongs; None if it is unknown.
     has_device : bool
-        Whether sysfs shows a bus device for the RDMA device. If it does not, the RDMA device is a software device of
-        the kernel. If it does, the RDMA device can still be a software device: sysfs then shows the bus device of the
-        network interface that the software device uses.
+        Whether sysfs shows a bus device for the RDMA device. False: the RDMA device is a software device of the kernel.
+        True: it is hardware, or a software device that uses a network interface with a bus device.
     node_guid : str or None
         Node GUID, e.g. ``b83f:d203:00a1:7c52``.
     firmware : str or None

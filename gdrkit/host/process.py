@@ -39,7 +39,7 @@ class ProcessIdentity:
     Attributes
     ----------
     boot_id : bytes
-        16 random bytes that the kernel chooses at boot; zeros if they cannot be read.
+        16 random bytes that the kernel chooses at boot; zeros if this process cannot read them.
     process_id : int
         Process ID in its own PID namespace.
     namespace : int
@@ -124,8 +124,8 @@ def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None)
 def starved_s(process_id: int, tree: HostTree | None = None) -> float:
     """Return how long a thread of the process was ready to run and had no processor, in seconds.
 
-    The result is the time of the thread that waited longest. It is 0 if the process does not exist or the kernel does
-    not account for waits. A wait is included when it has ended.
+    The result is the time of the thread that waited longest, without waits that have not ended. It is 0 if the process
+    does not exist, or if the kernel does not count such waits.
     """
     tree = HostTree() if tree is None else tree
     folder = f"/proc/{process_id}/task"
@@ -138,7 +138,7 @@ def starved_s(process_id: int, tree: HostTree | None = None) -> float:
 
 
 def _exists(process_id: int) -> bool | None:
-    """Return False if no process has this id, and None if one has, because it may be a later process."""
+    """Return False if no process has this id, else None: a later process may have got the id."""
     try:
         os.kill(process_id, 0)
     except ProcessLookupError:

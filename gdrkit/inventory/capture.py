@@ -203,7 +203,8 @@ class CapturedFiles:
 
     def _find(self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
         """Return the path under which a table has the file, or raise the recorded error."""
-        # A result that was recorded under `name` itself is preferred: the captured machine followed the links then.
+        # A result that was recorded under `name` itself is preferred, because there the captured machine followed the
+        # links.
         self._raise_recorded(read_type, name)
         for path in dict.fromkeys((name, self._resolved(name))):
             self._raise_recorded(read_type, path)
@@ -255,7 +256,7 @@ class CapturedFiles:
 
 
 class Recorder:
-    """Files that forward each read to other files and record its result; see :class:`gdrkit.host.Files`."""
+    """A file interface that forwards each read to `files` and records the result; see :class:`gdrkit.host.Files`."""
 
     def __init__(self, files: Files) -> None:
         self._files = files

@@ -1,8 +1,8 @@
 """Manager of the GPUs, NICs and region caches of one process.
 
-It reports whether direct transfers are possible on this machine: a NIC can register the memory of a GPU, and bytes were
-seen to move. It chooses the NIC for each transfer. A manager is either available or unavailable. If it is unavailable,
-its state contains the reasons, and every use raises an error with these reasons as causes.
+The manager chooses the NIC for each transfer. It is *available* if direct transfers are possible on this machine: a NIC
+has registered the memory of a GPU, and a page was moved in both directions without a wrong byte. The state of an
+unavailable manager contains the reasons, and every use of the manager raises an error with these reasons as causes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["GdrManager", "GdrObstacle", "GdrState", "GpuState"]
 
 @dataclass(frozen=True, slots=True)
 class GdrObstacle:
-    """The reason why no direct transfer is possible, or none with one GPU. The fields are copied from an error."""
+    """Why no direct transfer is possible, at all or with one GPU. The fields are copied from an error."""
 
     api: Api
     message: str
@@ -109,7 +109,7 @@ class GdrManager:
     gpu_indices : sequence of int or None
         Numbers of the GPUs to use. With None, all GPUs that the driver lists.
     nic_names : sequence of str or None
-        Names of the NICs to use. With None, all that have an active port.
+        Names of the NICs to use. With None, all NICs with an active port.
     tree : HostTree or None
         The source of the topology in sysfs. With None, this host.
     placement : Placement or None
@@ -228,9 +228,9 @@ class GdrManager:
     def remote(
         self, lease: Lease, *, gpu_index: int, offset_bytes: int = 0, length_bytes: int | None = None
     ) -> tuple[verbs.Nic, verbs.RemoteRange]:
-        """Return a NIC near to the GPU, and the address and key by which a peer accesses a part of a lease through it.
+        """Return a NIC near to the GPU, and the address and key by which a peer accesses a part of a lease.
 
-        The caller connects to the peer through that NIC.
+        The address and the key are valid for a peer that connects to this NIC.
         """
         nic = self._choose(gpu_index, lease.nics)
         return nic, lease.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
