@@ -173,10 +173,10 @@ def bench(started_libcufile: None, device: Device, *, is_measured: bool) -> Iter
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("kind", FLAGS)
-def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, kind: str, *, is_measured: bool) -> None:
+@pytest.mark.parametrize("access", FLAGS)
+def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, access: str, *, is_measured: bool) -> None:
     """Read cached bytes through the page cache, or bytes of the disk by O_DIRECT, as one range."""
-    flags = FLAGS[kind]
+    flags = FLAGS[access]
     settings = SETTINGS if is_measured else ((2, 1),)
     candidates: dict[str, Callable[[], None]] = {
         f"{workers} threads, {part_mib} MiB": bench.path(

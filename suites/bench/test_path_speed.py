@@ -61,7 +61,7 @@ def create_file(mount: Path, seed: int) -> Path:
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         usrbio.register_fd(fd)
-        with Application(mount, kind="host", length_bytes=MIB) as application:
+        with Application(mount, memory_kind="host", length_bytes=MIB) as application:
             for offset in range(0, FILE_BYTES, MIB):
                 application.poke(0, pattern.payload(MIB, seed=seed, offset_bytes=offset))
                 assert application.write((fd, 0, offset, MIB)) == [MIB]
@@ -95,10 +95,10 @@ def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
                 os.sched_setaffinity(int(task.name), {cores[-1] if name == "gdrkit-session" else cores[0]})
 
 
-def measure(agent: AgentProcess, path: Path, kind: str, cores: list[int]) -> dict[str, list[dict[str, Any]]]:
+def measure(agent: AgentProcess, path: Path, memory_kind: str, cores: list[int]) -> dict[str, list[dict[str, Any]]]:
     """Run the measuring program. Return the measurements of all rounds, by the name of the measurement."""
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_path_bench"
-    command = [str(program), str(agent.mount), str(path), "--kind", kind]
+    command = [str(program), str(agent.mount), str(path), "--kind", memory_kind]
     command += ["--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
     if len(cores) > 1:
         command += ["--cores", f"{cores[0]},{cores[-1]}"]
@@ -126,11 +126,11 @@ def median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]
 
 
 @pytest.mark.parametrize("placement", ["by the system", "session apart"])
-@pytest.mark.parametrize("kind", MEMORY_KINDS)
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS)
 def test_reads_beside_the_kernel(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    kind: str,
+    memory_kind: str,
     placement: str,
     seed: int,
     evidence: Evidence,
@@ -145,12 +145,12 @@ def test_reads_beside_the_kernel(
         file = create_file(tmp_path, seed)
         if placement == "session apart":
             isolate_session(agent, cores)
-        measured = measure(agent, file, kind, cores)
+        measured = measure(agent, file, memory_kind, cores)
     assert agent.statistics["failed"] == 0
     evidence["load_1min"] = [load_before, os.getloadavg()[0]]
     for size, (usrbio_name, kernel_name, copy_name, goal) in MEASUREMENTS.items():
         if kernel_name not in measured:
-            summary.append(f"{kind:6} {size}, {placement}: {kernel_name} is not allowed on this system")
+            summary.append(f"{memory_kind:6} {size}, {placement}: {kernel_name} is not allowed on this system")
             continue
         share = median_share(measured[usrbio_name], measured[kernel_name])
         evidence.number(f"{usrbio_name}_share_of_{kernel_name}_ratio_median", share)
@@ -175,7 +175,7 @@ def test_reads_beside_the_kernel(
         )
         kernel_cpu_us = evidence.numbers[f"{kernel_name}_client_cpu_us_median"]
         summary.append(
-            f"{kind:6} {size} reads, {placement}: {share:.2f} x {kernel_name} "
+            f"{memory_kind:6} {size} reads, {placement}: {share:.2f} x {kernel_name} "
             f"(goal on idle cores: {goal}{copies_text}); "
             f"processor time {cpu_us / kernel_cpu_us:.1f} x {kernel_name}; load {load_before:.1f}"
         )

@@ -72,9 +72,9 @@ class Bench:
         self.kvikio = Kvikio(self.stack)
 
     def kvikio_settings(
-        self, kind: str, *, direct: tuple[bool, ...], threads_max: int = 32
+        self, direction: str, *, direct: tuple[bool, ...], threads_max: int = 32
     ) -> dict[str, dict[str, object]]:
-        """Return the settings of kvikio to compare, by a name for each. `kind` is ``read`` or ``write``.
+        """Return the settings of kvikio to compare, by a name for each. `direction` is ``read`` or ``write``.
 
         Some settings are omitted because they were much slower in one measurement: 32 threads with tasks of 4 MiB,
         direct reads of cached files, 32 threads for the disk, and buffered writes.
@@ -83,7 +83,7 @@ class Bench:
             f"kvikio {threads} threads, {task_mib} MiB, {'auto direct' if auto_direct else 'buffered'}": {
                 "num_threads": threads,
                 "task_size": task_mib * MIB,
-                f"auto_direct_io_{kind}": auto_direct,
+                f"auto_direct_io_{direction}": auto_direct,
             }
             for auto_direct in direct
             for threads in self.threads_counts

@@ -188,7 +188,9 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def _check_nothing_left(self, memory_names: set[str]) -> None:
         """Wait until the agent has released an ended client: its links, its shared memory, and the open files."""
-        wait_until(lambda: published_links(self._mount) == self._bystander.links, "the links of the client are gone")
+        wait_until(
+            lambda: published_links(self._mount) == self._bystander.link_names, "the links of the client are gone"
+        )
         wait_until(lambda: not memory_names & _shared_memory_names(), "the shared memory of the client is gone")
         agent = self._agent.process.pid
         wait_until(
@@ -237,8 +239,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._memory_kind = self._rng.choice(sorted(self.kills_by_memory))
         return self._memory_kind
 
-    def _open_client(self, file: Path, kind: str) -> UsrbioClient:
-        client = UsrbioClient(self._mount, file, kind)
+    def _open_client(self, file: Path, memory_kind: str) -> UsrbioClient:
+        client = UsrbioClient(self._mount, file, memory_kind)
         self._clients.append(client)
         client.open()
         return client

@@ -40,20 +40,20 @@ class UsrbioClient(LineChild):
 
     Attributes
     ----------
-    links : set of str
+    link_names : set of str
         Names of the links that :meth:`open` published.
     """
 
-    def __init__(self, mount: Path, file: Path, kind: str) -> None:
-        super().__init__("fault.usrbio_client", mount, file, kind)
-        self.links: set[str] = set()
+    def __init__(self, mount: Path, file: Path, memory_kind: str) -> None:
+        super().__init__("fault.usrbio_client", mount, file, memory_kind)
+        self.link_names: set[str] = set()
         self._mount = mount
 
     def open(self) -> None:
         """Let the client open its file, its memory and its rings."""
         links_before = published_links(self._mount)
         self.call("open", timeout_s=_START_TIMEOUT_S)
-        self.links = published_links(self._mount) - links_before
+        self.link_names = published_links(self._mount) - links_before
 
     def start(self, command: str, **arguments: object) -> None:
         """Send a command without waiting for its result, which :meth:`reply` returns."""
@@ -71,10 +71,10 @@ class UsrbioClient(LineChild):
         assert "errno" not in reply, reply
         return reply["result"]
 
-    def ring(self, agent: int, *, for_read: bool) -> RingMemory:
-        """Map a ring of this client. `agent` is the process id of the agent, which has a descriptor of the ring."""
-        (name,) = (link for link in self.links if f".{'r' if for_read else 'w'}0" in link)
-        return RingMemory(agent, f"hf3fs-iov-{name.partition('.')[0]}")
+    def ring(self, agent_process_id: int, *, for_read: bool) -> RingMemory:
+        """Map a ring of this client, through the descriptor of the ring that the agent has open."""
+        (name,) = (link for link in self.link_names if f".{'r' if for_read else 'w'}0" in link)
+        return RingMemory(agent_process_id, f"hf3fs-iov-{name.partition('.')[0]}")
 
     def close(self) -> None:
         """Let the client release everything and end."""
@@ -86,10 +86,10 @@ class UsrbioClient(LineChild):
 class RingMemory:
     """A read-only mapping of a ring. It stays valid after the client and the agent have ended."""
 
-    def __init__(self, agent: int, name: str) -> None:
+    def __init__(self, agent_process_id: int, name: str) -> None:
         path = next(
             link
-            for link in Path(f"/proc/{agent}/fd").iterdir()
+            for link in Path(f"/proc/{agent_process_id}/fd").iterdir()
             if _link_target(link).startswith(f"{_SHARED_MEMORY}/{name}")
         )
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -139,10 +139,10 @@ def _link_target(link: Path) -> str:
 class _Application:
     """The application in the child process. Its public methods are the commands."""
 
-    def __init__(self, mount: str, file: str, kind: str) -> None:
+    def __init__(self, mount: str, file: str, memory_kind: str) -> None:
         self._mount = mount
         self._file = file
-        self._device: cuda.Device | None = cuda.Device(0) if kind == "device" else None
+        self._device: cuda.Device | None = cuda.Device(0) if memory_kind == "device" else None
         self._memory: cuda.DeviceMemory | None = None
         self._stack = contextlib.ExitStack()
         self._rings: dict[bool, Ioring] = {}

@@ -77,7 +77,7 @@ def _outcome(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
     try:
         result = call()
     except GdrkitError as error:
-        fields = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
+        fields = {"error_class": type(error).__name__, "reason": error.reason.value, "message": str(error)}
         if not isinstance(error, gds.TransferFailed):
             return fields
         result = error.transferred
@@ -211,7 +211,7 @@ def freed_early(arguments: dict[str, Any]) -> dict[str, Any]:
         try:
             memory.close()
         except GdrkitError as error:
-            early = {"kind": type(error).__name__, "reason": error.reason.value}
+            early = {"error_class": type(error).__name__, "reason": error.reason.value}
         result = _outcome(transfer.result)
         is_expected = memory.read() == pattern.payload(FILE_BYTES, seed=int(arguments["seed"]))
         memory.close()

@@ -34,7 +34,11 @@ def _result_or_error(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
     try:
         return _result_json(call())
     except GdrkitError as error:
-        fields: dict[str, Any] = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
+        fields: dict[str, Any] = {
+            "error_class": type(error).__name__,
+            "reason": error.reason.value,
+            "message": str(error),
+        }
         if isinstance(error, ApiError):
             fields |= {"api": error.api.value, "status": error.status, "errno": error.errno}
         if isinstance(error, gds.TransferFailed):

@@ -125,7 +125,7 @@ def test_error_in_a_batch_names_its_range_and_loses_nothing(
     report = scenarios.with_faults(tmp_path, *rules).run("many_ranges")
     evidence["answer"] = report
     read = report["read"]
-    assert (read["kind"], read["operation"], read["errno"], read["status"]) == (
+    assert (read["error_class"], read["operation"], read["errno"], read["status"]) == (
         "TransferFailed",
         "batch read",
         error_number,
@@ -165,7 +165,7 @@ def test_error_of_one_transfer_is_not_that_of_others(scenarios: ScenarioRunner, 
     )
     report = scenarios.with_faults(tmp_path, *rules).run("many_transfers")
     assert report["delayed"]["bytes"] == RANGE_BYTES
-    failed = [index for index, outcome in enumerate(report["outcomes"]) if "kind" in outcome]
+    failed = [index for index, outcome in enumerate(report["outcomes"]) if "error_class" in outcome]
     assert failed == [5]
     assert report["outcomes"][5]["arguments"]["failed_offset_bytes"] == report["offsets"][5]
     assert all(outcome["route"] == route for outcome in report["outcomes"])
@@ -207,7 +207,7 @@ def test_cancelled_transfer_ends_early(
 def test_memory_of_a_running_transfer_cannot_be_freed(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     rules = ("cufile.route call=* route=p2p", "cuFileRead call=2-9 delay_us=2000000")
     report = scenarios.with_faults(tmp_path, *rules).run("freed_early")
-    assert report["early"] == {"kind": "UsageError", "reason": "busy"}
+    assert report["early"] == {"error_class": "UsageError", "reason": "busy"}
     assert report["result"]["bytes"] == FILE_BYTES
     assert report["is_expected"]
     assert report["registered_bytes"] == 0

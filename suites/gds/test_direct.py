@@ -86,7 +86,7 @@ def test_required_direct_path_fails_without_one(scenarios: ScenarioRunner, evide
     report = scenarios.run(SCENARIO, direct="required")
     evidence["answer"] = report
     for call in ("read", "readv", "odd", "write", "future"):
-        assert (report[call]["kind"], report[call]["reason"]) == ("Unsupported", "not_direct"), call
+        assert (report[call]["error_class"], report[call]["reason"]) == ("Unsupported", "not_direct"), call
         assert "nvidia-fs is not loaded" in report[call]["message"]
     assert not report["written"]
 
@@ -152,7 +152,7 @@ def test_failed_direct_transfer_keeps_its_number(
 ) -> None:
     report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", rule).run(SCENARIO)
     failed_read = report["read"]
-    assert (failed_read["kind"], failed_read["api"], failed_read["status"], failed_read["errno"]) == (
+    assert (failed_read["error_class"], failed_read["api"], failed_read["status"], failed_read["errno"]) == (
         "TransferFailed",
         api,
         status,

@@ -109,7 +109,7 @@ from support.application import Application
 mount, seed, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 fd = os.open(f"{mount}/file", os.O_RDONLY)
 usrbio.register_fd(fd)
-with Application(mount, kind="device", length_bytes=length) as application:
+with Application(mount, memory_kind="device", length_bytes=length) as application:
     assert application.read((fd, 0, 0, length)) == [length]
     try:
         application.check(0, length, seed=seed, file_offset=0)

@@ -43,8 +43,8 @@ class Application:
     ----------
     mount : Path
         Mount point of the agent.
-    kind : str
-        Kind of the memory, ``host`` or ``device``.
+    memory_kind : str
+        The memory: ``host`` or ``device``.
     length_bytes : int
         Length of the memory.
     entries : int
@@ -53,12 +53,14 @@ class Application:
         Number of rings for each direction.
     """
 
-    def __init__(self, mount: Path | str, *, kind: str, length_bytes: int, entries: int = 64, rings: int = 1) -> None:
+    def __init__(
+        self, mount: Path | str, *, memory_kind: str, length_bytes: int, entries: int = 64, rings: int = 1
+    ) -> None:
         self.length_bytes = length_bytes
         self.memory: cuda.DeviceMemory | None = None
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as undo:
-            if kind == "device":
+            if memory_kind == "device":
                 self.memory = undo.enter_context(cuda.Device(0)).allocate(length_bytes)
                 undo.callback(self.memory.close)
                 self.iov: Iovec = undo.enter_context(usrbio.make_gpu_iovec(str(mount), self.memory))
@@ -145,7 +147,7 @@ def _main(arguments: Sequence[str]) -> int:
     rng = random.Random(options.seed)
     file_bytes, transferred_bytes = Path(options.file).stat().st_size, 0
     with contextlib.ExitStack() as stack:
-        application = stack.enter_context(Application(options.mount, kind=options.kind, length_bytes=4 * MIB))
+        application = stack.enter_context(Application(options.mount, memory_kind=options.kind, length_bytes=4 * MIB))
         source, copy = os.open(options.file, os.O_RDONLY), os.open(options.copy, os.O_RDWR | os.O_CREAT, 0o600)
         for fd in (source, copy):
             stack.callback(os.close, fd)

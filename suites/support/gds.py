@@ -92,7 +92,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def allocated_memory(kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
+def allocated_memory(memory_kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
     """Yield new memory of a kind, filled with 0xa5. No other object may refer to the memory at the end of the block."""
     if device is None:
         host = bytearray(b"\xa5" * length_bytes)
@@ -103,7 +103,7 @@ def allocated_memory(kind: str, length_bytes: int, device: Device | None) -> Ite
     wrappers: dict[str, Callable[[CudaMemory], object]] = {"dlpack": OnlyDlpack, "interface": OnlyInterface}
     with device.allocate(length_bytes) as memory:
         memory.fill(0xA5)
-        yield Memory(memory if kind == "device" else wrappers[kind](memory), memory)
+        yield Memory(memory if memory_kind == "device" else wrappers[memory_kind](memory), memory)
 
 
 def drop_from_cache(path: Path, *, offset_bytes: int = 0, length_bytes: int = 0) -> None:

@@ -39,15 +39,15 @@ __all__ = ["Allocator", "main", "visible_devices"]
 class Allocator:
     """An allocator of one kind of device memory, with the interface of a `Device`."""
 
-    def __init__(self, device: Device, kind: str) -> None:
+    def __init__(self, device: Device, memory_kind: str) -> None:
         self._device = device
-        self._kind = kind
+        self._memory_kind = memory_kind
 
     def allocate(self, length_bytes: int) -> DeviceBuffer:
         """Allocate memory: by cuMemAlloc, as one chunk by cuMemCreate, or by ncclMemAlloc."""
-        if self._kind == "vmm":
+        if self._memory_kind == "vmm":
             return VmmMemory.create(self._device, length_bytes)
-        if self._kind == "nccl":
+        if self._memory_kind == "nccl":
             return nccl.NcclMemory(self._device, length_bytes)
         return self._device.allocate(length_bytes)
 

@@ -369,18 +369,18 @@ class LinkClient:
 
     def __init__(self, mount: Path) -> None:
         self.mount = mount
-        self.links = mount / "3fs-virt" / "iovs"
+        self.iovs_folder = mount / "3fs-virt" / "iovs"
 
     def publish_iov(self, iov: RawIov, suffix: str = "") -> None:
         """Publish an iov."""
-        (self.links / iov.name(suffix)).symlink_to(iov.path)
+        (self.iovs_folder / iov.name(suffix)).symlink_to(iov.path)
 
     def publish_ring(self, ring: RawRing) -> None:
         """Publish a ring, remove its name as 3FS does, and open its submit semaphore."""
-        (self.links / ring.link).symlink_to(ring.path)
+        (self.iovs_folder / ring.link).symlink_to(ring.path)
         ring.path.unlink()
         ring.attach(self.mount)
 
     def unpublish(self, name: str) -> None:
         """Remove a link."""
-        (self.links / name).unlink()
+        (self.iovs_folder / name).unlink()

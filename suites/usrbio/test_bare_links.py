@@ -83,7 +83,7 @@ def test_device_memory_is_read_without_the_socket(tmp_path: Path, memory: cuda.D
     memory.fill(0xA5)
     with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
         client = LinkClient(mount)
-        os.symlink(target, client.links / name)  # noqa: PTH211 - a Path would change gdr://.
+        os.symlink(target, client.iovs_folder / name)  # noqa: PTH211 - a Path would change gdr://.
         with contextlib.closing(RawRing(4, for_read=True)) as ring, (mount / "file").open("rb") as file:
             client.publish_ring(ring)
             inode = os.fstat(file.fileno()).st_ino

@@ -66,8 +66,8 @@ class Owner:
     """An application with published memory, and the command by which a :class:`Borrower` gets the memory."""
 
     def __init__(self, mount: Path, method: str) -> None:
-        kind = "host" if method == "open" else "device"
-        self.application = Application(mount, kind=kind, length_bytes=FILE_BYTES)
+        memory_kind = "host" if method == "open" else "device"
+        self.application = Application(mount, memory_kind=memory_kind, length_bytes=FILE_BYTES)
         iov = self.application.iov
         self.command = ["import", iov.export_gpu().hex()] if method == "import" else [method, iov.id, FILE_BYTES]
 

@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-KINDS = [
+MEMORY_KINDS = [
     pytest.param("host", marks=needs(verbs.nic())),
     pytest.param("device", marks=needs(verbs.nic(), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)),
 ]
-pytestmark = pytest.mark.parametrize("kind", KINDS)
+pytestmark = pytest.mark.parametrize("memory_kind", MEMORY_KINDS)
 
 # Length of the transfer, its offset in the file, and its offset in the memory.
 SIZES = [
@@ -82,7 +82,7 @@ def make_file(path: Path, length_bytes: int, *, seed: int) -> None:
 def test_every_byte_of_a_file_is_read_and_written_back(
     agent: AgentProcess,
     open_file: Callable[[str], int],
-    kind: str,
+    memory_kind: str,
     seed: int,
     length_bytes: int,
     file_offset: int,
@@ -92,7 +92,7 @@ def test_every_byte_of_a_file_is_read_and_written_back(
     make_file(agent.mount / "file", file_offset + length_bytes, seed=seed)
     source_fd, copy_fd = open_file("file"), open_file("copy")
     memory_bytes = memory_offset + length_bytes + 64
-    with Application(agent.mount, kind=kind, length_bytes=memory_bytes) as application:
+    with Application(agent.mount, memory_kind=memory_kind, length_bytes=memory_bytes) as application:
         application.fill(CANARY_BYTE)
         assert application.read((source_fd, memory_offset, file_offset, length_bytes)) == [length_bytes]
         application.check(memory_offset, length_bytes, seed=seed, file_offset=file_offset)
@@ -113,12 +113,12 @@ def test_every_byte_of_a_file_is_read_and_written_back(
 
 @pytest.mark.qualify
 def test_read_at_the_end_of_a_file_is_short(
-    agent: AgentProcess, open_file: Callable[[str], int], kind: str, seed: int
+    agent: AgentProcess, open_file: Callable[[str], int], memory_kind: str, seed: int
 ) -> None:
     file_bytes = 70_001
     make_file(agent.mount / "file", file_bytes, seed=seed)
     fd = open_file("file")
-    with Application(agent.mount, kind=kind, length_bytes=MIB) as application:
+    with Application(agent.mount, memory_kind=memory_kind, length_bytes=MIB) as application:
         application.fill(CANARY_BYTE)
         transfers = [(fd, 0, 0, 128 * KIB), (fd, 128 * KIB, file_bytes - 1, 4096), (fd, 256 * KIB, file_bytes, 4096)]
         assert application.read(*transfers, (fd, 512 * KIB, file_bytes + MIB, 1)) == [file_bytes, 1, 0, 0]
@@ -130,7 +130,7 @@ def test_read_at_the_end_of_a_file_is_short(
 
 @pytest.mark.qualify
 def test_hole_of_a_file_is_read_as_zeros(
-    agent: AgentProcess, open_file: Callable[[str], int], kind: str, seed: int
+    agent: AgentProcess, open_file: Callable[[str], int], memory_kind: str, seed: int
 ) -> None:
     with (agent.mount / "file").open("wb") as file:
         file.truncate(MIB)
@@ -139,7 +139,7 @@ def test_hole_of_a_file_is_read_as_zeros(
             file.write(pattern.payload(5000, seed=seed, offset_bytes=offset))
     fd = open_file("file")
     expected = (agent.mount / "file").read_bytes()
-    with Application(agent.mount, kind=kind, length_bytes=2 * MIB) as application:
+    with Application(agent.mount, memory_kind=memory_kind, length_bytes=2 * MIB) as application:
         application.fill(CANARY_BYTE)
         assert application.read((fd, 1, 0, MIB), (fd, MIB + 7, 2000, 64 * KIB)) == [MIB, 64 * KIB]
         assert application.peek(1, MIB) == expected
@@ -148,13 +148,13 @@ def test_hole_of_a_file_is_read_as_zeros(
 
 
 def test_hole_is_enodata_if_holes_are_forbidden(
-    agent: AgentProcess, open_file: Callable[[str], int], kind: str
+    agent: AgentProcess, open_file: Callable[[str], int], memory_kind: str
 ) -> None:
     (agent.mount / "file").touch()
     os.truncate(agent.mount / "file", MIB)
     fd = open_file("file")
     with (
-        Application(agent.mount, kind=kind, length_bytes=MIB) as application,
+        Application(agent.mount, memory_kind=memory_kind, length_bytes=MIB) as application,
         usrbio.make_ioring(str(agent.mount), 8, for_read=True, flags=2) as ring,
     ):
         ring.prepare(application.iov[0:4096], True, fd, 0)  # noqa: FBT003 - the signature of 3FS.
@@ -163,11 +163,11 @@ def test_hole_is_enodata_if_holes_are_forbidden(
 
 @pytest.mark.qualify
 def test_64_rings_read_their_own_parts_at_once(
-    agent: AgentProcess, open_file: Callable[[str], int], kind: str, seed: int
+    agent: AgentProcess, open_file: Callable[[str], int], memory_kind: str, seed: int
 ) -> None:
     make_file(agent.mount / "file", 4 * MIB, seed=seed)
     fd, bytes_per_ring = open_file("file"), 64 * KIB
-    with Application(agent.mount, kind=kind, length_bytes=4 * MIB, entries=16, rings=64) as application:
+    with Application(agent.mount, memory_kind=memory_kind, length_bytes=4 * MIB, entries=16, rings=64) as application:
         for index, ring in enumerate(application.readers):
             for offset in range(index * bytes_per_ring, (index + 1) * bytes_per_ring, 8 * KIB):
                 ring.prepare(application.iov[offset : offset + 8 * KIB], True, fd, offset)  # noqa: FBT003
@@ -178,9 +178,9 @@ def test_64_rings_read_their_own_parts_at_once(
 
 
 def test_eight_applications_read_and_write_concurrently(
-    agent: AgentProcess, kind: str, seed: int, evidence: Evidence
+    agent: AgentProcess, memory_kind: str, seed: int, evidence: Evidence
 ) -> None:
-    command = [sys.executable, "-m", "support.application", str(agent.mount), f"--kind={kind}"]
+    command = [sys.executable, "-m", "support.application", str(agent.mount), f"--kind={memory_kind}"]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     for index in range(8):
         make_file(agent.mount / f"file{index}", MIB, seed=seed + index)

@@ -107,9 +107,9 @@ def test_written_file_is_the_same_in_mount_and_store(agent: AgentProcess, folder
     assert usrbio.extract_mount_point(agent.mount / "file") == str(agent.mount)
 
 
-@pytest.mark.parametrize("kind", ["host"])
-def test_ring_and_mount_have_the_same_bytes(agent: AgentProcess, registered_fd: int, kind: str) -> None:
-    with Application(agent.mount, kind=kind, length_bytes=MIB) as application:
+@pytest.mark.parametrize("memory_kind", ["host"])
+def test_ring_and_mount_have_the_same_bytes(agent: AgentProcess, registered_fd: int, memory_kind: str) -> None:
+    with Application(agent.mount, memory_kind=memory_kind, length_bytes=MIB) as application:
         assert application.read((registered_fd, 0, 0, MIB)) == [MIB]
         application.check(0, MIB, seed=1, file_offset=0)
         application.write_pattern(0, 64 * KIB, seed=3, file_offset=4096)
@@ -118,8 +118,10 @@ def test_ring_and_mount_have_the_same_bytes(agent: AgentProcess, registered_fd: 
     assert os.pread(registered_fd, 64 * KIB, 4096) == pattern.payload(64 * KIB, seed=3, offset_bytes=4096)
 
 
-@pytest.mark.parametrize("kind", MEMORY_KINDS)
-def test_files_of_a_remote_server_are_read_and_written(folders: tuple[Path, Path], tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("memory_kind", MEMORY_KINDS)
+def test_files_of_a_remote_server_are_read_and_written(
+    folders: tuple[Path, Path], tmp_path: Path, memory_kind: str
+) -> None:
     mount, store = folders
     with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         token = store / ".gdrkit" / "token"
@@ -128,7 +130,7 @@ def test_files_of_a_remote_server_are_read_and_written(folders: tuple[Path, Path
             fd = os.open(mount / "file", os.O_RDWR)
             with contextlib.closing(os.fdopen(fd, "r+b", buffering=0)):
                 usrbio.register_fd(fd)
-                with Application(mount, kind=kind, length_bytes=MIB) as application:
+                with Application(mount, memory_kind=memory_kind, length_bytes=MIB) as application:
                     assert application.read((fd, 0, 0, MIB)) == [MIB]
                     application.check(0, MIB, seed=4, file_offset=0)
                     application.write_pattern(0, 64 * KIB, seed=5, file_offset=4097)

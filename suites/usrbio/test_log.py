@@ -28,10 +28,10 @@ import sys
 from datetime import timedelta
 from gdrkit import usrbio
 
-mount, path, kind = sys.argv[1:]
+mount, path, memory_kind = sys.argv[1:]
 length_bytes = 65536
 with open(path, "rb") as file, usrbio.make_ioring(mount, 4, for_read=True) as ring:
-    make = usrbio.make_gpu_iovec if kind == "device" else usrbio.create_iovec
+    make = usrbio.make_gpu_iovec if memory_kind == "device" else usrbio.create_iovec
     with make(mount, length_bytes=length_bytes) as iov:
         usrbio.register_fd(file.fileno())
         ring.prepare(iov[:length_bytes], True, file.fileno(), 4096)
@@ -46,11 +46,11 @@ with open(path, "rb") as file, usrbio.make_ioring(mount, 4, for_read=True) as ri
 _LINE = re.compile(r"hf3fs_usrbio (DBG|INFO|WARN|ERR): (.+)")
 
 
-def logged(mount: Path, path: Path, level: str | None, *, kind: str = "host") -> list[tuple[str, str]]:
+def logged(mount: Path, path: Path, level: str | None, *, memory_kind: str = "host") -> list[tuple[str, str]]:
     """Run the program, and return level and text of each line that the library logged. Refuse any other line."""
     environ = {name: value for name, value in os.environ.items() if name != "HF3FS_USRBIO_LIB_LOG"}
     environ |= {} if level is None else {"HF3FS_USRBIO_LIB_LOG": level}
-    command = [sys.executable, "-c", PROGRAM, str(mount), str(path), kind]
+    command = [sys.executable, "-c", PROGRAM, str(mount), str(path), memory_kind]
     child = subprocess.run(command, env=suites_environ(environ), capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
     lines = [_LINE.fullmatch(line) for line in child.stderr.splitlines()]
@@ -96,7 +96,7 @@ def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None
 @needs(verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 def test_info_names_the_route_of_device_memory(agent_file: Path) -> None:
     with AgentProcess(agent_file.parent):
-        info_lines = texts(logged(agent_file.parent, agent_file, "INFO", kind="device"), "INFO")
+        info_lines = texts(logged(agent_file.parent, agent_file, "INFO", memory_kind="device"), "INFO")
     assert re.search(
         r"^UUID\.gdr\.d0 goes to the agent by a dma-buf of \d+ bytes, at offset \d+$", info_lines, re.MULTILINE
     )

@@ -111,7 +111,7 @@ def test_two_rings_without_the_socket_read_and_write(mount: Path) -> None:
         assert [result for _, result, _ in writes.wait(1)] == [512 * KIB]
     expected = bytes(4097) + pattern.payload(512 * KIB, seed=1, offset_bytes=17)
     assert (mount / "new").read_bytes() == expected
-    assert {link.name for link in client.links.iterdir()} == {"submit-ios", "submit-ios.ph", "submit-ios.pl"}
+    assert {link.name for link in client.iovs_folder.iterdir()} == {"submit-ios", "submit-ios.ph", "submit-ios.pl"}
 
 
 def test_operation_errors_without_the_socket(fuse_folder: Path) -> None:
@@ -163,7 +163,7 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
         opened(fuse_folder / "file", os.O_RDONLY) as inode,
         rings(client, iov) as (reads, _),
     ):
-        own_links = set(client.links.iterdir())
+        own_links = set(client.iovs_folder.iterdir())
         for _ in range(8):
             progress, sender = fork.Pipe(duplex=False)
             process = fork.Process(target=read_until_killed, args=(fuse_folder, sender))
@@ -171,14 +171,14 @@ def test_killed_clients_leave_nothing_behind(fuse_folder: Path, seed: int) -> No
             for _ in range(random_source.randrange(1, 40)):
                 assert progress.poll(30)
                 progress.recv()
-            links = set(client.links.iterdir()) - own_links
+            links = set(client.iovs_folder.iterdir()) - own_links
             assert len(links) == 3
             memory = [link.readlink() for link in links]
             process.kill()
             process.join()
             progress.close()
             sender.close()
-            wait_until(lambda: set(client.links.iterdir()) == own_links, "the end of the links", timeout_s=30)
+            wait_until(lambda: set(client.iovs_folder.iterdir()) == own_links, "the end of the links", timeout_s=30)
             assert not any(path.exists() for path in memory)
             iov.memory[:] = bytes(64 * KIB)
             reads.prepare(iov.id.bytes, inode=inode, length=64 * KIB)

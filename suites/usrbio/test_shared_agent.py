@@ -77,8 +77,8 @@ def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path,
         folder_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
         readable_inode = client.register_file(read_fd)
 
-        def request(kind: AgentRequest, payload: bytes, *descriptors: int) -> Callable[[], object]:
-            return lambda: client.request(kind, payload, descriptors)
+        def request(request_type: AgentRequest, payload: bytes, *descriptors: int) -> Callable[[], object]:
+            return lambda: client.request(request_type, payload, descriptors)
 
         def use(ring: RawRing, iov_id: bytes, inode: int) -> Callable[[], object]:
             def run() -> None:

@@ -41,14 +41,14 @@ def flushes():
     return calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
 
 counts = [0]  # the library of CUDA is not loaded yet
-with Application(mount, kind="device", length_bytes=length) as application:
+with Application(mount, memory_kind="device", length_bytes=length) as application:
     application.fill(0)
     assert application.read((source, 0, 0, length)) == [length]
     application.check(0, length, seed=seed, file_offset=0)
     counts.append(flushes())
     assert application.write((copy, 0, 0, length)) == [length]
     counts.append(flushes())
-with Application(mount, kind="host", length_bytes=length) as application:
+with Application(mount, memory_kind="host", length_bytes=length) as application:
     assert application.read((copy, 0, 0, length)) == [length]
     application.check(0, length, seed=seed, file_offset=0)
 counts.append(flushes())
