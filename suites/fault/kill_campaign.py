@@ -110,8 +110,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     def _new_processes(self) -> Processes:
         return Processes(
             client=self._client,
-            agent=self._agent.process.pid,
-            server=self._agent.server_process_id(),
+            agent_process_id=self._agent.process.pid,
+            server_process_id=self._agent.server_process_id(),
             traps=self._traps,
             model=self._model,
             rng=self._rng,
@@ -119,7 +119,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def _enter_session(self, processes: Processes) -> None:
         """Kill the server, and wait until a new server registers the memory of its first session."""
-        old_server = processes.server
+        old_server = processes.server_process_id
         self._traps.arm("register")
         os.kill(old_server, signal.SIGKILL)
 
@@ -127,12 +127,16 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             return [child for child in self._agent.child_process_ids() if child != old_server]
 
         wait_until(lambda: bool(new_servers()), "the agent starts another server")
-        (processes.server,) = new_servers()
-        processes.wait_for_trap("register", processes.server)
+        (processes.server_process_id,) = new_servers()
+        processes.wait_for_trap("register", processes.server_process_id)
 
     def _kill_victim(self, victim: str, processes: Processes) -> None:
         """Kill the victim, and resume the other processes that are stopped."""
-        process_ids = {"client": processes.client.process.pid, "agent": processes.agent, "server": processes.server}
+        process_ids = {
+            "client": processes.client.process.pid,
+            "agent": processes.agent_process_id,
+            "server": processes.server_process_id,
+        }
         os.kill(process_ids[victim], signal.SIGKILL)
         wait_until(lambda: is_gone(process_ids[victim]), f"the {victim} has ended")
         processes.stopped.discard(process_ids[victim])
@@ -179,7 +183,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         assert self._bystander.reply().get("errno") == errno.EREMOTEIO
         for client in (processes.client, self._bystander):
             self._close_client(client)
-        wait_until(lambda: is_gone(processes.server), "the server of the dead agent has ended")
+        wait_until(lambda: is_gone(processes.server_process_id), "the server of the dead agent has ended")
         self._agent.kill()
         self._start_agent()
         names = {path.name for path in (self._mount / "3fs-virt").iterdir()}

@@ -45,8 +45,8 @@ class Processes:
     ----------
     client : UsrbioClient
         The client that may be killed.
-    agent, server : int
-        Process ids.
+    agent_process_id, server_process_id : int
+        Process ids of the agent and of its storage server.
     stopped : set of int
         Process ids of the stopped processes.
     pending_writes : list of Write
@@ -56,11 +56,18 @@ class Processes:
     """
 
     def __init__(
-        self, *, client: UsrbioClient, agent: int, server: int, traps: Traps, model: FileModel, rng: Random
+        self,
+        *,
+        client: UsrbioClient,
+        agent_process_id: int,
+        server_process_id: int,
+        traps: Traps,
+        model: FileModel,
+        rng: Random,
     ) -> None:
         self.client = client
-        self.agent = agent
-        self.server = server
+        self.agent_process_id = agent_process_id
+        self.server_process_id = server_process_id
         self.traps = traps
         self.model = model
         self.rng = rng
@@ -149,15 +156,15 @@ def publish(processes: Processes, _file: Path) -> None:
     """The agent has received a request to publish memory, and has not registered it. The client waits for the reply."""
     processes.traps.arm("register")
     processes.client.start("publish")
-    processes.wait_for_trap("register", processes.agent)
+    processes.wait_for_trap("register", processes.agent_process_id)
 
 
 def register(processes: Processes, file: Path) -> None:
     """The agent has registered published memory with the first NIC, and not yet with the second NIC."""
     publish(processes, file)
     processes.traps.arm("register")
-    processes.resume(processes.agent)
-    processes.wait_for_trap("register", processes.agent)
+    processes.resume(processes.agent_process_id)
+    processes.wait_for_trap("register", processes.agent_process_id)
 
 
 def unpublish(processes: Processes, _file: Path) -> None:
@@ -165,14 +172,14 @@ def unpublish(processes: Processes, _file: Path) -> None:
     processes.client.call("publish")
     processes.traps.arm("deregister")
     processes.client.start("unpublish")
-    processes.wait_for_trap("deregister", processes.agent)
+    processes.wait_for_trap("deregister", processes.agent_process_id)
 
 
 def submitted(processes: Processes, _file: Path) -> None:
     """The ring has submissions, and the agent is stopped before it reads them."""
-    processes.stop(processes.agent)
+    processes.stop(processes.agent_process_id)
     processes.submit_writes(*(processes.random_length() for _ in range(processes.rng.randint(1, 8))))
-    ring = processes.client.ring(processes.agent, for_read=False)
+    ring = processes.client.ring(processes.agent_process_id, for_read=False)
     assert ring.has_submissions
     ring.close()
 
@@ -181,34 +188,34 @@ def transfer(processes: Processes, _file: Path) -> None:
     """The server has transferred the first segment of a write, and not yet the second segment."""
     processes.traps.arm("transfer")
     processes.submit_writes(SEGMENT_BYTES + processes.random_length())
-    processes.wait_for_trap("transfer", processes.server)
+    processes.wait_for_trap("transfer", processes.server_process_id)
     processes.traps.arm("transfer")
-    processes.resume(processes.server)
-    processes.wait_for_trap("transfer", processes.server)
+    processes.resume(processes.server_process_id)
+    processes.wait_for_trap("transfer", processes.server_process_id)
 
 
 def reading(processes: Processes, _file: Path) -> None:
     """The server has transferred the first segment of a read, and not yet the second segment."""
     processes.traps.arm("deliver")
     processes.submit_read(SEGMENT_BYTES + processes.random_length())
-    processes.wait_for_trap("deliver", processes.server)
+    processes.wait_for_trap("deliver", processes.server_process_id)
     processes.traps.arm("deliver")
-    processes.resume(processes.server)
-    processes.wait_for_trap("deliver", processes.server)
+    processes.resume(processes.server_process_id)
+    processes.wait_for_trap("deliver", processes.server_process_id)
 
 
 def replied(processes: Processes, file: Path) -> None:
     """The server has written the data and replied, and the agent is stopped before it reads the reply."""
     processes.traps.arm("landed")
     (write,) = processes.submit_writes(processes.random_length())
-    processes.wait_for_trap("landed", processes.server)
-    processes.stop(processes.agent)
-    processes.resume(processes.server)
+    processes.wait_for_trap("landed", processes.server_process_id)
+    processes.stop(processes.agent_process_id)
+    processes.resume(processes.server_process_id)
     wait_until(
-        lambda: _has_write(file, write) and is_idle(processes.server),
+        lambda: _has_write(file, write) and is_idle(processes.server_process_id),
         "the server has written the data, and waits for the next frame",
     )
-    ring = processes.client.ring(processes.agent, for_read=False)
+    ring = processes.client.ring(processes.agent_process_id, for_read=False)
     assert not ring.has_completions
     ring.close()
 
@@ -216,7 +223,7 @@ def replied(processes: Processes, file: Path) -> None:
 def completed(processes: Processes, _file: Path) -> None:
     """The ring has completions, and the client has not taken them."""
     processes.submit_writes(*(processes.random_length() for _ in range(processes.rng.randint(1, 4))))
-    ring = processes.client.ring(processes.agent, for_read=False)
+    ring = processes.client.ring(processes.agent_process_id, for_read=False)
     wait_until(lambda: ring.has_completions, "a completion is in the ring")
     ring.close()
 
@@ -235,11 +242,11 @@ def written(processes: Processes, file: Path) -> None:
             processes.collect_writes()
         processes.traps.arm("landed")
         first, _second = processes.submit_writes(processes.random_length(), 6 * SEGMENT_BYTES)
-        processes.wait_for_trap("landed", processes.server)
+        processes.wait_for_trap("landed", processes.server_process_id)
         if _is_stopped_before_reply(processes, file, first):
             return
-        if processes.server in processes.stopped:
-            processes.resume(processes.server)
+        if processes.server_process_id in processes.stopped:
+            processes.resume(processes.server_process_id)
         processes.collect_writes()
     message = f"the server was not stopped before its reply in {_ATTEMPTS_MAX} attempts"
     raise HungError(message)
@@ -247,16 +254,16 @@ def written(processes: Processes, file: Path) -> None:
 
 def _is_stopped_before_reply(processes: Processes, file: Path, first: Write) -> bool:
     """Resume the server until it has written the data of `first`. Return whether it is stopped before its reply."""
-    ring = processes.client.ring(processes.agent, for_read=False)
+    ring = processes.client.ring(processes.agent_process_id, for_read=False)
     try:
         for _ in range(_ATTEMPTS_MAX):
             processes.traps.arm("poll")
-            processes.resume(processes.server)
+            processes.resume(processes.server_process_id)
             # If one poll returned all completions, the server does not poll again, and the ring has the completions.
-            if not processes.is_trapped_before(lambda: ring.has_completions, "poll", processes.server):
+            if not processes.is_trapped_before(lambda: ring.has_completions, "poll", processes.server_process_id):
                 return False
             if _has_write(file, first):
-                wait_until(lambda: is_idle(processes.agent), "the agent has processed all replies")
+                wait_until(lambda: is_idle(processes.agent_process_id), "the agent has processed all replies")
                 return not ring.has_completions
         return False
     finally:
