@@ -17,9 +17,10 @@ __all__ = ["measure_machine"]
 
 
 def measure_machine(*, balance_s: float = 0) -> tuple[tuple[Reach, ...], Balance | None]:
-    """Measure every GPU with every pair of NICs, and store and return the results: none if there is no GPU or no NIC.
+    """Measure every GPU with every pair of NICs. Store and return the results, which are empty without a GPU or a NIC.
 
-    If `balance_s` is above 0, also measure for that time, in seconds, what each NIC carries when all of them transfer.
+    If `balance_s` is above 0, also measure how many bytes each NIC carries when all NICs transfer for `balance_s`
+    seconds.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """The calls of libnccl through ctypes. Only this file opens the library.
 
-The library is the first of these that exists: the library that the process has already loaded (torch brings one), the
-library that the dynamic loader finds, or the library in the Python package nvidia-nccl. NCCL reads its environment
+A process that has already loaded a libnccl (torch brings one) uses this library. Otherwise the library is the one that
+the dynamic loader finds, or else the library in the Python package nvidia-nccl. NCCL reads its environment
 variables at its first call.
 
 Source: ``nccl.h`` of NCCL 2.28 and 2.32.

@@ -1,7 +1,8 @@
 """The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
-A route is ``proven`` if a case that tested it passed, every API that the route needs ran on hardware, and counters grew
-by at least the bytes; a NIC must have counted them at both ports. A route in any other state has a cause.
+A route is ``proven`` under three conditions. A case that tested the route passed. Every API that the route needs ran on
+hardware. The counters grew by at least the bytes, for a route with a NIC at both ports. A route in any other state has
+a cause.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class StorageClient:
     def allocate(self, allocator: Allocator, length_bytes: int) -> IOBuffer:
         """Return a registered buffer of this length. Its memory comes from a pool of the client.
 
-        Closing the buffer returns its memory to the pool, which keeps the memory and its registration for later
-        buffers of a similar size: at most 256 MiB for each allocator, for at most 10 s without use. The buffer
+        Closing the buffer returns its memory to the pool. The pool keeps the memory and its registration for later
+        buffers of a similar size, at most 256 MiB for each allocator, and for at most 10 s without use. A new buffer
         contains the bytes that the last buffer in this memory left.
 
         Parameters

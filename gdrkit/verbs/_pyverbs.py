@@ -94,7 +94,7 @@ def _modules() -> Any:
 
 
 def _install_advice() -> str:
-    # pip cannot build pyverbs without a limit on the version of Cython, so its name alone would be no advice.
+    # The advice is not `pip install pyverbs`, because this builds pyverbs with the newest Cython, and the build fails.
     return (
         f"{system_install('python3-pyverbs')}; for another Python than the system's, install the wheel of pyverbs that "
         "`nox -s wheels` builds in a checkout"

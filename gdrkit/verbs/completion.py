@@ -231,7 +231,10 @@ class CompletionQueue(Resource):
             _pyverbs.close("ibv_destroy_comp_channel", self._channel)
 
     def _next(self, qp_number: int | None) -> Completion | None:
-        """Return the oldest completion of a queue pair (None: of any), or None if there is none now."""
+        """Return the oldest completion of one queue pair, or of any queue pair if `qp_number` is None.
+
+        Return None if no completion has arrived.
+        """
         for completion in self._polled:
             if qp_number in {None, completion.qp_number}:
                 self._polled.remove(completion)
