@@ -128,9 +128,9 @@ bool Job::is_next_direct(Extent& extent) {
         window_end_ = extent.length;
         is_window_direct_ = true;
     } else {
-        // If cached and uncached ranges are close together, the window shrinks. A few cached pages do not shrink it:
-        // each buffered read starts the kernel's readahead, which would make the next small window look cached, and so
-        // on to the end of a file that is not cached.
+        // If cached and uncached ranges are close together, the window shrinks. A few cached pages do not shrink it.
+        // Otherwise a buffered read in a small window would start the kernel's readahead. The next small window would
+        // then look cached, and so on to the end of a file that is not cached.
         std::uint64_t bytes = window_max_bytes;
         Residency residency = file.residency_of(begin, std::min(left_bytes, bytes));
         while (residency.state == CacheState::some && residency.cached_pages * cold_divisor >= residency.pages &&

@@ -11,7 +11,7 @@ namespace gdrkit::storage {
 
 namespace {
 
-// Largest number of transfers of one segment. Once it is reached, the remaining holes of the segment arrive as zeros.
+// Largest number of transfers of one segment. If a segment has more holes, the remaining holes are sent as zeros.
 constexpr std::uint32_t transfers_per_segment_max = 64;
 // The transfers of segments up to this size are collected and posted as one list.
 constexpr std::size_t small_segment_bytes = 32768;
@@ -129,11 +129,11 @@ bool Session::add_transfers_between_holes(Segment& segment) {
     const int file = pending.file->fd.get();
     const auto base = static_cast<off_t>(pending.operation.file_offset + segment.begin);
     const auto end = base + static_cast<off_t>(segment.length);
-    for (off_t at = base; at < end;) {
-        const off_t hole = lseek(file, at, SEEK_HOLE);
+    for (off_t position = base; position < end;) {
+        const off_t hole = lseek(file, position, SEEK_HOLE);
         // A file system without SEEK_HOLE, or a file that shrank meanwhile, has no holes to report.
         const off_t data_end = hole < 0 || hole > end ? end : hole;
-        if (data_end == end && at == base) {
+        if (data_end == end && position == base) {
             return true;
         }
         if ((pending.operation.flags & forbid_holes) != 0) {
@@ -144,11 +144,12 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         const bool is_limit_reached =
             segment.transfers_in_progress + 1 >= transfers_per_segment_max || pending.holes.size() >= holes_max - 1;
         if (is_limit_reached) {
-            add_transfer(segment, static_cast<std::size_t>(at - base), static_cast<std::size_t>(end - at));
+            add_transfer(segment, static_cast<std::size_t>(position - base), static_cast<std::size_t>(end - position));
             return false;
         }
-        if (data_end > at) {
-            add_transfer(segment, static_cast<std::size_t>(at - base), static_cast<std::size_t>(data_end - at));
+        if (data_end > position) {
+            add_transfer(segment, static_cast<std::size_t>(position - base),
+                         static_cast<std::size_t>(data_end - position));
         }
         if (data_end == end) {
             return false;
@@ -162,7 +163,7 @@ bool Session::add_transfers_between_holes(Segment& segment) {
         } else if (extent.length != 0) {
             pending.holes.push_back(extent);
         }
-        at = hole_end;
+        position = hole_end;
     }
     return false;
 }

@@ -68,9 +68,9 @@ long configured_sleep_ns() noexcept {
 }
 
 // Returns the longest sleep before a wait checks the ring and the agent again. An agent that supports the extension of
-// rings wakes sleepers reliably, so the check only detects the agent's death. Without the extension, the time is that
-// of 3FS's client. Short timers are expensive, because the kernel must program the timer of the processor for each
-// sleep.
+// rings wakes sleepers reliably, so the check only detects the agent's death. Without the extension, the time
+// is the same as in the client library of 3FS. Short timers are expensive, because the kernel must program the timer of
+// the processor for each sleep.
 long sleep_max_ns(bool agent_has_extension) noexcept {
     return configured_sleep_ns() != 0 ? configured_sleep_ns() : agent_has_extension ? 20000000L : 1000000L;
 }
@@ -107,8 +107,8 @@ public:
             spin();
         }
         while (reaped_count_ < count_min_) {
-            // Check the ring too, in which the agent records its end: an earlier wait may have consumed the post.
-            // has_agent_ended() is also true for a broken ring.
+            // The agent records its end in the ring, and posts the semaphore. An earlier wait may have consumed the
+            // post, so check the ring too. has_agent_ended() is also true for a broken ring.
             if (ring_.has_agent_ended()) {
                 handle_.has_ended.store(true, std::memory_order_relaxed);
             }
@@ -128,7 +128,7 @@ private:
     void reap() noexcept {
         const std::uint32_t count = ring_.reap(
             count_max_ - reaped_count_, [this](auto index, auto result, auto user) { append(index, result, user); });
-        // This freed space in the completion queue, for which a daemon of 3FS may wait.
+        // The reap has freed space in the completion queue. A daemon of 3FS may wait for this space.
         if (count != 0 && !ring_.agent_has_extension()) {
             handle_.submit_semaphore.post();
         }
@@ -181,8 +181,8 @@ private:
         return true;
     }
 
-    // Sleeps until a post, the deadline or the next check of the agent. It computes the time of the next check only
-    // when the previous one has passed, so that not every sleep reads the clock.
+    // Sleeps until a post, the deadline or the next check of the agent. The time of the next check is computed only
+    // after the previous check, so most sleeps need not read the clock.
     bool sleep_with_timer() noexcept {
         const bool is_deadline_first = deadline_ != nullptr && is_before(*deadline_, handle_.next_agent_check);
         if (wait_until(ring_.completion_semaphore(), is_deadline_first ? deadline_ : &handle_.next_agent_check)) {
