@@ -1,4 +1,4 @@
-// Implements the bounce buffer: copies between client memory and a sealed memfd.
+// The bounce buffer, a sealed memfd through which payload moves between client memory and a peer.
 
 #include "ibverbs/bounce_buffer.hpp"
 

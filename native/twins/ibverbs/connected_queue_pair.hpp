@@ -240,7 +240,7 @@ private:
     ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
     ibv_wc_status connection_lost_status();
     void lose_connection();
-    static std::uint64_t time_of_tries_us(const ibv_qp_attr& attr);
+    static std::uint64_t loss_delay_us(const ibv_qp_attr& attr);
     bool sleep_unless_interrupted(std::uint64_t time_us);
 
     // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).

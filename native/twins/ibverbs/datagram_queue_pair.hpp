@@ -49,8 +49,8 @@ private:
     using Clock = std::chrono::steady_clock;
     using Lock = std::unique_lock<std::mutex>;
 
-    // A socket that receives datagrams, those to the pair itself or those to a multicast group. One of the pair's own
-    // sockets receives those from other machines of the TCP fabric.
+    // A socket that receives the datagrams to the pair itself (`group` is empty), or the datagrams to one multicast
+    // group. If `is_remote` is set, the datagrams come from other machines of the TCP fabric.
     struct Receiver {
         Fd socket;
         std::optional<ibv_gid> group;
@@ -64,7 +64,7 @@ private:
         std::weak_ptr<const AddressVector> destination;
         std::uint32_t remote_qpn = 0;
         std::uint32_t remote_qkey = 0;
-        // State of the attempts to send it.
+        // State of the attempts to send the request.
         bool has_started = false;
         unsigned next_member = 0; // the member of the multicast group to which the datagram is sent next
         std::optional<Clock::time_point> blocked_since;
@@ -133,7 +133,7 @@ private:
     int idle_waiter_count_ = 0;        // number of threads in wait_until_idle
     bool must_raise_last_wqe_ = false; // raise IBV_EVENT_QP_LAST_WQE_REACHED after the completions
     bool must_raise_drained_ = false;  // raise IBV_EVENT_SQ_DRAINED when all started requests have completed
-    std::deque<DatagramWork> sends_;   // the attempts to send the first one may have started
+    std::deque<DatagramWork> sends_;   // the first request may have been attempted already
     std::deque<ReceiveWork> receives_;
     std::shared_ptr<WorkQueueSlots> send_queue_slots_ = std::make_shared<WorkQueueSlots>();
     std::shared_ptr<WorkQueueSlots> receive_queue_slots_ = std::make_shared<WorkQueueSlots>();
@@ -143,14 +143,16 @@ private:
 
     // Replaced as a whole, so that the thread can use a copy without the lock.
     std::shared_ptr<const Receivers> receivers_ = std::make_shared<Receivers>();
-    // The one for datagrams from other machines, which also sends to them; nullptr without a TCP fabric.
+    // The receiver of datagrams from other machines. The pair also sends to other machines by its socket. nullptr
+    // without a TCP fabric.
     std::shared_ptr<const Receiver> remote_receiver_;
-    Fd qp_num_reservation_; // keeps the number from connected queue pairs of the device
+    Fd qp_num_reservation_; // while it is open, no connected queue pair of the device can draw the same number
 
-    // Only the thread that does a turn uses these.
+    // Only the thread that does a turn uses the members up to stalled_names_.
     Fd sender_;
     std::unique_ptr<BounceBuffer> send_buffer_, receive_buffer_;
-    // Receivers whose queue stayed full, so that their process is probably stopped. Datagrams to them are not retried.
+    // Socket names of receivers whose queue stayed full, because their process is probably stopped. A datagram to such
+    // a receiver is sent only once.
     std::set<std::string> stalled_names_;
 
     // True if the state has changed since the thread last checked it. If the thread sleeps, wake_eventfd_ wakes it.

@@ -1,4 +1,4 @@
-// Implements the grants of a responder.
+// Gives and revokes grants. Under a grant, the process of the peer copies to and from a region of this process itself.
 
 #include "ibverbs/grants.hpp"
 
@@ -18,8 +18,9 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// If a requester uses a grant for this time, its process is considered stopped, and the responder does not wait any
-// longer. A copy takes less than a millisecond, and the responder notices at once if the requester's process dies.
+// Before a responder revokes a grant, it waits until the requester's copy has ended, but at most this time. A copy
+// takes less than a millisecond, so a requester that takes longer is considered stopped. The responder notices at once
+// if the requester's process dies.
 constexpr std::chrono::seconds requester_timeout{5};
 
 // All issuers of this process that are not closed.
@@ -33,16 +34,16 @@ Issuers& issuers() {
     return *instance;
 }
 
-// Return by how much the counter has grown since the last call.
-std::uint64_t take_growth(const std::atomic<std::uint64_t>& counter, std::uint64_t* collected) {
+// Return by how much the counter has grown since the last call, which stored its value in `previous_count`.
+std::uint64_t take_growth(const std::atomic<std::uint64_t>& counter, std::uint64_t* previous_count) {
     const std::uint64_t count = counter.load(std::memory_order_relaxed);
-    return count - std::exchange(*collected, count);
+    return count - std::exchange(*previous_count, count);
 }
 
 } // namespace
 
 std::shared_ptr<GrantIssuer> GrantIssuer::make(GrantTable* table, int requester_process_id, Device* device) {
-    // The system reports process 0 for a process that this one cannot see, in another PID namespace.
+    // The kernel reports process 0 if the peer is in a PID namespace that this process cannot see.
     Fd process(requester_process_id > 0 ? static_cast<int>(syscall(SYS_pidfd_open, requester_process_id, 0)) : -1);
     if (!process) {
         return nullptr;
@@ -136,7 +137,7 @@ void GrantIssuer::collect_traffic() {
     }
     Traffic::Direction& served = device_->traffic.served;
     served.requests += take_growth(table_->request_count, &collected_requests_);
-    // The requester has counted these bytes at the port.
+    // The requester has already added these bytes to the counters of the port.
     served.write_bytes.add_without_port(take_growth(table_->write_bytes, &collected_write_bytes_));
     served.read_bytes.add_without_port(take_growth(table_->read_bytes, &collected_read_bytes_));
 }

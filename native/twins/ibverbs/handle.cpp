@@ -1,4 +1,4 @@
-// Implements the tracking of live verbs objects and the quarantine of released ones.
+// Tracks the live verbs objects, and keeps the memory of released objects for a while (quarantine).
 
 #include "ibverbs/handle.hpp"
 

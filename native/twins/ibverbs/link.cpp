@@ -1,4 +1,4 @@
-// Implements the shared memory between a requester and its responder.
+// The shared memory between a requester and its responder: rings of requests, of responses and of payload.
 
 #include "ibverbs/link.hpp"
 

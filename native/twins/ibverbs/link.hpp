@@ -1,6 +1,6 @@
-// The link between the requester of one queue pair and the responder of its peer: shared memory with a ring of
-// requests, a ring of responses and a ring for payload, and a pipe for large payloads of writes. The requester creates
-// the link and passes its descriptors when it connects.
+// The link between the requester of one queue pair and the responder of its peer. It consists of shared memory and a
+// pipe. The shared memory has a ring of requests, a ring of responses and a ring for payload. The pipe is for large
+// payloads of writes. The requester creates the link and passes its descriptors when it connects.
 //
 // Neither side trusts the other. Each request or response is copied out of the shared memory once and then checked.
 // Counts are checked against the size of the ring, and the size of the memory is sealed. A side with nothing to do sets

@@ -1,4 +1,4 @@
-// Implements access to the memory of a peer under a grant.
+// Copies to and from the memory of a peer process, which its grants (permissions for regions) allow.
 
 #include "ibverbs/peer_memory.hpp"
 

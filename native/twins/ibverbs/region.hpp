@@ -38,7 +38,7 @@ public:
     // Copy the chunk [address, address + size) to or from a bounce buffer, if the region is still registered.
     RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size);
     RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size);
-    // Return whether the memory is mapped in this process. Only then the four functions for a pipe may be called.
+    // Return whether the memory is mapped in this process. If it is not, the four functions below must not be called.
     [[nodiscard]] bool is_mapped();
     // Splice the chunk [address, address + size) into a pipe, or read it out of a pipe.
     RegionError splice_to(std::uint64_t address, Pipe* pipe, std::size_t size);
@@ -52,8 +52,8 @@ public:
     RegionError atomic_update(std::uint64_t address, std::uint64_t* original,
                               const std::function<std::uint64_t(std::uint64_t)>& compute_new);
 
-    // Call access(address in this process) while the region stays registered. Return RegionError::fault if it returns
-    // false. The memory must be mapped.
+    // Call access(address in this process) while the region stays registered. Return RegionError::fault if access()
+    // returns false. The memory must be mapped.
     template <typename Access> RegionError access_mapped(std::uint64_t address, Access access) {
         std::shared_lock lock(mutex_);
         if (memory_ == nullptr) {
@@ -70,7 +70,8 @@ public:
         translate_to_mapped_addresses(chunks);
         return access(chunks) ? RegionError::none : RegionError::fault;
     }
-    // Record that `issuer` grants the region: the region makes it revoke the grant before the memory is released.
+    // Record that `issuer` grants the region. The region makes the issuer revoke the grant before its memory is
+    // released.
     // Return the address of the region in this process; nullptr if the memory is not mapped or the region was
     // deregistered.
     std::byte* add_issuer(std::weak_ptr<GrantIssuer> issuer);

@@ -94,9 +94,9 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
         }
         // A request that a state change of this pair interrupted is flushed later.
         if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
-            const std::uint64_t tries_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? time_of_tries_us(attr_) : 0;
+            const std::uint64_t delay_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? loss_delay_us(attr_) : 0;
             complete_delayed(lock, std::move(requester.started.front()), *requester.error,
-                             std::max(tries_us, random_delay_us()));
+                             std::max(delay_us, random_delay_us()));
             requester.started.pop_front();
             push_completions(lock);
             enter_error(lock, nullptr);

@@ -17,8 +17,8 @@ constexpr timeval peer_timeout{30, 0};
 // Limits of the time in which the machine of a peer on the TCP fabric must acknowledge data.
 constexpr std::chrono::milliseconds min_remote_timeout{1000}, max_remote_timeout{30'000};
 constexpr std::uint64_t max_retry_us = 2'000'000; // a connection is retried for at most 2 s
-// A lost peer is reported after at most this time, where hardware may try for minutes.
-constexpr std::uint64_t max_tries_us = 100'000;
+// The loss of a peer is reported after at most this time. Hardware may try for minutes.
+constexpr std::uint64_t max_loss_delay_us = 100'000;
 constexpr std::uint64_t pause_between_attempts_us = 1000;
 
 // The attribute `timeout` means 4.096 us * 2^timeout for each try.
@@ -158,8 +158,8 @@ void ConnectedQueuePair::lose_connection() {
 // Return the delay after which the loss of a peer is reported. Hardware notices the loss only when the last try is not
 // acknowledged. Programs rely on this delay: when the peer of ibv_srq_pingpong has ended, the last requests may fail,
 // but not at once.
-std::uint64_t ConnectedQueuePair::time_of_tries_us(const ibv_qp_attr& attr) {
-    return std::min(all_tries_us(attr), max_tries_us);
+std::uint64_t ConnectedQueuePair::loss_delay_us(const ibv_qp_attr& attr) {
+    return std::min(all_tries_us(attr), max_loss_delay_us);
 }
 
 bool ConnectedQueuePair::sleep_unless_interrupted(std::uint64_t time_us) {

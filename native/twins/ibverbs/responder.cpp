@@ -122,6 +122,7 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     static const std::uint64_t probe_value = random_u64();
     wire::ConnectReply reply{
         wire::magic, 0, reinterpret_cast<std::uint64_t>(&probe_value), probe_value, context_->device->index, 0};
+    // Under grants, the process of the peer copies to and from regions itself (grants.hpp).
     auto grants = connection->is_remote || xrc_domain_ != nullptr
                       ? nullptr
                       : GrantIssuer::make(&link->grants(), peer_process_id(socket), context_->device);
@@ -203,8 +204,8 @@ bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::
     }
     link->put_response(number, response);
     link->publish_responses(number + 1, connection->socket.get());
-    // Publish the response before the completion, as hardware does: a program may end as soon as it has polled its last
-    // receive completion, and its peer must have the response by then.
+    // Publish the response before the completion, as hardware does. A program may end as soon as it has polled its last
+    // receive completion, and then the peer must already have the response.
     if (incoming->completion) {
         deliver_receive(incoming, *connection);
     }

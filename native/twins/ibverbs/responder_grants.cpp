@@ -1,4 +1,5 @@
-// The responder grants regions to its peer, and revokes the grants.
+// The responder grants regions to its peer, and revokes the grants. Under a grant, the process of the peer copies to
+// and from the region itself (grants.hpp).
 #include "ibverbs/connected_queue_pair.hpp"
 
 namespace gdrkit::twin::verbs {

@@ -1,4 +1,5 @@
-// The fault points of the verbs twin, and the start-up at its first call.
+// The start-up of the verbs twin at its first call, and its fault points: the functions and completions that a fault
+// plan (a file of rules) can make fail.
 
 #include "ibverbs/session.hpp"
 
@@ -20,14 +21,14 @@ constexpr FaultPoint status_point(std::string_view name) {
     return {name, FaultKind::status, IBV_WC_TM_RNDV_INCOMPLETE};
 }
 
-// Return the fault point with support for rules that are for one NIC (nic=NAME).
+// Return the fault point, changed so that a rule can name one NIC (nic=NAME).
 constexpr FaultPoint of_nic(FaultPoint point) {
     point.has_nic = true;
     return point;
 }
 
-// Every implemented function that can fail, and the points of a completion (wc.*). Clients call some of the functions
-// through the tables of function pointers in a context; these are not exported symbols.
+// Every implemented function that can fail, and the points of a completion (wc.*). The list includes functions that are
+// not exported symbols, because clients call them through the tables of function pointers in a context.
 constexpr std::array points = {
     errno_point("_ibv_query_gid_ex"),
     errno_point("_ibv_query_gid_table"),

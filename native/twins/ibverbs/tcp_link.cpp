@@ -1,4 +1,4 @@
-// Implements the link over TCP.
+// The link between queue pairs on two machines: requests, responses and payload over a TCP socket.
 
 #include "ibverbs/tcp_link.hpp"
 

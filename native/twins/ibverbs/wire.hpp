@@ -1,7 +1,9 @@
 // Messages between two queue pairs. A connection starts with a ConnectRequest, the descriptors of the shared memory
-// (link.hpp) and a ConnectReply. From then on requests and responses are in the shared memory. The socket then carries
-// only wake-ups, and its end of file tells that the peer is gone. Between machines there is no shared memory, and the
-// socket carries the requests and responses (tcp_link.hpp). A message larger than a chunk is sent as several requests.
+// (link.hpp) and a ConnectReply. After that, requests and responses are in the shared memory. The socket then carries
+// only wake-ups, and the end of file on the socket means that the peer is gone. Two machines have no shared memory, so
+// their socket carries the requests and responses (tcp_link.hpp). A message larger than a chunk is sent as several
+// requests.
+//
 // Both sides have the same version and byte order, so the structures are sent as they are in memory. The magic number
 // and the checks of sizes detect clients of another type.
 #pragma once
@@ -36,10 +38,10 @@ static_assert(sizeof(ConnectRequest) == 64);
 
 struct ConnectReply {
     std::uint32_t magic;
-    // 1: the queue pair accepts this peer. 0: it does not, and on hardware it would drop the packets of this peer.
+    // 1: the queue pair accepts this peer. 0: it refuses the peer. On hardware it would drop the packets of this peer.
     std::uint32_t ready;
-    // A random number, and its address in the responder's process. If the requester finds the number at that address of
-    // the peer's process, it can access the memory of the right process (peer_memory.hpp).
+    // A random number, and its address in the responder's process. A requester that reads this number at this address
+    // of the peer's process knows that it can access the memory of the right process (peer_memory.hpp).
     std::uint64_t probe_address;
     std::uint64_t probe_value;
     // Index of the responder's device.

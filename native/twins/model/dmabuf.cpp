@@ -1,4 +1,4 @@
-// Implements the twins' dma-bufs by memfds. An allocation is a memfd. A dma-buf is a write-only descriptor of that
+// The twins' dma-bufs, implemented by memfds. An allocation is a memfd. A dma-buf is a write-only descriptor of that
 // memfd, or of a second, empty one (a descriptor memfd). An importer of a descriptor memfd requests its extents from
 // the control service of the exporting process.
 

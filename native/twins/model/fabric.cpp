@@ -1,4 +1,4 @@
-// Implements the TCP connections between the machines of a fabric.
+// The TCP connections between the machines of a fabric, a set of hosts whose verbs twins act as one RDMA network.
 
 #include "model/fabric.hpp"
 

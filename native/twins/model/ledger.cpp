@@ -1,4 +1,5 @@
-// Implements the ledger of live handles and the report of double releases.
+// The ledger: the handles that a twin has returned to the client and that were not released yet. It also remembers the
+// last releases, and reports a second release of the same handle.
 
 #include "model/ledger.hpp"
 

@@ -1,4 +1,4 @@
-// Implements the log of calls.
+// The log of the calls that a client made to a twin, which tests read.
 
 #include "model/trace.hpp"
 

@@ -1,5 +1,5 @@
-// Tests of the exported functions: they match the contract, unimplemented ones fail as documented, and cuGetProcAddress
-// finds what cuda-bindings asks for.
+// Tests of the exported functions: they match the contract (a list in native/twins/contracts), unimplemented ones fail
+// as documented, and cuGetProcAddress finds what cuda-bindings asks for.
 #include <algorithm>
 #include <map>
 #include <set>

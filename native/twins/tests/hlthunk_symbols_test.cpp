@@ -1,4 +1,5 @@
-// Tests of the exported functions: they match the contract, and unimplemented ones fail as documented.
+// Tests of the exported functions: they match the contract (a list in native/twins/contracts), and unimplemented ones
+// fail as documented.
 #include <elf.h>
 
 #include <fstream>

@@ -8,14 +8,14 @@ namespace {
 constexpr int bindable_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
 constexpr unsigned window_access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
 
-// Two connected endpoints. The second has a region with no remote access, to which windows are bound.
-struct Windowed {
+// Two connected endpoints. The responder has a region without remote access, to which the tests bind memory windows.
+struct WindowPair {
     Endpoint requester{0};
     Endpoint responder{1};
     Buffer source{requester.pd, 4096};
     Buffer target{responder.pd, 4096, bindable_access};
 
-    Windowed() {
+    WindowPair() {
         connect(&requester, &responder);
         fill_pattern(source.bytes, 4096);
     }
@@ -54,7 +54,7 @@ struct Windowed {
 };
 
 void test_window_of_type_1_is_bound_and_unbound() {
-    Windowed pair;
+    WindowPair pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_1);
     const std::uint32_t first_rkey = mw->rkey;
     ibv_mw_bind bind{7, IBV_SEND_SIGNALED, pair.range(100, 200)};
@@ -72,17 +72,19 @@ void test_window_of_type_1_is_bound_and_unbound() {
 }
 
 void test_window_limits_range_and_access() {
-    for (const int kind : {0, 1, 2, 3}) {
-        Windowed pair;
+    enum class Write { ends_after_window, begins_before_window, not_permitted, permitted };
+    for (const Write write :
+         {Write::ends_after_window, Write::begins_before_window, Write::not_permitted, Write::permitted}) {
+        WindowPair pair;
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
-        const unsigned access = kind == 2 ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
+        const unsigned access = write == Write::not_permitted ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
         const std::uint32_t rkey = pair.bind(mw, pair.range(64, 64, access));
         const std::uint64_t begin = pair.target.at(64);
-        if (kind == 0) { // the write ends behind the window
+        if (write == Write::ends_after_window) {
             CHECK(pair.write(begin, rkey, 65) == IBV_WC_REM_ACCESS_ERR);
-        } else if (kind == 1) { // the write begins before the window
+        } else if (write == Write::begins_before_window) {
             CHECK(pair.write(begin - 1, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
-        } else if (kind == 2) { // the window permits only reads
+        } else if (write == Write::not_permitted) {
             CHECK(pair.write(begin, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
         } else {
             CHECK(pair.write(begin, rkey, 64) == IBV_WC_SUCCESS);
@@ -95,7 +97,7 @@ void test_window_limits_range_and_access() {
 }
 
 void test_window_belongs_to_its_queue_pair() {
-    Windowed pair;
+    WindowPair pair;
     Endpoint other(0);
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
@@ -117,7 +119,7 @@ void test_window_belongs_to_its_queue_pair() {
 }
 
 void test_zero_based_window_translates_addresses() {
-    Windowed pair;
+    WindowPair pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.range(1000, 100, window_access | IBV_ACCESS_ZERO_BASED));
     CHECK(pair.write(10, rkey, 90) == IBV_WC_SUCCESS);
@@ -127,22 +129,24 @@ void test_zero_based_window_translates_addresses() {
 }
 
 void test_invalid_bindings_fail() {
-    for (const int kind : {0, 1, 2, 3, 4, 5}) {
-        Windowed pair;
-        Buffer plain(pair.responder.pd, 4096);
+    enum class Mistake { no_bind_access, write_to_read_only, out_of_bounds, empty_range, wrong_index, still_bound };
+    for (const Mistake mistake : {Mistake::no_bind_access, Mistake::write_to_read_only, Mistake::out_of_bounds,
+                                  Mistake::empty_range, Mistake::wrong_index, Mistake::still_bound}) {
+        WindowPair pair;
+        Buffer unbindable(pair.responder.pd, 4096);
         Buffer read_only(pair.responder.pd, 4096, IBV_ACCESS_MW_BIND);
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
         std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
         ibv_mw_bind_info info = pair.range(0, 64);
-        if (kind == 0) { // the region does not permit windows
-            info = {plain.mr, plain.at(), 64, window_access};
-        } else if (kind == 1) { // the window permits writes, the region does not
+        if (mistake == Mistake::no_bind_access) {
+            info = {unbindable.mr, unbindable.at(), 64, window_access};
+        } else if (mistake == Mistake::write_to_read_only) {
             info = {read_only.mr, read_only.at(), 64, IBV_ACCESS_REMOTE_WRITE};
-        } else if (kind == 2) { // the range ends behind the region
+        } else if (mistake == Mistake::out_of_bounds) {
             info = pair.range(4090, 7);
-        } else if (kind == 3) {
+        } else if (mistake == Mistake::empty_range) {
             info.length = 0;
-        } else if (kind == 4) { // a key with the index of another window
+        } else if (mistake == Mistake::wrong_index) { // the key has the index of another window
             rkey ^= 1U << 8;
         } else {
             pair.bind(mw, info); // a bound window of type 2 must be invalidated first
@@ -154,7 +158,7 @@ void test_invalid_bindings_fail() {
 }
 
 void test_windows_are_invalidated_locally_and_remotely() {
-    Windowed pair;
+    WindowPair pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
     std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
     ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
@@ -176,13 +180,13 @@ void test_windows_are_invalidated_locally_and_remotely() {
 }
 
 void test_invalidation_of_other_keys_fails() {
-    Windowed pair;
+    WindowPair pair;
     ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
     wr.invalidate_rkey = pair.target.mr->rkey;
     CHECK(pair.responder.post(wr, {}) == 0);
     pair.responder.expect_completion(4, IBV_WC_LOC_QP_OP_ERR);
 
-    Windowed remote;
+    WindowPair remote;
     CHECK(remote.responder.post_receive(5, {}) == 0);
     wr = request(6, IBV_WR_SEND_WITH_INV);
     wr.invalidate_rkey = remote.target.mr->rkey;
@@ -192,7 +196,7 @@ void test_invalidation_of_other_keys_fails() {
 }
 
 void test_rereg_changes_access_and_domain() {
-    Windowed pair;
+    WindowPair pair;
     Buffer memory(pair.responder.pd, 4096, IBV_ACCESS_LOCAL_WRITE);
     ibv_mr* const mr = memory.mr;
     const std::uint32_t rkey = mr->rkey;
@@ -207,7 +211,7 @@ void test_rereg_changes_access_and_domain() {
 }
 
 void test_rereg_moves_a_region_to_other_memory() {
-    Windowed pair;
+    WindowPair pair;
     Buffer memory(pair.responder.pd, 4096);
     ibv_mr* const mr = memory.mr;
     const std::uint32_t old_rkey = mr->rkey;
@@ -219,7 +223,7 @@ void test_rereg_moves_a_region_to_other_memory() {
 }
 
 void test_invalid_reregistrations_fail() {
-    Windowed pair;
+    WindowPair pair;
     ibv_mr* const mr = pair.target.mr;
     const auto check_fails = [&](int flags, void* address, std::size_t length, int access, int result) {
         errno = 0;
