@@ -19,7 +19,7 @@ from gdrkit.twin_run.domain_state import joined_domain, write_devices
 from gdrkit.twin_run.loaded import LoadedLibraries
 from gdrkit.twin_run.report import report_document, report_lines, used_apis
 from gdrkit.twin_run.supervisor import exit_like, supervise
-from gdrkit.twin_run.usage import create_usage_file, read_usage
+from gdrkit.twin_run.usage import create_usage_file, read_runtimes, read_usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,18 +82,20 @@ def run_on_twins(
         try:
             status = supervise(command, environment, libraries.observe)
             uses = [] if usage_file is None else read_usage(usage_file)
+            runtimes = [] if usage_file is None else read_runtimes(usage_file)
         finally:
             # Another run may still use the folder.
             if usage_file is not None:
                 usage_file.unlink(missing_ok=True)
-    lines = [] if quiet else report_lines(options.software, uses, sorted(libraries.real))
+    lines = [] if quiet else report_lines(options.software, uses, sorted(libraries.real), runtimes)
     missing = required - used_apis(uses)
     if missing and status == 0:
         names = ", ".join(sorted(api.value for api in missing))
         lines.append(f"the command ended with 0, but it did not use {names}, which --require names")
         status = EXIT_NOT_USED << 8
     if report_file is not None:
-        document = report_document(uses, sorted(libraries.real), exit_code=os.waitstatus_to_exitcode(status))
+        exit_code = os.waitstatus_to_exitcode(status)
+        document = report_document(uses, sorted(libraries.real), runtimes, exit_code=exit_code)
         report_file.write_text(json.dumps(document, indent=2) + "\n")
     for line in lines:
         print(f"gdrkit: {escape_controls(line)}", file=sys.stderr)  # noqa: T201 - this is the output of the command.

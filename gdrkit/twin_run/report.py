@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gdrkit.twin_run.loaded import RealLibrary
-    from gdrkit.twin_run.usage import ProcessUse
+    from gdrkit.twin_run.usage import ProcessUse, RuntimeUse
 
 __all__ = ["report_document", "report_lines", "used_apis"]
 
@@ -36,8 +36,15 @@ def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
     return frozenset(use.api for use in uses if use.objects_count > 0)
 
 
-def report_lines(software: frozenset[Api], uses: Sequence[ProcessUse], real: Sequence[RealLibrary]) -> list[str]:
-    """Return one line for each API whose twin was opened, one for each real library, and one for the other APIs."""
+def report_lines(
+    software: frozenset[Api],
+    uses: Sequence[ProcessUse],
+    real: Sequence[RealLibrary],
+    runtimes: Sequence[RuntimeUse] = (),
+) -> list[str]:
+    """Return one line for each API whose twin was opened, one for each CUDA runtime, one for each real library, and one
+    for the other APIs.
+    """
     lines = []
     untouched = []
     for api in sorted(software, key=lambda api: api.value):
@@ -46,6 +53,9 @@ def report_lines(software: frozenset[Api], uses: Sequence[ProcessUse], real: Seq
             lines.append(_line(api, of_api))
         else:
             untouched.append(api.value)
+    for runtime in dict.fromkeys(use.library for use in runtimes):
+        names = _programs([(use.program, use.process_id) for use in runtimes if use.library == runtime])
+        lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {names}")
     libraries = dict.fromkeys((library.api, library.path) for library in real)
     for api_name, path in libraries:
         processes = [library for library in real if library.path == path]
@@ -56,7 +66,9 @@ def report_lines(software: frozenset[Api], uses: Sequence[ProcessUse], real: Seq
     return lines
 
 
-def report_document(uses: Sequence[ProcessUse], real: Sequence[RealLibrary], *, exit_code: int) -> dict[str, object]:
+def report_document(
+    uses: Sequence[ProcessUse], real: Sequence[RealLibrary], runtimes: Sequence[RuntimeUse], *, exit_code: int
+) -> dict[str, object]:
     """Return what the lines say as values for JSON: the processes of each API, their objects and bytes."""
     apis: dict[str, object] = {}
     for api in sorted({use.api for use in uses}, key=lambda api: api.value):
@@ -78,7 +90,8 @@ def report_document(uses: Sequence[ProcessUse], real: Sequence[RealLibrary], *, 
         {"api": library.api, "path": library.path, "program": library.program, "process_id": library.process_id}
         for library in real
     ]
-    return {"exit_code": exit_code, "apis": apis, "real_libraries": libraries}
+    cuda_runtimes = [{"library": use.library, "program": use.program, "process_id": use.process_id} for use in runtimes]
+    return {"exit_code": exit_code, "apis": apis, "cuda_runtimes": cuda_runtimes, "real_libraries": libraries}
 
 
 def _line(api: Api, uses: Sequence[ProcessUse]) -> str:

@@ -18,11 +18,12 @@ from gdrkit.errors import Api
 from gdrkit.evidence import HeldDmabuf
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from gdrkit.host import HostTree
 
-__all__ = ["ProcessUse", "create_usage_file", "read_usage", "twin_dmabufs"]
+__all__ = ["ProcessUse", "RuntimeUse", "create_usage_file", "read_runtimes", "read_usage", "twin_dmabufs"]
 
 # The layout of native/twins/model/usage.hpp.
 _HEADER = struct.Struct("<8sII48x")
@@ -35,6 +36,8 @@ _DMABUF_MEMFDS = ("/memfd:gdrkit-gpu:", "/memfd:gdrkit-dmabuf:")
 _FLAGS = re.compile(r"^flags:\s*([0-7]+)$", re.MULTILINE)
 _EXPORTER = "gdrkit-twin"
 _API_OF_NUMBER = {1: Api.VERBS, 2: Api.CUDA, 3: Api.CUFILE, 4: Api.HLTHUNK}
+# The twins of the CUDA runtime have slots of their own. The counts are in the slot of the CUDA twin below them.
+_RUNTIME_OF_NUMBER = {5: "libcudart.so.12", 6: "libcudart.so.13"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,15 @@ class ProcessUse:
     region_bytes: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RuntimeUse:
+    """The use of a twin of the CUDA runtime by one process."""
+
+    library: str
+    process_id: int
+    program: str
+
+
 def create_usage_file(path: Path) -> None:
     """Create the file with empty slots. It is sparse, so it takes memory only for the slots in use."""
     with path.open("xb") as file:
@@ -80,19 +92,37 @@ def read_usage(path: Path) -> list[ProcessUse]:
 
     Every process of the run can write into the file, so slots with impossible values are left out.
     """
+    uses = []
+    for api, process_id, program, objects_count, moved_bytes, *present in _ready_slots(path):
+        if api in _API_OF_NUMBER:
+            # A forked child that destroyed objects of its parent has negative numbers.
+            present_counts = (max(count, 0) for count in present)
+            uses.append(
+                ProcessUse(_API_OF_NUMBER[api], process_id, program, objects_count, moved_bytes, *present_counts)
+            )
+    return uses
+
+
+def read_runtimes(path: Path) -> list[RuntimeUse]:
+    """Return which processes opened a twin of the CUDA runtime, in this order."""
+    return [
+        RuntimeUse(_RUNTIME_OF_NUMBER[api], process_id, program)
+        for api, process_id, program, *_ in _ready_slots(path)
+        if api in _RUNTIME_OF_NUMBER
+    ]
+
+
+def _ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int, int, int]]:
+    """Yield of each slot in use: API number, process ID, program, objects, moved bytes, and three present counts."""
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
-        return []
-    uses = []
+        return
     for state, api, process_id, _, objects_count, moved_bytes, program, *present in _SLOT.iter_unpack(
         data[_HEADER.size :]
     ):
-        if state == _STATE_READY and api in _API_OF_NUMBER:
+        if state == _STATE_READY:
             name = program.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            # A forked child that destroyed objects of its parent has negative numbers.
-            present_counts = (max(count, 0) for count in present)
-            uses.append(ProcessUse(_API_OF_NUMBER[api], process_id, name, objects_count, moved_bytes, *present_counts))
-    return uses
+            yield api, process_id, name, objects_count, moved_bytes, *present
 
 
 def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:

@@ -6,6 +6,7 @@ software twin is a library that emulates the hardware below an API.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import re
 import subprocess
@@ -99,6 +100,17 @@ def test_nvml_twin_exports_the_functions_of_nvidia_ml_py() -> None:
     requested_names = set(NVML_NAME.findall(Path(bindings.origin).read_text()))
     assert requested_names == contract_symbols("nvml.symbols")
     assert requested_names <= contract_symbols("nvml.conventions")
+
+
+def test_cuda_runtime_twin_has_the_functions_of_cuda_bindings() -> None:
+    """cuda-bindings has one function for each function of the CUDA runtime that it wraps."""
+    wrapped_names = {
+        name
+        for name in vars(importlib.import_module("cuda.bindings.cyruntime"))["__pyx_capi__"]
+        if name.startswith("cuda")
+    }
+    assert len(wrapped_names) > 300
+    assert wrapped_names - contract_symbols("cudart13.conventions") == set()
 
 
 def test_every_symbol_has_a_convention() -> None:

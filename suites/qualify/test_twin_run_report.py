@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import Api
 from gdrkit.twin_run.loaded import RealLibrary
 from gdrkit.twin_run.report import report_lines, used_apis
-from gdrkit.twin_run.usage import ProcessUse, create_usage_file, read_usage
+from gdrkit.twin_run.usage import ProcessUse, RuntimeUse, create_usage_file, read_runtimes, read_usage
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +35,22 @@ def test_slots_that_no_process_completed_are_left_out(tmp_path: Path) -> None:
     assert read_usage(path) == [
         ProcessUse(Api.VERBS, 12, "ib_write_bw", 2, 1_300_000_000, 2, 3, 4096),
         ProcessUse(Api.CUDA, 15, r"\xff" * 64, 0, 0),
+    ]
+
+
+def test_cuda_runtime_has_a_slot_of_its_own(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    create_usage_file(path)
+    write_slot(path, 0, READY, 5, 12, 0, 0, 0, b"torch", 0, 0, 0)
+    write_slot(path, 1, READY, 2, 12, 0, 7, 4096, b"torch", 0, 0, 0)
+    write_slot(path, 2, READY, 6, 13, 0, 0, 0, b"nixl", 0, 0, 0)
+    uses, runtimes = read_usage(path), read_runtimes(path)
+    assert uses == [ProcessUse(Api.CUDA, 12, "torch", 7, 4096)]
+    assert runtimes == [RuntimeUse("libcudart.so.12", 12, "torch"), RuntimeUse("libcudart.so.13", 13, "nixl")]
+    assert report_lines(frozenset({Api.CUDA}), uses, [], runtimes) == [
+        "cuda: twin opened by torch (pid 12); 7 memory allocations; 4.1 kB moved",
+        "cuda: twin of libcudart.so.12 opened by torch (pid 12)",
+        "cuda: twin of libcudart.so.13 opened by nixl (pid 13)",
     ]
 
 

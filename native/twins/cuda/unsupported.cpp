@@ -18,7 +18,9 @@ GDRKIT_CUDA_ENTRY Result cuGetExportTable(const void** table, const void*) {
             stderr,
             "gdrkit: %s contains the CUDA runtime as a static library, or loads NVIDIA's libcudart.so. It cannot "
             "run on the software twin of CUDA, which does not have the undocumented export tables of the driver "
-            "(cuGetExportTable). Use a program that calls the driver API only, or run it on a GPU\n",
+            "(cuGetExportTable). Link it to libcudart.so.12 or libcudart.so.13 (nvcc -cudart shared), which have "
+            "twins, "
+            "or run it on a GPU\n",
             program_invocation_short_name);
     }
     if (table != nullptr) {

@@ -1,9 +1,9 @@
 """Software twins: drop-in libraries that emulate the hardware behind libraries for RDMA and accelerators.
 
-They are libibverbs, librdmacm, libcuda, libnvidia-ml, libcufile and libhl-thunk. Each is in a separate folder below
-``lib/`` in this package, so that a program can use one without the others. Two libraries share a folder:
-librdmacm with libibverbs, which it needs, and libnvidia-ml with libcuda, whose GPUs it describes. ``LD_LIBRARY_PATH``
-selects the folders; ``gdrkit run --software`` sets it. Importing this package loads no library.
+They are libibverbs, librdmacm, libcuda, libcudart, libnvidia-ml, libcufile and libhl-thunk. Each is in a separate
+folder below ``lib/`` in this package, so that a program can use one without the others. Some libraries share a folder:
+librdmacm with libibverbs, which it needs, and libcudart and libnvidia-ml with libcuda, whose GPUs they have.
+``LD_LIBRARY_PATH`` selects the folders; ``gdrkit run --software`` sets it. Importing this package loads no library.
 """
 
 from __future__ import annotations

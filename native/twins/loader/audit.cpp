@@ -41,6 +41,36 @@ static_assert(stem_of("/w/nixl.libs/libibverbs-9f2c01ab.so.1.14.48.0") == "libib
 static_assert(stem_of("libhl-thunk.so") == "libhl-thunk" && stem_of("libcufile_rdma.so.1") == "libcufile_rdma");
 static_assert(stem_of("libcuda.sock").empty() && stem_of("/usr/bin/env").empty());
 
+// Return the first number of the version in the name of a library: "12" for "/a/libcudart.so.12.9.79". Return an empty
+// text if the name has no version.
+constexpr std::string_view major_of(std::string_view path) {
+    const auto suffix = path.rfind(".so.");
+    if (suffix == std::string_view::npos) {
+        return {};
+    }
+    path.remove_prefix(suffix + 4);
+    if (const auto dot = path.find('.'); dot != std::string_view::npos) {
+        path.remove_suffix(path.size() - dot);
+    }
+    return path;
+}
+static_assert(major_of("/a/libcudart.so.12") == "12" && major_of("libcudart-c3a75b33.so.12.9.79") == "12");
+static_assert(major_of("libcudart.so").empty());
+
+// Return whether the twin replaces the library. The CUDA runtime has a twin for each of several versions, which differ
+// in their structures. A program that names no version gets the first of them.
+constexpr bool replaces(std::string_view twin, std::string_view library) {
+    const std::string_view stem = stem_of(library);
+    const bool has_other_version = !major_of(library).empty() && major_of(library) != major_of(twin);
+    return !stem.empty() && stem == stem_of(twin) && !(stem == "libcudart" && has_other_version);
+}
+static_assert(replaces("/t/libcudart.so.13", "/a/libcudart.so.13.0.96") &&
+              replaces("/t/libcudart.so.12", "libcudart.so"));
+static_assert(!replaces("/t/libcudart.so.12", "libcudart.so.13") &&
+              !replaces("/t/libcudart.so.12", "libcudart.so.11.0"));
+static_assert(replaces("/t/libcuda.so.1", "/a/libcuda.so.580.65") && replaces("/t/libhl-thunk.so", "libhl-thunk.so.1"));
+static_assert(!replaces("/t/libcuda.so.1", "libcudart.so.12") && !replaces("/t/libcuda.so.1", "/bin/env"));
+
 // Return the path of the twin that replaces this library, or nullptr.
 char* find_twin(std::string_view library) {
     // A copy of the variable that is never freed, with NUL in place of the colons: the loader keeps the C strings that
@@ -54,12 +84,8 @@ char* find_twin(std::string_view library) {
         }
         return copy;
     }();
-    const std::string_view stem = stem_of(library);
-    if (stem.empty() || paths == nullptr) {
-        return nullptr;
-    }
-    for (char* path = paths; *path != '\0'; path += std::string_view(path).size() + 1) {
-        if (stem_of(path) == stem) {
+    for (char* path = paths; path != nullptr && *path != '\0'; path += std::string_view(path).size() + 1) {
+        if (replaces(path, library)) {
             return path;
         }
     }

@@ -124,6 +124,8 @@ bool shows_use(std::string_view kind) {
     case UsedApi::hlthunk:
         return kind == "gaudi_device";
     case UsedApi::verbs:
+    case UsedApi::cuda_runtime_12:
+    case UsedApi::cuda_runtime_13:
     case UsedApi::none:
         break;
     }

@@ -8,7 +8,16 @@
 
 namespace gdrkit::twin {
 
-enum class UsedApi : std::uint32_t { none = 0, verbs = 1, cuda = 2, cufile = 3, hlthunk = 4 };
+// The twins of the CUDA runtime count no objects, because the CUDA twin below them does.
+enum class UsedApi : std::uint32_t {
+    none = 0,
+    verbs = 1,
+    cuda = 2,
+    cufile = 3,
+    hlthunk = 4,
+    cuda_runtime_12 = 5,
+    cuda_runtime_13 = 6,
+};
 
 // Record that this process has called the twin of this API. A twin calls this once, at its first call.
 void record_use(UsedApi api);

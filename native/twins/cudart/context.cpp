@@ -1,0 +1,253 @@
+// The device and the primary context of a thread, cudaSetDevice and related functions.
+#include <unistd.h>
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "cudart/entry.hpp"
+#include "model/note.hpp"
+#include "model/usage.hpp"
+
+#if GDRKIT_CUDART_MAJOR == 12
+GDRKIT_TWIN_NOTE("cuda runtime 12 twin of gdrkit")
+#else
+GDRKIT_TWIN_NOTE("cuda runtime 13 twin of gdrkit")
+#endif
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+// The device that this thread selected. It counts only while the thread has no current context.
+thread_local Device selected_device = 0;
+
+// A primary context that the twin has created. Its handle stays the same if cudaDeviceReset destroys it and a later
+// call creates it again.
+struct Primary {
+    Handle context = 0;
+    bool is_retained = false;
+};
+
+struct Primaries {
+    std::mutex mutex;
+    std::vector<Primary> of_device; // by ordinal
+};
+
+Primaries& primaries() {
+    static auto* const instance = new Primaries;
+    return *instance;
+}
+
+Error select_device(Device device) {
+    Handle context = 0;
+    Error error = check_device(device);
+    if (error == success) {
+        error = primary_context_of(device, &context);
+    }
+    if (error == success) {
+        error = call(&Driver::cuCtxSetCurrent, context);
+    }
+    if (error == success) {
+        selected_device = device;
+    }
+    return error;
+}
+
+// Return whether the current context is a primary context that cudaDeviceReset, of any thread, has destroyed, and store
+// its device.
+bool was_reset(Handle context, Device* device) {
+    Primaries& state = primaries();
+    std::lock_guard lock(state.mutex);
+    for (std::size_t ordinal = 0; ordinal < state.of_device.size(); ++ordinal) {
+        if (state.of_device[ordinal].context == context) {
+            *device = static_cast<Device>(ordinal);
+            return !state.of_device[ordinal].is_retained;
+        }
+    }
+    return false;
+}
+
+} // namespace
+
+Error initialize_driver() {
+    static std::atomic<pid_t> initialized_pid{0};
+    if (initialized_pid.load(std::memory_order_acquire) == getpid()) {
+        return success;
+    }
+    record_use(GDRKIT_CUDART_MAJOR == 12 ? UsedApi::cuda_runtime_12 : UsedApi::cuda_runtime_13);
+    const Error error = call(&Driver::cuInit, 0U);
+    if (error == success) {
+        initialized_pid.store(getpid(), std::memory_order_release);
+    }
+    return error;
+}
+
+Error check_device(Device device) {
+    int count = 0;
+    const Error error = call(&Driver::cuDeviceGetCount, &count);
+    if (error != success) {
+        return error;
+    }
+    return device >= 0 && device < count ? success : invalid_device;
+}
+
+Error primary_context_of(Device device, Handle* context) {
+    Primaries& state = primaries();
+    std::lock_guard lock(state.mutex);
+    const auto ordinal = static_cast<std::size_t>(device);
+    if (ordinal >= state.of_device.size()) {
+        state.of_device.resize(ordinal + 1);
+    }
+    Primary& primary = state.of_device[ordinal];
+    if (!primary.is_retained) {
+        if (const Error error = call(&Driver::cuDevicePrimaryCtxRetain, &primary.context, device); error != success) {
+            return error;
+        }
+        primary.is_retained = true;
+    }
+    *context = primary.context;
+    return success;
+}
+
+Error ensure_context() {
+    if (const Error error = initialize_driver(); error != success) {
+        return error;
+    }
+    Handle context = 0;
+    if (const Error error = call(&Driver::cuCtxGetCurrent, &context); error != success) {
+        return error;
+    }
+    Device device = selected_device;
+    return context == 0 || was_reset(context, &device) ? select_device(device) : success;
+}
+
+Error current_device(Device* device) {
+    Handle context = 0;
+    *device = selected_device;
+    if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0) {
+        Device of_context = 0;
+        if (call(&Driver::cuCtxGetDevice, &of_context) == success) {
+            *device = of_context;
+        }
+    }
+    return success;
+}
+
+GDRKIT_CUDART_ENTRY Error cudaSetDevice(Device device) {
+    return entry([&] { return select_device(device); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaInitDevice(Device device, unsigned device_flags, unsigned flags) {
+    return entry([&] {
+        if ((flags & ~init_device_flags_are_valid) != 0) {
+            return invalid_value;
+        }
+        Error error = check_device(device);
+        if (error == success && flags != 0) {
+            error = call(&Driver::cuDevicePrimaryCtxSetFlags_v2, device, device_flags);
+        }
+        Handle context = 0;
+        return error == success ? primary_context_of(device, &context) : error;
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGetDevice(Device* device) {
+    return entry([&] { return device == nullptr ? invalid_value : current_device(device); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceReset() {
+    return entry([&] {
+        Device device = 0;
+        current_device(&device);
+        Primaries& state = primaries();
+        std::lock_guard lock(state.mutex);
+        if (static_cast<std::size_t>(device) < state.of_device.size()) {
+            state.of_device[static_cast<std::size_t>(device)].is_retained = false;
+        }
+        return call(&Driver::cuDevicePrimaryCtxReset_v2, device);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceSynchronize() {
+    return call_in_context(&Driver::cuCtxSynchronize);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceSetLimit(int limit, std::size_t value) {
+    return call_in_context(&Driver::cuCtxSetLimit, limit, value);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceGetLimit(std::size_t* value, int limit) {
+    return call_in_context(&Driver::cuCtxGetLimit, value, limit);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaSetDeviceFlags(unsigned flags) {
+    return entry([&] {
+        Device device = 0;
+        current_device(&device);
+        return call(&Driver::cuDevicePrimaryCtxSetFlags_v2, device, flags);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGetDeviceFlags(unsigned* flags) {
+    return entry([&] {
+        Handle context = 0;
+        if (flags == nullptr) {
+            return invalid_value;
+        }
+        if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0) {
+            return call(&Driver::cuCtxGetFlags, flags);
+        }
+        int is_active = 0;
+        return call(&Driver::cuDevicePrimaryCtxGetState, selected_device, flags, &is_active);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
+    return call_in_context(&Driver::cuCtxGetStreamPriorityRange, least, greatest);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceFlushGPUDirectRDMAWrites(int target, int scope) {
+    return call_in_context(&Driver::cuFlushGPUDirectRDMAWrites, target, scope);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceEnablePeerAccess(Device peer, unsigned flags) {
+    return entry_in_context([&] {
+        Handle context = 0;
+        Error error = check_device(peer);
+        if (error == success) {
+            error = primary_context_of(peer, &context);
+        }
+        return error == success ? call(&Driver::cuCtxEnablePeerAccess, context, flags) : error;
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceDisablePeerAccess(Device peer) {
+    return entry_in_context([&] {
+        Handle context = 0;
+        Error error = check_device(peer);
+        if (error == success) {
+            error = primary_context_of(peer, &context);
+        }
+        return error == success ? call(&Driver::cuCtxDisablePeerAccess, context) : error;
+    });
+}
+
+#if GDRKIT_CUDART_MAJOR == 12
+GDRKIT_CUDART_ENTRY Error cudaThreadExit() {
+    return cudaDeviceReset();
+}
+
+GDRKIT_CUDART_ENTRY Error cudaThreadSynchronize() {
+    return cudaDeviceSynchronize();
+}
+
+GDRKIT_CUDART_ENTRY Error cudaThreadSetLimit(int limit, std::size_t value) {
+    return cudaDeviceSetLimit(limit, value);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaThreadGetLimit(std::size_t* value, int limit) {
+    return cudaDeviceGetLimit(value, limit);
+}
+#endif
+
+} // namespace gdrkit::twin::cudart

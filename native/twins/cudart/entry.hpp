@@ -1,0 +1,69 @@
+// Common first steps of every exported function: find the context of the calling thread, and record the error that the
+// call returns.
+#pragma once
+
+#include <new>
+#include <system_error>
+#include <utility>
+
+#include "cudart/driver.hpp"
+
+namespace gdrkit::twin::cudart {
+
+// Record the error of a call for cudaGetLastError of this thread, and return it. Success does not clear an earlier
+// error.
+Error record(Error error);
+
+// Call cuInit, once in each process. A forked child of a process that used CUDA gets the error of the driver.
+Error initialize_driver();
+
+// Make sure that the calling thread has a current context. Without one, this is the primary context of the thread's
+// device, which is created at its first use. A context that the program made current by the driver is used as it is.
+Error ensure_context();
+
+// Create the primary context of a device if it does not exist, and return its handle.
+Error primary_context_of(Device device, Handle* context);
+
+// Store the device of the current context, or the device that the calling thread has selected if it has no context.
+Error current_device(Device* device);
+
+// Return success if the device exists.
+Error check_device(Device device);
+
+// Run the body of an exported function, convert its exceptions to error codes, and record its error.
+template <typename Body> Error entry_before_init(Body&& body) {
+    try {
+        return record(std::forward<Body>(body)());
+    } catch (const std::bad_alloc&) {
+        return record(memory_allocation);
+    } catch (const std::system_error&) {
+        return record(unknown_error);
+    }
+}
+
+// Run the body of an exported function that requires the driver, but no context.
+template <typename Body> Error entry(Body&& body) {
+    return entry_before_init([&] {
+        const Error error = initialize_driver();
+        return error == success ? std::forward<Body>(body)() : error;
+    });
+}
+
+// Run the body of an exported function that requires a context.
+template <typename Body> Error entry_in_context(Body&& body) {
+    return entry_before_init([&] {
+        const Error error = ensure_context();
+        return error == success ? std::forward<Body>(body)() : error;
+    });
+}
+
+// Call a function of the driver in the context of the calling thread.
+template <typename... Parameters, typename... Arguments>
+Error call_in_context(int (*Driver::*function)(Parameters...), Arguments... arguments) {
+    return entry_in_context([&] { return call(function, arguments...); });
+}
+
+// Print one line on stderr, once in the process for each subject: `subject` and then `text`.
+void print_once(const char* subject, const char* text);
+
+} // namespace gdrkit::twin::cudart

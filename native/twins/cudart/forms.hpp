@@ -1,0 +1,36 @@
+// Functions that use a default stream have two forms. In the ordinary form, stream 0 is the legacy default stream. In
+// the form with the suffix _ptsz (of a function with a stream argument) or _ptds (of one without), it is the default
+// stream of the calling thread. The build compiles the files that include this header once for each form.
+#pragma once
+
+#include "cudart/entry.hpp"
+
+#ifdef GDRKIT_CUDART_PER_THREAD
+#define GDRKIT_STREAM_FORM(name) GDRKIT_CUDART_ENTRY Error name##_ptsz
+#define GDRKIT_SYNC_FORM(name) GDRKIT_CUDART_ENTRY Error name##_ptds
+#else
+#define GDRKIT_STREAM_FORM(name) GDRKIT_CUDART_ENTRY Error name
+#define GDRKIT_SYNC_FORM(name) GDRKIT_CUDART_ENTRY Error name
+#endif
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+#ifdef GDRKIT_CUDART_PER_THREAD
+inline constexpr bool is_per_thread = true;
+#else
+inline constexpr bool is_per_thread = false;
+#endif
+
+// Return the stream that the driver gets for the stream argument of this form.
+inline Handle resolved(Handle stream) {
+    return is_per_thread && stream == 0 ? per_thread_stream : stream;
+}
+
+// Wait for the default stream of the calling thread, in the form of a synchronous function that uses it.
+inline Error finish(Error error) {
+    return error == success ? call(&Driver::cuStreamSynchronize, per_thread_stream) : error;
+}
+
+} // namespace
+} // namespace gdrkit::twin::cudart

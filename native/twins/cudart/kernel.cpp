@@ -1,0 +1,154 @@
+// Registration of device code, which succeeds, and launches of kernels, which are refused: the twin runs no kernels.
+#include <cxxabi.h>
+
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "cudart/entry.hpp"
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+struct Kernels {
+    std::mutex mutex;
+    // The name of each kernel, by the address of its host function. The compiler's names live as long as their library.
+    std::map<const void*, std::string> names;
+};
+
+Kernels& kernels() {
+    static auto* const instance = new Kernels;
+    return *instance;
+}
+
+// A launch that the compiled program has announced by __cudaPushCallConfiguration.
+struct Configuration {
+    Dimensions grid, block;
+    std::size_t shared_bytes;
+    Handle stream;
+};
+thread_local std::vector<Configuration> configurations;
+
+std::string readable_name(const std::string& symbol) {
+    int status = 0;
+    char* const demangled = abi::__cxa_demangle(symbol.c_str(), nullptr, nullptr, &status);
+    std::string name = demangled != nullptr ? demangled : symbol;
+    std::free(demangled);
+    return name;
+}
+
+// Refuse a function that needs a kernel, and name the kernel. A kernel is identified by its host function.
+Error refuse(const char* operation, const void* kernel) {
+    return entry_before_init([&] {
+        std::string name;
+        {
+            Kernels& state = kernels();
+            std::lock_guard lock(state.mutex);
+            const auto found = state.names.find(kernel);
+            if (found == state.names.end()) {
+                return invalid_device_function;
+            }
+            name = readable_name(found->second);
+        }
+        print_once((operation + (" of the kernel " + name)).c_str(),
+                   "fails with cudaErrorNotSupported: the software twin of CUDA runs no kernels");
+        return not_supported;
+    });
+}
+
+} // namespace
+
+GDRKIT_CUDART_ENTRY void** __cudaRegisterFatBinary(void* binary) {
+    return new void*(binary);
+}
+
+GDRKIT_CUDART_ENTRY void __cudaRegisterFatBinaryEnd(void**) {}
+
+GDRKIT_CUDART_ENTRY void __cudaUnregisterFatBinary(void** handle) {
+    delete handle;
+}
+
+GDRKIT_CUDART_ENTRY char __cudaInitModule(void**) {
+    return 1;
+}
+
+GDRKIT_CUDART_ENTRY void __cudaRegisterFunction(void**, const void* host_function, char*, const char* name, int, void*,
+                                                void*, void*, void*, int*) {
+    Kernels& state = kernels();
+    std::lock_guard lock(state.mutex);
+    state.names[host_function] = name;
+}
+
+GDRKIT_CUDART_ENTRY void __cudaRegisterVar(void**, char*, char*, const char*, int, std::size_t, int, int) {}
+
+GDRKIT_CUDART_ENTRY void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, std::size_t, int, int) {}
+
+GDRKIT_CUDART_ENTRY void __cudaRegisterHostVar(void**, const char*, char*, std::size_t) {}
+
+GDRKIT_CUDART_ENTRY void __cudaRegisterUnifiedTable(void**, void*) {}
+
+GDRKIT_CUDART_ENTRY unsigned __cudaPushCallConfiguration(Dimensions grid, Dimensions block, std::size_t shared_bytes,
+                                                         Handle stream) {
+    configurations.push_back({grid, block, shared_bytes, stream});
+    return 0;
+}
+
+GDRKIT_CUDART_ENTRY Error __cudaPopCallConfiguration(Dimensions* grid, Dimensions* block, std::size_t* shared_bytes,
+                                                     Handle* stream) {
+    if (configurations.empty()) {
+        return record(missing_configuration);
+    }
+    const Configuration configuration = configurations.back();
+    configurations.pop_back();
+    *grid = configuration.grid;
+    *block = configuration.block;
+    *shared_bytes = configuration.shared_bytes;
+    *stream = configuration.stream;
+    return success;
+}
+
+// The handle of a kernel is the address of its host function.
+GDRKIT_CUDART_ENTRY Error cudaGetKernel(const void** kernel, const void* host_function) {
+    return entry_before_init([&] {
+        if (kernel == nullptr) {
+            return invalid_value;
+        }
+        *kernel = host_function;
+        return success;
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error __cudaGetKernel(const void** kernel, const void* host_function) {
+    return cudaGetKernel(kernel, host_function);
+}
+
+#define GDRKIT_LAUNCH(name)                                                                                            \
+    GDRKIT_CUDART_ENTRY Error name(const void* kernel, Dimensions, Dimensions, void**, std::size_t, Handle) {          \
+        return refuse("the launch", kernel);                                                                           \
+    }
+GDRKIT_LAUNCH(cudaLaunchKernel)
+GDRKIT_LAUNCH(cudaLaunchKernel_ptsz)
+GDRKIT_LAUNCH(__cudaLaunchKernel)
+GDRKIT_LAUNCH(__cudaLaunchKernel_ptsz)
+GDRKIT_LAUNCH(cudaLaunchCooperativeKernel)
+GDRKIT_LAUNCH(cudaLaunchCooperativeKernel_ptsz)
+
+GDRKIT_CUDART_ENTRY Error cudaLaunchKernelExC(const void*, const void* kernel, void**) {
+    return refuse("the launch", kernel);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaLaunchKernelExC_ptsz(const void*, const void* kernel, void**) {
+    return refuse("the launch", kernel);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaFuncGetAttributes(void*, const void* kernel) {
+    return refuse("cudaFuncGetAttributes", kernel);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaFuncSetAttribute(const void* kernel, int, int) {
+    return refuse("cudaFuncSetAttribute", kernel);
+}
+
+} // namespace gdrkit::twin::cudart

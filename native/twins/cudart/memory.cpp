@@ -1,0 +1,195 @@
+// Memory of devices and of the host, memory pools, and handles between processes. Streams are in stream_forms.cpp.
+#include "cudart/entry.hpp"
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+constexpr unsigned pitch_element_bytes = 4;
+
+// As in the real runtime, an allocation of no bytes succeeds and stores NULL.
+Error allocate(void** pointer, std::size_t length_bytes) {
+    if (pointer == nullptr) {
+        return invalid_value;
+    }
+    Address address = 0;
+    const Error error = length_bytes == 0 ? success : call(&Driver::cuMemAlloc_v2, &address, length_bytes);
+    if (error == success) {
+        *pointer = reinterpret_cast<void*>(address);
+    }
+    return error;
+}
+
+Error allocate_pitched(void** pointer, std::size_t* pitch, std::size_t width_bytes, std::size_t row_count) {
+    if (pointer == nullptr || pitch == nullptr) {
+        return invalid_value;
+    }
+    Address address = 0;
+    if (width_bytes == 0 || row_count == 0) {
+        *pointer = nullptr;
+        *pitch = 0;
+        return success;
+    }
+    const Error error = call(&Driver::cuMemAllocPitch_v2, &address, pitch, width_bytes, row_count, pitch_element_bytes);
+    if (error == success) {
+        *pointer = reinterpret_cast<void*>(address);
+    }
+    return error;
+}
+
+Error allocate_host(void** pointer, std::size_t length_bytes, unsigned flags) {
+    if (pointer != nullptr && length_bytes == 0) {
+        *pointer = nullptr;
+        return success;
+    }
+    return call(&Driver::cuMemHostAlloc, pointer, length_bytes, flags);
+}
+
+Error query_pointer(PointerAttributes* attributes, const void* pointer) {
+    if (attributes == nullptr) {
+        return invalid_value;
+    }
+    std::uint32_t type = 0, is_managed = 0;
+    PointerAttributes found{};
+    const int names[] = {cuda::pointer_memory_type, cuda::pointer_is_managed, cuda::pointer_device_ordinal,
+                         cuda::pointer_device_pointer, cuda::pointer_host_pointer};
+    void* values[] = {&type, &is_managed, &found.device, &found.device_pointer, &found.host_pointer};
+    const Error error = call(&Driver::cuPointerGetAttributes, unsigned{std::size(names)},
+                             static_cast<const int*>(names), static_cast<void**>(values), address_of(pointer));
+    if (error == success) {
+        found.type = is_managed != 0 ? memory_managed : static_cast<std::int32_t>(type);
+        *attributes = found;
+    }
+    return error;
+}
+
+} // namespace
+
+GDRKIT_CUDART_ENTRY Error cudaMalloc(void** pointer, std::size_t length_bytes) {
+    return entry_in_context([&] { return allocate(pointer, length_bytes); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaFree(void* pointer) {
+    return call_in_context(&Driver::cuMemFree_v2, address_of(pointer));
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMallocPitch(void** pointer, std::size_t* pitch, std::size_t width_bytes,
+                                          std::size_t height) {
+    return entry_in_context([&] { return allocate_pitched(pointer, pitch, width_bytes, height); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
+    return entry_in_context([&] {
+        if (pointer == nullptr) {
+            return invalid_value;
+        }
+        PitchedPointer made{nullptr, 0, extent.width, extent.height};
+        const Error error = allocate_pitched(&made.pointer, &made.pitch, extent.width, extent.height * extent.depth);
+        if (error == success) {
+            *pointer = made;
+        }
+        return error;
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_bytes, unsigned flags) {
+    return call_in_context(&Driver::cuMemAllocManaged, reinterpret_cast<Address*>(pointer), length_bytes, flags);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMallocHost(void** pointer, std::size_t length_bytes) {
+    return entry_in_context([&] { return allocate_host(pointer, length_bytes, 0); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaHostAlloc(void** pointer, std::size_t length_bytes, unsigned flags) {
+    return entry_in_context([&] { return allocate_host(pointer, length_bytes, flags); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaFreeHost(void* pointer) {
+    return call_in_context(&Driver::cuMemFreeHost, pointer);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaHostRegister(void* pointer, std::size_t length_bytes, unsigned flags) {
+    return call_in_context(&Driver::cuMemHostRegister_v2, pointer, length_bytes, flags);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaHostUnregister(void* pointer) {
+    return call_in_context(&Driver::cuMemHostUnregister, pointer);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaHostGetDevicePointer(void** pointer, void* host, unsigned flags) {
+    return call_in_context(&Driver::cuMemHostGetDevicePointer_v2, reinterpret_cast<Address*>(pointer), host, flags);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaHostGetFlags(unsigned* flags, void* host) {
+    return call_in_context(&Driver::cuMemHostGetFlags, flags, host);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemGetInfo(std::size_t* free_bytes, std::size_t* total_bytes) {
+    return call_in_context(&Driver::cuMemGetInfo_v2, free_bytes, total_bytes);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaPointerGetAttributes(PointerAttributes* attributes, const void* pointer) {
+    return entry_in_context([&] { return query_pointer(attributes, pointer); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceGetDefaultMemPool(Handle* pool, Device device) {
+    return entry([&] { return call(&Driver::cuDeviceGetDefaultMemPool, pool, device); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceGetMemPool(Handle* pool, Device device) {
+    return entry([&] { return call(&Driver::cuDeviceGetMemPool, pool, device); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaDeviceSetMemPool(Device device, Handle pool) {
+    return entry([&] { return call(&Driver::cuDeviceSetMemPool, device, pool); });
+}
+
+// The structures of pools are the same in both interfaces.
+GDRKIT_CUDART_ENTRY Error cudaMemPoolCreate(Handle* pool, const void* properties) {
+    return call_in_context(&Driver::cuMemPoolCreate, pool, properties);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolDestroy(Handle pool) {
+    return call_in_context(&Driver::cuMemPoolDestroy, pool);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolSetAttribute(Handle pool, int attribute, void* value) {
+    return call_in_context(&Driver::cuMemPoolSetAttribute, pool, attribute, value);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolGetAttribute(Handle pool, int attribute, void* value) {
+    return call_in_context(&Driver::cuMemPoolGetAttribute, pool, attribute, value);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolSetAccess(Handle pool, const void* descriptions, std::size_t count) {
+    return call_in_context(&Driver::cuMemPoolSetAccess, pool, descriptions, count);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolGetAccess(int* flags, Handle pool, cuda::Location* location) {
+    return call_in_context(&Driver::cuMemPoolGetAccess, flags, pool, location);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolTrimTo(Handle pool, std::size_t kept_bytes) {
+    return call_in_context(&Driver::cuMemPoolTrimTo, pool, kept_bytes);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaIpcGetMemHandle(cuda::IpcHandle* handle, void* pointer) {
+    return call_in_context(&Driver::cuIpcGetMemHandle, static_cast<void*>(handle), address_of(pointer));
+}
+
+GDRKIT_CUDART_ENTRY Error cudaIpcOpenMemHandle(void** pointer, cuda::IpcHandle handle, unsigned flags) {
+    return call_in_context(&Driver::cuIpcOpenMemHandle_v2, reinterpret_cast<Address*>(pointer), handle, flags);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaIpcCloseMemHandle(void* pointer) {
+    return call_in_context(&Driver::cuIpcCloseMemHandle, address_of(pointer));
+}
+
+GDRKIT_CUDART_ENTRY Error cudaIpcGetEventHandle(cuda::IpcHandle* handle, Handle event) {
+    return call_in_context(&Driver::cuIpcGetEventHandle, static_cast<void*>(handle), event);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaIpcOpenEventHandle(Handle* event, cuda::IpcHandle handle) {
+    return call_in_context(&Driver::cuIpcOpenEventHandle, event, handle);
+}
+
+} // namespace gdrkit::twin::cudart

@@ -1,0 +1,25 @@
+// Functions that the twin does not implement: each prints one line on stderr, returns cudaErrorNotSupported, and has no
+// other effect.
+#include "cudart/entry.hpp"
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+Error refuse(const char* symbol) {
+    return entry_before_init([&] {
+        print_once(symbol, "fails with cudaErrorNotSupported: the software twin of the CUDA runtime does not have it");
+        return not_supported;
+    });
+}
+
+} // namespace
+
+#define GDRKIT_UNSUPPORTED(symbol)                                                                                     \
+    GDRKIT_CUDART_ENTRY Error symbol();                                                                                \
+    Error symbol() {                                                                                                   \
+        return refuse(#symbol);                                                                                        \
+    }
+// The build writes this file from the contract of the library.
+#include "unsupported_functions.inc"
+
+} // namespace gdrkit::twin::cudart

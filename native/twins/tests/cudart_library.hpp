@@ -1,0 +1,87 @@
+// Helpers of the tests of the CUDA runtime twins: open a twin by dlopen and call its functions by name. The build
+// compiles each test once for each version of the runtime.
+#pragma once
+
+#include <string_view>
+
+#include "cuda_peer.hpp"
+#include "cudart/cudart_abi.hpp"
+
+namespace gdrkit::twin::cudart {
+
+using cuda::u64;
+
+inline void* runtime() {
+    static void* const handle = [] {
+        cuda::driver(); // The runtime then finds the driver by its SONAME.
+        void* const library = dlopen(GDRKIT_CUDART_TWIN, RTLD_NOW | RTLD_LOCAL);
+        if (library == nullptr) {
+            std::fprintf(stderr, "%s\n", dlerror());
+            std::exit(1);
+        }
+        return library;
+    }();
+    return handle;
+}
+
+inline void* function(const char* symbol) {
+    void* const entry = dlsym(runtime(), symbol);
+    if (entry == nullptr) {
+        std::fprintf(stderr, "%s is not exported\n", symbol);
+        std::exit(1);
+    }
+    return entry;
+}
+
+// Call a function by name. Arguments must have the types of the interface: lengths and handles are u64.
+template <typename... Arguments> int rt(const char* symbol, Arguments... arguments) {
+    return reinterpret_cast<int (*)(Arguments...)>(function(symbol))(arguments...);
+}
+
+// Check that a function returns this code.
+#define EXPECT_ERROR(code, ...)                                                                                        \
+    do {                                                                                                               \
+        const int error_ = rt(__VA_ARGS__);                                                                            \
+        if (error_ != (code)) {                                                                                        \
+            std::fprintf(stderr, "%s:%d: %s returned %d, not %d\n", __FILE__, __LINE__, #__VA_ARGS__, error_,          \
+                         static_cast<int>(code));                                                                      \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
+    } while (0)
+#define EXPECT_OK(...) EXPECT_ERROR(0, __VA_ARGS__)
+
+inline void* allocate(u64 length_bytes) {
+    void* pointer = nullptr;
+    EXPECT_OK("cudaMalloc", &pointer, length_bytes);
+    return pointer;
+}
+
+inline void write_memory(void* to, const std::vector<unsigned char>& bytes) {
+    EXPECT_OK("cudaMemcpy", to, static_cast<const void*>(bytes.data()), u64{bytes.size()}, int{host_to_device});
+}
+
+inline std::vector<unsigned char> read_memory(const void* from, u64 length_bytes) {
+    std::vector<unsigned char> bytes(length_bytes);
+    EXPECT_OK("cudaMemcpy", static_cast<void*>(bytes.data()), from, length_bytes, int{device_to_host});
+    return bytes;
+}
+
+// Return what `body` writes to standard error.
+template <typename Body> std::string stderr_of(Body&& body) {
+    std::fflush(stderr);
+    const int saved = dup(STDERR_FILENO);
+    std::FILE* const file = std::tmpfile();
+    CHECK(saved >= 0 && file != nullptr && dup2(fileno(file), STDERR_FILENO) >= 0);
+    body();
+    CHECK(dup2(saved, STDERR_FILENO) >= 0);
+    close(saved);
+    std::rewind(file);
+    std::string text;
+    for (int byte = std::fgetc(file); byte != EOF; byte = std::fgetc(file)) {
+        text += static_cast<char>(byte);
+    }
+    std::fclose(file);
+    return text;
+}
+
+} // namespace gdrkit::twin::cudart

@@ -1,0 +1,432 @@
+// Tests of the behaviour of a CUDA runtime twin: devices and contexts, memory and copies, streams and events, errors of
+// threads, IPC, and kernels, which are refused.
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <thread>
+
+#include "cudart_library.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::cudart;
+using cuda::Handle;
+using cuda::pattern;
+
+namespace {
+
+constexpr unsigned char canary = 0xee;
+
+// Blocks a stream until open() is called.
+class Gate {
+public:
+    Gate(const char* launch, u64 stream) { EXPECT_OK(launch, stream, &Gate::wait, static_cast<void*>(this)); }
+    void open() {
+        is_open_ = true;
+        is_open_.notify_all();
+    }
+
+private:
+    static void wait(void* self) { static_cast<Gate*>(self)->is_open_.wait(false); }
+    std::atomic<bool> is_open_{false};
+};
+
+int selected_device() {
+    int device = -1;
+    EXPECT_OK("cudaGetDevice", &device);
+    return device;
+}
+
+void test_versions_and_devices() {
+    int version = 0, count = 0, major = 0, can_access = 0;
+    EXPECT_OK("cudaRuntimeGetVersion", &version);
+    CHECK(version / 1000 == GDRKIT_CUDART_MAJOR);
+    EXPECT_OK("cudaDriverGetVersion", &version);
+    CHECK(version == cuda::driver_version);
+    EXPECT_OK("cudaGetDeviceCount", &count);
+    CHECK(count == 2 && selected_device() == 0);
+    EXPECT_OK("cudaDeviceGetAttribute", &major, 75, 1);
+    CHECK(major == 9);
+    EXPECT_OK("cudaDeviceCanAccessPeer", &can_access, 0, 1);
+    CHECK(can_access == 1);
+    EXPECT_ERROR(invalid_device, "cudaSetDevice", 2);
+    EXPECT_ERROR(invalid_device, "cudaSetDevice", -1);
+    CHECK(selected_device() == 0);
+    void* entry = nullptr;
+    EXPECT_OK("cudaGetDriverEntryPointByVersion", "cuMemAlloc", &entry, 12000U, u64{0}, static_cast<int*>(nullptr));
+    CHECK(entry == dlsym(cuda::driver(), "cuMemAlloc_v2"));
+}
+
+// The properties agree with the driver, and nothing is written past the end of the structure.
+void test_properties_fill_the_structure() {
+    const auto query = [](const char* symbol, u64 length_bytes) {
+        std::vector<unsigned char> bytes(4096, canary);
+        EXPECT_OK(symbol, static_cast<void*>(bytes.data()), 1);
+        CHECK(std::all_of(bytes.begin() + static_cast<long>(length_bytes), bytes.end(),
+                          [](unsigned char byte) { return byte == canary; }));
+        DeviceProperties properties{};
+        std::memcpy(static_cast<void*>(&properties), bytes.data(), length_bytes);
+        return properties;
+    };
+    std::vector<DeviceProperties> found;
+    if (GDRKIT_CUDART_MAJOR == 12) {
+        // cudaGetDeviceProperties is for programs that were built for CUDA 11.
+        found = {query("cudaGetDeviceProperties", offsetof(DeviceProperties, host_register_supported)),
+                 query("cudaGetDeviceProperties_v2", sizeof(DeviceProperties))};
+    } else {
+        found = {query("cudaGetDeviceProperties", sizeof(DeviceProperties))};
+    }
+    for (const DeviceProperties& properties : found) {
+        char name[256] = {};
+        cuda::Uuid uuid{};
+        int bus = 0;
+        cuda::cu("cuDeviceGetName", static_cast<char*>(name), 256, 1);
+        cuda::cu("cuDeviceGetUuid_v2", &uuid, 1);
+        EXPECT_OK("cudaDeviceGetAttribute", &bus, 33, 1);
+        CHECK(std::string_view(properties.name) == name);
+        CHECK(std::memcmp(properties.uuid, &uuid, sizeof uuid) == 0);
+        CHECK(properties.major == 9 && properties.warp_size == 32 && properties.pci_bus_id == bus);
+        CHECK(properties.total_global_bytes > u64{1} << 30 && properties.unified_addressing == 1);
+        CHECK(properties.threads_dimensions_max[2] == 64 && properties.shared_bytes_per_block == 49152);
+    }
+    CHECK(found.back().memory_pools_supported == 1 && found.back().ipc_event_supported == 1);
+    EXPECT_ERROR(invalid_device, "cudaGetDeviceProperties", static_cast<void*>(&found[0]), 2);
+    EXPECT_ERROR(invalid_value, "cudaGetDeviceProperties", static_cast<void*>(nullptr), 0);
+}
+
+void test_ranges_are_copied() {
+    void* const memory = allocate(1000);
+    const auto bytes = pattern(1000, 1);
+    write_memory(memory, bytes);
+    CHECK(read_memory(memory, 1000) == bytes);
+    std::vector<unsigned char> host(1000);
+    for (const char* symbol : {"cudaMemcpy", "cudaMemcpy_ptds"}) {
+        std::ranges::fill(host, canary);
+        EXPECT_OK(symbol, static_cast<void*>(host.data()), static_cast<const void*>(memory), u64{1000}, int{inferred});
+        CHECK(host == bytes);
+    }
+    EXPECT_OK("cudaMemset", memory, 0x1ee, u64{10});
+    CHECK(read_memory(memory, 11)[9] == canary && read_memory(memory, 11)[10] == bytes[10]);
+    EXPECT_ERROR(invalid_value, "cudaMemset", memory, 0, u64{1001});
+    EXPECT_ERROR(invalid_memcpy_direction, "cudaMemcpy", memory, static_cast<const void*>(host.data()), u64{1}, 5);
+    EXPECT_ERROR(invalid_value, "cudaMemcpy", static_cast<void*>(host.data()), static_cast<const void*>(host.data()),
+                 u64{1}, int{host_to_device});
+    EXPECT_ERROR(invalid_value, "cudaMemcpy", memory, static_cast<const void*>(host.data()), u64{1001},
+                 int{host_to_device});
+    EXPECT_OK("cudaFree", memory);
+    EXPECT_ERROR(invalid_value, "cudaMemcpy", memory, static_cast<const void*>(host.data()), u64{1},
+                 int{host_to_device});
+}
+
+void test_rows_and_volumes_are_copied() {
+    void* pitched = nullptr;
+    u64 pitch = 0;
+    constexpr u64 width = 30, rows = 4, slices = 3;
+    EXPECT_OK("cudaMallocPitch", &pitched, &pitch, width, rows);
+    CHECK(pitch >= width && pitch % 512 == 0);
+    const auto bytes = pattern(width * rows * slices, 2);
+    std::vector<unsigned char> read(width * rows * slices);
+    for (const char* symbol : {"cudaMemcpy2D", "cudaMemcpy2D_ptds"}) {
+        EXPECT_OK(symbol, pitched, pitch, static_cast<const void*>(bytes.data()), width, width, rows,
+                  int{host_to_device});
+        EXPECT_OK(symbol, static_cast<void*>(read.data()), width, static_cast<const void*>(pitched), pitch, width, rows,
+                  int{device_to_host});
+        CHECK(std::equal(bytes.begin(), bytes.begin() + width * rows, read.begin()));
+        std::ranges::fill(read, canary);
+    }
+    EXPECT_ERROR(invalid_pitch_value, "cudaMemcpy2D", pitched, pitch, static_cast<const void*>(bytes.data()), width - 1,
+                 width, rows, int{host_to_device});
+    EXPECT_ERROR(invalid_value, "cudaMemcpy2D", static_cast<void*>(read.data()), width,
+                 static_cast<const void*>(pitched), pitch, width, rows, int{host_to_device});
+    EXPECT_OK("cudaFree", pitched);
+    PitchedPointer volume{};
+    const Extent extent{width, rows, slices};
+    EXPECT_OK("cudaMalloc3D", &volume, extent);
+    CHECK(volume.x_size == width && volume.y_size == rows);
+    const PitchedPointer host{read.data(), width, width, rows};
+    Copy3d copy{};
+    copy.from = {const_cast<unsigned char*>(bytes.data()), width, width, rows};
+    copy.to = volume;
+    copy.extent = extent;
+    copy.kind = host_to_device;
+    EXPECT_OK("cudaMemcpy3D", static_cast<const Copy3d*>(&copy));
+    copy = {nullptr, {0, 1, 1}, volume, nullptr, {}, host, {width, 2, 2}, device_to_host};
+    EXPECT_OK("cudaMemcpy3DAsync", static_cast<const Copy3d*>(&copy), u64{0});
+    for (u64 slice = 0; slice < 2; ++slice) {
+        const auto from = bytes.begin() + static_cast<long>(((slice + 1) * rows + 1) * width);
+        CHECK(std::equal(from, from + 2 * width, read.begin() + static_cast<long>(slice * rows * width)));
+    }
+    EXPECT_OK("cudaMemset3D", volume, 7, extent);
+    copy = {nullptr, {}, volume, nullptr, {}, host, extent, device_to_host};
+    EXPECT_OK("cudaMemcpy3D_ptds", static_cast<const Copy3d*>(&copy));
+    CHECK(std::ranges::all_of(read, [](unsigned char byte) { return byte == 7; }));
+    copy.from_array = &copy;
+    EXPECT_ERROR(not_supported, "cudaMemcpy3D", static_cast<const Copy3d*>(&copy));
+    EXPECT_OK("cudaFree", volume.pointer);
+}
+
+void test_devices_copy_to_each_other() {
+    void* const first = allocate(100);
+    write_memory(first, pattern(100, 3));
+    EXPECT_OK("cudaSetDevice", 1);
+    void* const second = allocate(100);
+    EXPECT_OK("cudaMemcpyPeer", second, 1, static_cast<const void*>(first), 0, u64{100});
+    CHECK(read_memory(second, 100) == pattern(100, 3));
+    EXPECT_ERROR(invalid_device, "cudaMemcpyPeer", second, 1, static_cast<const void*>(first), 2, u64{100});
+    EXPECT_OK("cudaDeviceEnablePeerAccess", 0, 0U);
+    EXPECT_ERROR(cuda::peer_access_already_enabled, "cudaDeviceEnablePeerAccess", 0, 0U);
+    EXPECT_OK("cudaDeviceDisablePeerAccess", 0);
+    EXPECT_OK("cudaFree", second);
+    EXPECT_OK("cudaSetDevice", 0);
+    EXPECT_OK("cudaFree", first);
+}
+
+void test_empty_allocations_succeed() {
+    void* pointer = &pointer;
+    EXPECT_OK("cudaMalloc", &pointer, u64{0});
+    CHECK(pointer == nullptr);
+    pointer = &pointer;
+    EXPECT_OK("cudaMallocHost", &pointer, u64{0});
+    CHECK(pointer == nullptr);
+    EXPECT_OK("cudaFree", pointer);
+    EXPECT_OK("cudaFreeHost", pointer);
+    EXPECT_ERROR(memory_allocation, "cudaMalloc", &pointer, u64{1} << 60);
+    EXPECT_ERROR(invalid_value, "cudaMalloc", static_cast<void**>(nullptr), u64{1});
+    EXPECT_ERROR(invalid_value, "cudaFree", static_cast<void*>(&pointer));
+}
+
+void test_pointer_attributes_tell_the_type() {
+    EXPECT_OK("cudaSetDevice", 1);
+    void *host = nullptr, *managed = nullptr;
+    void* const device = allocate(100);
+    EXPECT_OK("cudaHostAlloc", &host, u64{100}, 0U);
+    EXPECT_OK("cudaMallocManaged", &managed, u64{100}, 1U);
+    int local = 0;
+    const auto query = [](void* pointer) {
+        PointerAttributes attributes{};
+        EXPECT_OK("cudaPointerGetAttributes", &attributes, static_cast<const void*>(pointer));
+        return attributes;
+    };
+    CHECK(query(device).type == cuda::memory_device && query(device).device == 1);
+    CHECK(query(device).device_pointer == device && query(device).host_pointer == nullptr);
+    CHECK(query(host).type == cuda::memory_host && query(host).host_pointer == host);
+    CHECK(query(managed).type == memory_managed);
+    CHECK(query(&local).type == 0);
+    EXPECT_OK("cudaHostRegister", static_cast<void*>(&local), u64{sizeof local}, 0U);
+    CHECK(query(&local).type == cuda::memory_host);
+    EXPECT_OK("cudaHostUnregister", static_cast<void*>(&local));
+    EXPECT_OK("cudaFree", device);
+    EXPECT_OK("cudaFree", managed);
+    EXPECT_OK("cudaFreeHost", host);
+    EXPECT_OK("cudaSetDevice", 0);
+}
+
+void test_streams_and_events_order_work() {
+    u64 stream = 0, event = 0, id = 1;
+    int status = 9;
+    unsigned flags = 9;
+    EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U);
+    EXPECT_OK("cudaStreamGetFlags", stream, &flags);
+    CHECK(flags == 1);
+    EXPECT_OK("cudaEventCreateWithFlags", &event, 2U);
+    void* host = nullptr;
+    void* const memory = allocate(100);
+    EXPECT_OK("cudaMallocHost", &host, u64{100});
+    std::memset(host, canary, 100);
+    EXPECT_OK("cudaMemset", memory, 5, u64{100});
+    EXPECT_OK("cudaDeviceSynchronize");
+    Gate gate("cudaLaunchHostFunc", stream);
+    EXPECT_OK("cudaMemcpyAsync", host, static_cast<const void*>(memory), u64{100}, int{device_to_host}, stream);
+    EXPECT_OK("cudaEventRecord", event, stream);
+    EXPECT_ERROR(cuda::not_ready, "cudaEventQuery", event);
+    // As in the real runtime, the code is an error of the thread too.
+    EXPECT_ERROR(cuda::not_ready, "cudaGetLastError");
+    EXPECT_ERROR(cuda::not_ready, "cudaStreamQuery", stream);
+    EXPECT_OK("cudaStreamWaitEvent", u64{0}, event, 0U);
+    EXPECT_ERROR(cuda::not_ready, "cudaStreamQuery", u64{0});
+    CHECK(static_cast<unsigned char*>(host)[99] == canary);
+    gate.open();
+    EXPECT_OK("cudaEventSynchronize", event);
+    CHECK(static_cast<unsigned char*>(host)[99] == 5);
+    EXPECT_OK("cudaStreamSynchronize", u64{0});
+    EXPECT_OK("cudaStreamIsCapturing", stream, &status);
+    CHECK(status == 0);
+    constexpr const char* query = "cudaStreamGetCaptureInfo";
+    status = 9;
+    EXPECT_OK(query, stream, &status, &id, nullptr, nullptr, nullptr, nullptr);
+    CHECK(status == 0 && id == 0);
+    EXPECT_OK("cudaEventDestroy", event);
+    EXPECT_OK("cudaStreamDestroy", stream);
+    EXPECT_OK("cudaFreeHost", host);
+    EXPECT_OK("cudaFree", memory);
+    EXPECT_ERROR(cuda::not_ready, "cudaGetLastError");
+    EXPECT_OK("cudaGetLastError");
+}
+
+// The functions with the suffix _ptsz use the default stream of the calling thread.
+void test_default_stream_of_a_thread() {
+    Gate gate("cudaLaunchHostFunc_ptsz", 0);
+    EXPECT_ERROR(cuda::not_ready, "cudaStreamQuery_ptsz", u64{0});
+    std::thread([] { EXPECT_OK("cudaStreamQuery_ptsz", u64{0}); }).join();
+    gate.open();
+    EXPECT_OK("cudaStreamSynchronize_ptsz", u64{0});
+    EXPECT_ERROR(cuda::not_ready, "cudaGetLastError");
+}
+
+void test_memory_comes_from_pools() {
+    u64 stream = 0, pool = 0, used = 0;
+    void* pointer = nullptr;
+    EXPECT_OK("cudaStreamCreate", &stream);
+    EXPECT_OK("cudaDeviceGetDefaultMemPool", &pool, 0);
+    EXPECT_OK("cudaMallocAsync", &pointer, u64{1000}, stream);
+    EXPECT_OK("cudaMemPoolGetAttribute", pool, int{cuda::pool_used_current}, static_cast<void*>(&used));
+    CHECK(used >= 1000);
+    EXPECT_OK("cudaFreeAsync", pointer, stream);
+    EXPECT_OK("cudaMallocFromPoolAsync", &pointer, u64{1000}, pool, stream);
+    EXPECT_OK("cudaStreamSynchronize", stream);
+    EXPECT_OK("cudaFree", pointer);
+    EXPECT_OK("cudaStreamDestroy", stream);
+}
+
+void test_errors_belong_to_threads() {
+    EXPECT_ERROR(invalid_device, "cudaSetDevice", 7);
+    std::thread([] {
+        EXPECT_OK("cudaPeekAtLastError");
+        EXPECT_ERROR(invalid_value, "cudaFree", reinterpret_cast<void*>(8));
+        EXPECT_ERROR(invalid_value, "cudaGetLastError");
+    }).join();
+    // A call that succeeds does not clear the error.
+    CHECK(selected_device() == 0);
+    EXPECT_ERROR(invalid_device, "cudaPeekAtLastError");
+    EXPECT_ERROR(invalid_device, "cudaGetLastError");
+    EXPECT_OK("cudaGetLastError");
+}
+
+// Compiled programs register their kernels. A launch is refused with one line that names the kernel.
+void test_launch_is_refused() {
+    static const char binary[16] = {}, kernel = 0, other = 0;
+    const auto register_binary = reinterpret_cast<void** (*)(const void*)>(function("__cudaRegisterFatBinary"));
+    void** const handle = register_binary(binary);
+    CHECK(handle != nullptr);
+    reinterpret_cast<void (*)(void**, const void*, char*, const char*, int, void*, void*, void*, void*, int*)>(
+        function("__cudaRegisterFunction"))(handle, &kernel, nullptr, "_Z3addPfS_i", -1, nullptr, nullptr, nullptr,
+                                            nullptr, nullptr);
+    reinterpret_cast<void (*)(void**)>(function("__cudaRegisterFatBinaryEnd"))(handle);
+    const Dimensions grid{1, 2, 3}, block{4, 5, 6};
+    Dimensions popped_grid{}, popped_block{};
+    u64 shared_bytes = 0, stream = 0;
+    CHECK(rt("__cudaPushCallConfiguration", grid, block, u64{7}, u64{8}) == 0);
+    EXPECT_OK("__cudaPopCallConfiguration", &popped_grid, &popped_block, &shared_bytes, &stream);
+    CHECK(popped_grid.z == 3 && popped_block.x == 4 && shared_bytes == 7 && stream == 8);
+    EXPECT_ERROR(missing_configuration, "__cudaPopCallConfiguration", &popped_grid, &popped_block, &shared_bytes,
+                 &stream);
+    const std::string text = stderr_of([&] {
+        for (const char* symbol : {"cudaLaunchKernel", "cudaLaunchKernel_ptsz", "cudaLaunchCooperativeKernel"}) {
+            EXPECT_ERROR(not_supported, symbol, static_cast<const void*>(&kernel), grid, block,
+                         static_cast<void**>(nullptr), u64{0}, u64{0});
+        }
+    });
+    CHECK(text == "gdrkit: the launch of the kernel add(float*, float*, int) fails with cudaErrorNotSupported: the "
+                  "software twin of CUDA runs no kernels\n");
+    EXPECT_ERROR(not_supported, "cudaGetLastError");
+    EXPECT_ERROR(invalid_device_function, "cudaLaunchKernel", static_cast<const void*>(&other), grid, block,
+                 static_cast<void**>(nullptr), u64{0}, u64{0});
+    EXPECT_ERROR(invalid_device_function, "cudaGetLastError");
+    reinterpret_cast<void (*)(void**)>(function("__cudaUnregisterFatBinary"))(handle);
+}
+
+// Memory of a device that was reset is gone, and the next call makes a new context.
+void test_reset_destroys_the_context() {
+    EXPECT_OK("cudaSetDevice", 1);
+    void* const memory = allocate(100);
+    EXPECT_OK("cudaDeviceReset");
+    EXPECT_ERROR(invalid_value, "cudaMemset", memory, 0, u64{100});
+    EXPECT_OK("cudaFree", allocate(100));
+    CHECK(selected_device() == 1);
+    EXPECT_OK("cudaSetDevice", 0);
+}
+
+// The runtime uses a context that the program made current by the driver. The selected device belongs to a thread.
+void test_current_context_is_used() {
+    std::thread([] {
+        Handle context = 0;
+        CHECK(cuda::cu("cuCtxCreate_v2", &context, 0U, 1) == 0);
+        CHECK(selected_device() == 1);
+        EXPECT_OK("cudaFree", allocate(100));
+        Handle current = 0;
+        CHECK(cuda::cu("cuCtxGetCurrent", &current) == 0 && current == context);
+        CHECK(cuda::cu("cuCtxDestroy_v2", context) == 0);
+        CHECK(selected_device() == 0);
+    }).join();
+    CHECK(selected_device() == 0);
+}
+
+void test_forked_child_cannot_use_the_driver() {
+    const int status = cuda::status_of_child([] {
+        void* pointer = nullptr;
+        _exit(rt("cudaMalloc", &pointer, u64{1}) == cuda::not_initialized ? 0 : 1);
+    });
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+}
+
+// Body of the process that owns the memory and the event.
+int run_owner(int socket) {
+    void* const memory = allocate(1000);
+    write_memory(memory, pattern(1000, 4));
+    cuda::IpcHandle memory_handle{}, event_handle{};
+    u64 event = 0;
+    EXPECT_OK("cudaEventCreateWithFlags", &event, 6U);
+    EXPECT_OK("cudaIpcGetMemHandle", &memory_handle, memory);
+    EXPECT_OK("cudaIpcGetEventHandle", &event_handle, event);
+    cuda::send_value(socket, memory_handle);
+    cuda::send_value(socket, event_handle);
+    cuda::receive_value<char>(socket); // the importer has recorded the event after its copy
+    EXPECT_OK("cudaEventSynchronize", event);
+    CHECK(read_memory(memory, 1000) == pattern(1000, 5));
+    return 0;
+}
+
+void test_processes_share_memory_and_events() {
+    cuda::Peer owner;
+    const auto memory_handle = cuda::receive_value<cuda::IpcHandle>(owner.socket());
+    const auto event_handle = cuda::receive_value<cuda::IpcHandle>(owner.socket());
+    void* memory = nullptr;
+    u64 event = 0, stream = 0;
+    EXPECT_OK("cudaIpcOpenMemHandle", &memory, memory_handle, 1U);
+    EXPECT_OK("cudaIpcOpenEventHandle", &event, event_handle);
+    CHECK(read_memory(memory, 1000) == pattern(1000, 4));
+    EXPECT_OK("cudaStreamCreate", &stream);
+    const auto bytes = pattern(1000, 5);
+    EXPECT_OK("cudaMemcpyAsync", memory, static_cast<const void*>(bytes.data()), u64{1000}, int{host_to_device},
+              stream);
+    EXPECT_OK("cudaEventRecord", event, stream);
+    cuda::send_value(owner.socket(), 'r');
+    EXPECT_OK("cudaStreamSynchronize", stream);
+    EXPECT_OK("cudaIpcCloseMemHandle", memory);
+    EXPECT_OK("cudaEventDestroy", event);
+    EXPECT_OK("cudaStreamDestroy", stream);
+}
+
+} // namespace
+
+int main(int argument_count, char** arguments) {
+    if (argument_count == 3) {
+        return run_owner(std::atoi(arguments[2]));
+    }
+    test_versions_and_devices();
+    test_properties_fill_the_structure();
+    test_ranges_are_copied();
+    test_rows_and_volumes_are_copied();
+    test_devices_copy_to_each_other();
+    test_empty_allocations_succeed();
+    test_pointer_attributes_tell_the_type();
+    EXPECT_ERROR(invalid_value, "cudaGetLastError");
+    test_streams_and_events_order_work();
+    test_default_stream_of_a_thread();
+    test_memory_comes_from_pools();
+    test_errors_belong_to_threads();
+    test_launch_is_refused();
+    test_reset_destroys_the_context();
+    test_current_context_is_used();
+    test_forked_child_cannot_use_the_driver();
+    test_processes_share_memory_and_events();
+}

@@ -1,0 +1,70 @@
+"""Programs on the CUDA runtime run on its software twins, one for each version. Kernels do not run."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gdrkit import launch
+from gdrkit.errors import Api
+from gdrkit.harness.needs import needs, software
+
+pytestmark = needs(software(Api.CUDA))
+
+RUN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--apis", "cuda", "--"]
+PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
+RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
+PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*RUN, sys.executable, *command], capture_output=True, text=True, check=False, timeout=60)
+
+
+def copy_of_twin(name: str, target: Path) -> Path:
+    """Copy a twin to a path at which a program has its own library."""
+    environment = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base={})
+    (twin,) = [path for path in environment["GDRKIT_TWINS_LIBRARIES"].split(":") if Path(path).name == name]
+    target.write_bytes(Path(twin).read_bytes())
+    return target
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
+    process = run(PROGRAM, runtime)
+    assert (process.returncode, process.stdout) == (0, "done\n"), process.stderr
+    refusal, *report = process.stderr.splitlines()
+    assert refusal == (
+        "gdrkit: the launch of the kernel scale(float*, float) fails with cudaErrorNotSupported: "
+        "the software twin of CUDA runs no kernels"
+    )
+    assert re.match(r"gdrkit: cuda: twin opened by \S+ \(pid \d+, \d+\); \d+ memory allocations; ", report[0])
+    assert re.fullmatch(rf"gdrkit: cuda: twin of {re.escape(runtime)} opened by \S+ \(pid \d+, \d+\)", report[1])
+    assert len(report) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "runtime"),
+    [
+        ("libcudart.so.12", "libcudart.so.12"),
+        ("libcudart-c3a75b33.so.13.0.96", "libcudart.so.13"),
+        ("libcudart.so", "libcudart.so.12"),
+    ],
+)
+def test_twin_of_the_same_version_replaces_a_runtime(name: str, runtime: str, tmp_path: Path) -> None:
+    copy = copy_of_twin("libcudart.so.13", tmp_path / name)
+    process = run("-c", PRINT_MAPS, str(copy))
+    assert process.returncode == 0, process.stderr
+    assert f"/{runtime}\n" in process.stdout
+    assert str(copy) not in process.stdout
+
+
+def test_runtime_of_another_version_is_not_replaced(tmp_path: Path) -> None:
+    copy = copy_of_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
+    process = run("-c", PRINT_MAPS, str(copy))
+    assert process.returncode == 0, process.stderr
+    assert str(copy) in process.stdout
