@@ -65,6 +65,12 @@ def test_unit_passes_systemd_analyze(name: str, tmp_path: Path) -> None:
     assert (completed.returncode, completed.stdout + completed.stderr) == (0, "")
 
 
+def test_agent_unit_leaves_its_mount_visible() -> None:
+    """systemd gives a unit with these options mounts of its own, and other processes would not see the FUSE mount."""
+    text = (DEPLOY / "systemd" / "gdrkit-agent@.service").read_text()
+    assert not re.findall(r"^(?:Private|Protect|ReadOnly|Inaccessible|Root|Bind)\w*=", text, re.MULTILINE)
+
+
 @needs(host.program("promtool"))
 def test_alerts_fire_for_the_hosts_that_they_are_about() -> None:
     command = ["promtool", "test", "rules", "gdrkit.tests.yml"]

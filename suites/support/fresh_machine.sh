@@ -7,9 +7,12 @@
 # With WHEELS=build/dist (the output of `nox -s wheels`), the machine is a Debian 13 without git and compiler. It installs these
 # wheels and runs `gdrkit qualify --software` from them.
 #
+# With IMAGE=1, the machine is the base image of deploy/Containerfile. buildah builds the image, and `gdrkit qualify --software` runs
+# in it. Then systemd boots in the image, and the units of deploy/systemd serve a file.
+#
 # The exit code is 0 if all commands succeeded within their time limits. A command that prints nothing for more than 5 s fails too.
 #
-# usage: [WHEELS=build/dist] fresh_machine.sh [FOLDER]
+# usage: [WHEELS=build/dist] [IMAGE=1] fresh_machine.sh [FOLDER]
 #   FOLDER keeps the new root file system, and the next run starts with a copy of it. Without FOLDER, nothing is kept.
 set -euo pipefail
 
@@ -20,11 +23,13 @@ packages=python3,python3-venv,python3-pip,git,g++,ca-certificates
 if [ -n "$wheels" ]; then
     release=trixie
     packages=python3,python3-venv,ca-certificates
+elif [ -n "${IMAGE:-}" ]; then
+    packages=ca-certificates,dbus,systemd,systemd-sysv
 fi
 first_limit_s=180
 silence_limit_s=5
 repeat_limit_s=60
-tests_limit_s=720
+tests_limit_s=1800
 
 [ "$(id -u)" = 0 ] || { echo "This needs root, for debootstrap and chroot."; exit 3; }
 command -v debootstrap >/dev/null || { echo "Install debootstrap: apt-get install debootstrap"; exit 3; }
@@ -83,6 +88,47 @@ for folder in $(pip config list 2>/dev/null | grep -oE "(file://)?/[^ ']+" | sed
     fi
 done
 
+# Prints the output of the units' check, and returns its exit code. systemd is the first process of new namespaces.
+boot_units() {
+    local system=$1
+    cp "$project"/deploy/systemd/*.service "$system/etc/systemd/system/"
+    cp "$project/suites/support/deployed_units.sh" "$system/root/"
+    # shellcheck disable=SC2016 # systemd expands the name.
+    printf '%s\n' '[Service]' 'Type=oneshot' 'StandardOutput=file:/root/units.log' 'StandardError=inherit' \
+        'ExecStart=/opt/gdrkit/bin/gdrkit run --software --quiet -- bash /root/deployed_units.sh' \
+        'ExecStopPost=sh -c "echo $EXIT_STATUS >/root/units.code"' >"$system/etc/systemd/system/check.service"
+    # The namespace gets the unmounts of the host (slave), so it does not keep the host's file systems mounted.
+    # shellcheck disable=SC2016 # The shell of the new namespaces expands the names.
+    timeout --signal KILL 300 unshare --mount --pid --ipc --uts --cgroup --fork --kill-child --propagation slave bash -c '
+        mount --bind "$1" "$1"
+        mount -t proc proc "$1/proc" && mount -t sysfs sysfs "$1/sys" && mount --rbind /dev "$1/dev"
+        mount -t tmpfs tmpfs "$1/run" && mount -t tmpfs tmpfs "$1/dev/shm" && mount -t tmpfs tmpfs "$1/sys/fs/cgroup"
+        mkdir "$1/sys/fs/cgroup/systemd" && mount -t cgroup -o none,name=systemd cgroup "$1/sys/fs/cgroup/systemd"
+        exec chroot "$1" env -i container=other PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --unit=check.service
+    ' boot "$system" </dev/null &
+    local booted=$!
+    while [ ! -s "$system/root/units.code" ] && kill -0 "$booted" 2>/dev/null; do sleep 1; done
+    kill -KILL "$booted" 2>/dev/null || true
+    wait "$booted" 2>/dev/null || true
+    cat "$system/root/units.log"
+    [ "$(cat "$system/root/units.code")" = 0 ]
+}
+
+if [ -n "${IMAGE:-}" ]; then
+    command -v buildah >/dev/null || { echo "Install buildah: apt-get install buildah"; exit 3; }
+    tool=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
+    git clone --quiet "$project" "$work/project"
+    container=$("${tool[@]}" from scratch)
+    "${tool[@]}" copy --quiet "$container" "$root" /
+    "${tool[@]}" commit --quiet "$container" debian-root
+    # In a chroot, the build needs no network or user namespace of its own.
+    "${tool[@]}" bud --isolation chroot --build-arg BASE=localhost/debian-root -t gdrkit -f "$work/project/deploy/Containerfile" "$work/project"
+    container=$("${tool[@]}" from localhost/gdrkit)
+    "${tool[@]}" run --isolation chroot "$container" -- gdrkit qualify --software --output /root/report
+    echo "== units"
+    boot_units "$("${tool[@]}" mount "$container")"
+    exit 0
+fi
 if [ -n "$wheels" ]; then
     mkdir "$root/root/gdrkit"
     cp "$wheels"/*.whl "$root/root/gdrkit"
