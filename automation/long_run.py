@@ -9,7 +9,7 @@ SEEDS = range(1, 11)
 NUMBERS = {
     "GDRKIT_EXAMPLES": "2000",
     "GDRKIT_FUZZ_S": "300",
-    "GDRKIT_KILLS": "230",
+    "GDRKIT_KILLS": "500",
     "GDRKIT_TIER_KILLS": "300",
     "GDRKIT_TWIN_KILLS_S": "600",
     "GDRKIT_KILLED_CLIENTS": "10000",
@@ -21,6 +21,7 @@ CASES = (
     "suites/storage/test_admission.py",
     "suites/storage/test_wire.py",
     "suites/usrbio/test_bad_input.py",
+    "suites/usrbio/test_plain_protocol.py",
     "suites/inventory/test_importers.py",
     "suites/models/test_header.py",
     "suites/usrbio/test_killed_clients.py",

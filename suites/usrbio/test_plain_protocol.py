@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import json
 import multiprocessing
 import os
 import random
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.fuzz import run_fuzzer
 from support.processes import wait_until
+from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, LinkClient, RawClient, RawIov, RawRing
 from support.storage import storage_server
 
@@ -25,8 +30,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from multiprocessing.connection import Connection
 
+    from gdrkit.harness.evidence import Evidence
+
 pytestmark = needs(verbs.nic(), host.fuse)
 RESULT = bytes(4)
+FUZZ_S = float(os.environ.get("GDRKIT_FUZZ_S", "10"))
 
 
 @pytest.fixture(params=["child", "remote"])
@@ -319,6 +327,33 @@ def test_random_ioctls_change_nothing(fuse_folder: Path, seed: int) -> None:
     assert {path.name for path in fuse_folder.iterdir()} == {"3fs-virt", "folder"}
     assert [path.name for path in (fuse_folder / "folder").iterdir()] == ["file"]
     assert (fuse_folder / "folder" / "file").read_bytes() == b"content"
+
+
+@pytest.mark.timeout(FUZZ_S + 240)
+def test_fuzzer_of_ioctls_links_and_rings_finds_nothing(
+    fuse_folder: Path, monkeypatch: pytest.MonkeyPatch, evidence: Evidence
+) -> None:
+    """The fuzzer runs for GDRKIT_FUZZ_S seconds, while another client writes, reads and compares."""
+    (fuse_folder / "input").write_bytes(pattern.payload(64 * KIB, seed=8))
+    links = set((fuse_folder / "3fs-virt" / "iovs").iterdir())
+    monkeypatch.setenv("GDRKIT_FUZZ_MOUNT", str(fuse_folder))
+    with ThreadPoolExecutor(1) as executor:
+        fuzzing = executor.submit(run_fuzzer, "usrbio.fuzz_mount", seconds=FUZZ_S)
+        rounds = 0
+        while rounds == 0 or not fuzzing.done():
+            command = module_command("usrbio.verifying_client", fuse_folder, 4000)
+            honest_client = subprocess.run(
+                command, env=suites_environ(), capture_output=True, text=True, check=False, timeout=100
+            )
+            assert honest_client.returncode == 0, honest_client.stderr
+            statistics = json.loads(honest_client.stdout)
+            assert (statistics["failed"], statistics["wrong_bytes"]) == ({}, 0)
+            rounds += 1
+        evidence["fuzzer"] = fuzzing.result()
+        print(evidence["fuzzer"], rounds)  # noqa: T201 - the number of inputs.
+    evidence.number("honest_rounds_count", rounds)
+    wait_until(lambda: set((fuse_folder / "3fs-virt" / "iovs").iterdir()) == links, "the links end", timeout_s=30)
+    assert (fuse_folder / "input").read_bytes() == pattern.payload(64 * KIB, seed=8)
 
 
 def test_plain_folder_has_no_ioctls_of_3fs(tmp_path: Path) -> None:

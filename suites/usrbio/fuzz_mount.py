@@ -1,0 +1,153 @@
+"""Fuzz target of a FUSE mount: ioctls, links and the memory of rings, sent to the agent that serves the mount.
+
+``GDRKIT_FUZZ_MOUNT=DIR python -m usrbio.fuzz_mount --seconds 10``. The program fuzzes in the folder ``fuzzed`` of the
+mount, and makes the folder again when an input has removed it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import uuid
+from functools import cache
+from pathlib import Path
+
+from support import fuzz
+from support.raw_usrbio import LinkClient, RawIov, RawRing
+
+from gdrkit.units import KIB
+from gdrkit.usrbio import virtual
+from gdrkit.usrbio.agent import link_names
+
+__all__ = ["TARGET"]
+
+_REQUESTS = (
+    virtual.GET_MOUNT_NAME,
+    virtual.GET_MAGIC,
+    virtual.RECURSIVE_RM,
+    virtual.FSYNC,
+    virtual.HARDLINK,
+    virtual.PUNCH_HOLE,
+    virtual.MOVE,
+    virtual.REMOVE,
+)
+_FOLDERS = ("iovs", "rm-rf", "set-conf", "get-conf", "")
+# Inputs of the ring after which a new ring is published, because the agent removes a ring with invalid indices.
+_RING_INPUTS_MAX = 16
+# Bytes that stand for the inode of the folder, the path of the folder, and the path of shared memory.
+_INODE, _PATH, _MEMORY = b"INODE<8>", b"FOLDER", b"MEMORY"
+
+
+class _Fuzzer:
+    """The folder that the inputs change, shared memory, and a ring that is published by a link."""
+
+    def __init__(self, mount: Path) -> None:
+        self._mount = mount
+        self._client = LinkClient(mount)
+        self._folder = mount / "fuzzed"
+        self._iov = RawIov(64 * KIB)
+        self._client.publish_iov(self._iov)
+        self._ring: RawRing | None = None
+        self._ring_inputs = 0
+
+    def send_ioctl(self, data: bytes) -> None:
+        """Send an ioctl: the first byte selects its number, the second byte an open file or folder."""
+        with contextlib.suppress(FileExistsError):
+            self._folder.mkdir()
+        (self._folder / "file").write_bytes(b"content")
+        request = _REQUESTS[data[0] % len(_REQUESTS)]
+        path = (self._folder, self._folder / "file", self._client.iovs_folder)[data[1] % 3]
+        fd = os.open(path, os.O_RDWR if path.name == "file" else os.O_RDONLY)
+        try:
+            inode = self._folder.stat().st_ino.to_bytes(8, "little")
+            size = request >> 16 & 0x3FFF
+            argument = bytearray(data[2:].replace(_INODE, inode)[:size].ljust(size, b"\0"))
+            fcntl.ioctl(fd, request, argument)
+        finally:
+            os.close(fd)
+
+    def make_link(self, data: bytes) -> None:
+        """Make and remove a link: the first byte selects its folder, and a zero byte ends its name."""
+        name, _, target = data[1:].partition(b"\0")
+        target = target.replace(_MEMORY, bytes(self._iov.path)).replace(_PATH, bytes(self._folder))
+        folder = self._mount / "3fs-virt" / _FOLDERS[data[0] % len(_FOLDERS)]
+        link = folder / os.fsdecode(name.replace(b"/", b"_") or b"x")
+        # A Path as the target would change gdr://.
+        os.symlink(os.fsdecode(target.partition(b"\0")[0] or b"x"), link)  # noqa: PTH211
+        link.readlink()
+        link.unlink()
+
+    def write_ring(self, data: bytes) -> None:
+        """Prepare a valid read, write bytes over the memory of the ring, and submit."""
+        if self._ring is None or self._ring_inputs == _RING_INPUTS_MAX:
+            self._replace_ring()
+        assert self._ring is not None
+        self._ring_inputs += 1
+        offset = int.from_bytes(data[:2], "little") % len(self._ring.memory)
+        (self._mount / "input").touch()
+        with (self._mount / "input").open("rb") as file:
+            for slot_index in range(4):
+                if 0 <= self._ring.index(0) < self._ring.slots:
+                    inode = os.fstat(file.fileno()).st_ino
+                    self._ring.prepare(self._iov.id.bytes, inode=inode, length=4 * KIB, file_offset=slot_index * KIB)
+            written = data[2:][: len(self._ring.memory) - offset]
+            self._ring.memory[offset : offset + len(written)] = written
+            self._ring.submit()
+
+    def _replace_ring(self) -> None:
+        if self._ring is not None:
+            with contextlib.suppress(FileNotFoundError):  # The agent has removed a broken ring.
+                self._client.unpublish(self._ring.link)
+            self._ring.close()
+        self._ring = RawRing(8, for_read=True)
+        self._client.publish_ring(self._ring)
+        self._ring_inputs = 0
+
+
+@cache
+def _fuzzer() -> _Fuzzer:
+    return _Fuzzer(Path(os.environ["GDRKIT_FUZZ_MOUNT"]))
+
+
+def check(data: bytes) -> None:
+    """Send an input to the mount. Its calls may fail. The mount must answer afterwards."""
+    if len(data) < 4:
+        return
+    fuzzer = _fuzzer()
+    call = (fuzzer.send_ioctl, fuzzer.make_link, fuzzer.write_ring)[data[0] % 3]
+    with contextlib.suppress(OSError, ValueError):  # ValueError: Python refuses a path with a zero byte.
+        call(data[1:])
+    os.stat(os.environ["GDRKIT_FUZZ_MOUNT"])  # noqa: PTH116 - a path of the environment.
+
+
+def _valid_inputs() -> list[bytes]:
+    name = b"file".ljust(256, b"\0")
+    arguments = (
+        (1, b""),
+        (4, _INODE + b"linked"),
+        (5, b"\1" + bytes(7) + bytes(8) + bytes(8000) + b"\0\x10" + bytes(6)),
+        (6, _INODE + name + _INODE + b"moved".ljust(256, b"\0")),
+        (7, _INODE + name),
+        (7, _INODE + name + b"\1"),
+        (2, b""),
+        (3, b""),
+    )
+    inputs = [bytes([0, request, kind]) + argument for request, argument in arguments for kind in range(3)]
+    link_id = str(uuid.UUID(int=0)).encode()
+    inputs += [
+        bytes([1, 0]) + link_id + suffix + b"\0" + target
+        for suffix in (b"", b".b4096", b".r8", b".w-4.ph.t50.f11", b".gdr.d0")
+        for target in (_MEMORY, b"/dev/shm/none", b"gdr://v2/device/0/allocation/2097152/offset/0/size/65536/dmabuf")
+    ]
+    inputs += [bytes([1, 1]) + b"x\0" + _PATH + b"/file", bytes([1, 2]) + b"key\0value"]
+    inputs += [bytes([2]) + offset.to_bytes(2, "little") + bytes(16) for offset in (0, 16, 200, 520, 736, 880, 912)]
+    return inputs
+
+
+TARGET = fuzz.FuzzTarget(
+    check, _valid_inputs(), (link_names,), alphabet=b"0123456789abcdef.-/rwpthlbg", changes=(0, 6), length_max=8192
+)
+
+if __name__ == "__main__":
+    fuzz.main({"mount": TARGET})
