@@ -124,7 +124,7 @@ if [ -n "${IMAGE:-}" ]; then
     # In a chroot, the build needs no network or user namespace of its own.
     "${tool[@]}" bud --isolation chroot --build-arg BASE=localhost/debian-root -t gdrkit -f "$work/project/deploy/Containerfile" "$work/project"
     container=$("${tool[@]}" from localhost/gdrkit)
-    "${tool[@]}" run --isolation chroot "$container" -- gdrkit qualify --software --output /root/report
+    "${tool[@]}" run --isolation chroot --cap-add CAP_IPC_LOCK "$container" -- gdrkit qualify --software --output /root/report
     echo "== units"
     boot_units "$("${tool[@]}" mount "$container")"
     exit 0
