@@ -101,7 +101,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": {_CLIENT: None, "/sys/module/ib_core/holders/ib_uverbs": "", "/sys/module/ib_uverbs/holders/x": ""},
         "facts": {"routes": ()},
     },
-    ("peermem-unregistered", "registration refused"): {"working_routes": ()},
+    ("peermem-unregistered", "registration refused"): {"files": {_CLIENT: None}, "working_routes": ()},
     ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": _NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
         "facts": {"verbs": None, "routes": ()},

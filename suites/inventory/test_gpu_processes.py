@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
@@ -142,6 +143,15 @@ def test_processes_of_no_common_job_are_undecided(tmp_path: Path) -> None:
     finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=observations))
     assert finding.verdict is Verdict.UNPROVEN
     assert "pid 4711 (python) and pid 4712 (python): another PID namespace" in finding.text
+
+
+def test_capture_without_the_processes_stays_valid(tmp_path: Path) -> None:
+    """Earlier versions wrote captures without this observation."""
+    host_without = replace(machine(tmp_path), observations={})
+    findings = {code: rule_of(code).apply(host_without) for code in ("cuda-ipc-refused", "descriptors-low")}
+    assert findings["cuda-ipc-refused"].verdict is Verdict.NOT_RUN
+    assert "were not read" in findings["cuda-ipc-refused"].text
+    assert findings["descriptors-low"].text == "1048576 descriptors may be open"
 
 
 def test_container_says_that_it_sees_no_process_outside(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
     assert (finding.verdict, "first 42 TiB" in finding.text) == (Verdict.UNPROVEN, True), finding.text
 
 
+def test_registered_module_that_refuses_is_undecided(tmp_path: Path) -> None:
+    finding = apply_rule(tmp_path, "peermem-unregistered", {"working_routes": ()})
+    assert (finding.verdict, "has registered as nv_mem" in finding.text) == (Verdict.UNPROVEN, True)
+
+
 def test_old_firmware_is_undecided_if_nothing_was_tried(tmp_path: Path) -> None:
     changes = FAILING_EXAMPLES["nic-too-old", "old firmware, refused"] | {"facts": {"routes": ()}}
     assert apply_rule(tmp_path, "nic-too-old", changes).verdict is Verdict.UNPROVEN

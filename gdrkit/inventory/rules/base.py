@@ -315,9 +315,9 @@ class RuleContext:
 
     @property
     def gpu_processes_gap(self) -> str | None:
-        """The processes that could not be read, as a text; None if every process could be read."""
+        """The processes that could not be read, as a text; None if every process could be read, or none was read."""
         observation = self.machine.observe(GPU_PROCESSES)
-        return observation.seen.get(NOT_READABLE) if observation else "the processes, which were not read"
+        return observation.seen.get(NOT_READABLE) if observation else None
 
     def bar1_range(self, address: str) -> tuple[int, int] | None:
         """Return the first and the last physical address of BAR1 of a GPU, or None if sysfs does not have them."""

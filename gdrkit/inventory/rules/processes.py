@@ -6,6 +6,7 @@ import re
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+from gdrkit.inventory.gpu_processes import GPU_PROCESSES
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 from gdrkit.units import format_bytes
 
@@ -103,6 +104,8 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
         return context.unproven(
             f"if these processes share memory, CUDA IPC is refused: {_shortened([t for _, t in pairs])}"
         )
+    if context.machine.observe(GPU_PROCESSES) is None:
+        return context.not_run("the processes that use GPUs were not read")
     gap = "; ".join(filter(None, (_namespace_gap(context), context.gpu_processes_gap)))
     seen = f"{len(processes)} processes with CUDA contexts were seen"
     if len(processes) > 1:
@@ -152,10 +155,9 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
         return context.fails(_shortened(causes))
     if limit is None and not context.facts.limits.memlock_known:
         return context.not_run("the limit cannot be read")
-    text = (
-        f"{'any number of' if limit is None else limit} descriptors may be open, and no GPU process is near its limit"
-    )
-    gap = context.gpu_processes_gap
+    text = f"{'any number of' if limit is None else limit} descriptors may be open"
+    count, gap = len(context.gpu_processes()), context.gpu_processes_gap
+    text += f", and none of {count} processes that use a GPU is near its limit" if count else ""
     return context.passes(f"{text}; not seen: {gap}" if gap else text)
 
 

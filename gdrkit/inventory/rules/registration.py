@@ -21,6 +21,7 @@ from gdrkit.verdict import Verdict
 __all__ = ["RULES"]
 
 _DMABUF_KERNEL_MIN = (5, 12)
+_RDMA_MODULES = ("ib_core", "ib_uverbs")
 _SYMBOL_MISMATCH = "disagrees about version of symbol ib_register_peer_memory_client"
 _SYMBOL_UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
 
@@ -105,7 +106,7 @@ def _check_peermem_symbols(context: RuleContext) -> RuleResult:
     "/sys/module/{ib_core,ib_uverbs}/holders; a registration of 64 KiB by peer memory",
     source="NVIDIA/nccl #1939 and #1537, ofiwg/libfabric #12409; nv_mem_client_init() of nvidia-peermem.c",
 )
-def _check_peermem_unregistered(context: RuleContext) -> RuleResult:
+def _check_peermem_unregistered(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     not_run_result = _not_run_without_both(context)
     if not_run_result:
         return not_run_result
@@ -115,43 +116,44 @@ def _check_peermem_unregistered(context: RuleContext) -> RuleResult:
     module, routes = loaded[0], context.working_routes()
     if "peer_memory" in routes:
         return context.passes("registration by peer memory was tried and works")
+    was_refused = any(route.way == "peer_memory" for route in context.facts.routes)
+    registered = _peermem_registration(context, module)
+    if registered:
+        if was_refused and "dmabuf" not in routes:
+            return context.unproven(f"{registered}, but a registration by peer memory was tried and refused")
+        return context.passes(registered)
     cause = _peermem_defect(context, module)
-    if cause is None and any(route.way == "peer_memory" for route in context.facts.routes):
+    if cause is None and was_refused:
         cause = f"{module} is loaded, and registration by peer memory was tried and refused"
+    if cause is None and context.is_uncaptured(MEMORY_PEERS):
+        return context.not_run("the capture does not contain the files of this rule")
     if cause is None:
-        return _peermem_registered(context, module)
-    if "dmabuf" in routes:
-        return context.passes(f"{cause}, but dma-buf works instead")
-    return context.fails(cause)
+        return context.unproven(f"{module} is loaded, and nothing here shows whether it has registered")
+    return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
+
+
+def _peermem_registration(context: RuleContext, module: str) -> str | None:
+    """Return what shows that a loaded module has registered, or None."""
+    clients = set(context.names(MEMORY_PEERS)) & set(PEER_MEMORY_CLIENTS)
+    if clients:
+        return f"{module} has registered as {' and '.join(sorted(clients))}"
+    # A module that calls a function of another one is among its holders. Which of the two RDMA modules has the function
+    # depends on the RDMA stack. nvidia_peermem is not loaded if the call fails.
+    for name in _RDMA_MODULES:
+        if module in context.names(f"/sys/module/{name}/holders"):
+            return f"{module} uses {name}, so it has registered with it"
+    return None
 
 
 def _peermem_defect(context: RuleContext, module: str) -> str | None:
     """Return what shows that a loaded module has not registered, or None."""
     clients = context.names(MEMORY_PEERS)
-    if clients and not set(clients) & set(PEER_MEMORY_CLIENTS):
-        return f"{module} is loaded, but {MEMORY_PEERS} lists only {', '.join(clients)}"
     if clients:
-        return None
-    # A module that calls a function of another one is among its holders. Which of the two RDMA modules has the function
-    # depends on the RDMA stack. A kernel with built-in RDMA modules has neither folder.
-    folders = [f"/sys/module/{name}/holders" for name in ("ib_core", "ib_uverbs")]
-    holders = [set(context.names(folder)) for folder in folders if context.exists(folder)]
-    if holders and not any(module in names for names in holders):
+        return f"{module} is loaded, but {MEMORY_PEERS} lists only {', '.join(clients)}"
+    # A kernel with built-in RDMA modules has neither folder.
+    if any(context.exists(f"/sys/module/{name}/holders") for name in _RDMA_MODULES):
         return f"{module} is loaded, but is not among the modules that use ib_core: it was built without peer memory"
     return None
-
-
-def _peermem_registered(context: RuleContext, module: str) -> RuleResult:
-    """Return the result for a loaded module without a defect, which has registered or about which nothing is known."""
-    clients = set(context.names(MEMORY_PEERS)) & set(PEER_MEMORY_CLIENTS)
-    if clients:
-        return context.passes(f"{module} has registered as {' and '.join(sorted(clients))}")
-    for name in ("ib_core", "ib_uverbs"):
-        if module in context.names(f"/sys/module/{name}/holders"):
-            return context.passes(f"{module} uses {name}, so it has registered with it")
-    if context.is_uncaptured(MEMORY_PEERS):
-        return context.not_run("the capture does not contain the files of this rule")
-    return context.unproven(f"{module} is loaded; nothing here shows whether it has registered, and nothing was tried")
 
 
 @rule(
