@@ -154,9 +154,10 @@ int rselect(int nfds, fd_set* readfds, fd_set* writefds, fd_set* exceptfds, time
         }
     };
     for (const pollfd& descriptor : descriptors) {
-        keep(descriptor, readfds, POLLIN, POLLIN | POLLHUP | POLLERR);
-        keep(descriptor, writefds, POLLOUT, POLLOUT | POLLERR);
-        keep(descriptor, exceptfds, POLLPRI, POLLPRI);
+        // As in librdmacm, and unlike select(), an exception is every event except POLLIN and POLLOUT.
+        keep(descriptor, readfds, POLLIN, POLLIN | POLLHUP);
+        keep(descriptor, writefds, POLLOUT, POLLOUT);
+        keep(descriptor, exceptfds, POLLPRI, ~(POLLIN | POLLOUT));
     }
     return count;
 }

@@ -14,6 +14,10 @@ namespace {
 // A message without data returns at least this number of data buffers. So at most four such messages are in flight.
 constexpr unsigned credit_batch = data_slot_count / 4;
 constexpr int close_timeout_ms = 10'000;
+// While there is data to read, POLLHUP comes only after this time. On hardware, a program that waits for data has
+// mostly read it before the peer closes; rstream -T a depends on it. Here its processor also does the work of the
+// device.
+constexpr std::chrono::milliseconds hangup_delay{300};
 // The wr_id of a control message without payload.
 constexpr std::uint64_t no_slot = UINT64_MAX;
 
@@ -55,7 +59,7 @@ int StreamSocket::post_message(Kind kind, const void* data, std::size_t size) {
         error = post_slot(slot, size, &request);
     }
     if (error != 0) {
-        fail(error);
+        end(Stage::failed, error);
         return error;
     }
     ++sends_in_flight_;
@@ -64,13 +68,15 @@ int StreamSocket::post_message(Kind kind, const void* data, std::size_t size) {
 }
 
 void StreamSocket::return_credits() {
-    if (stage_ == Stage::connected && !is_disconnected_ && credits_to_return_ >= credit_batch) {
+    if (stage_ == Stage::connected && !peer_left_ && credits_to_return_ >= credit_batch) {
         post_message(Kind::credits, nullptr, 0);
     }
 }
 
-void StreamSocket::fail(int error) {
-    stage_ = Stage::failed;
+void StreamSocket::end(Stage stage, int error) {
+    stage_ = stage;
+    reads_ended_ = writes_ended_ = true;
+    disconnect_time_ = std::chrono::steady_clock::now();
     error_ = error_ == 0 ? error : error_;
 }
 
@@ -79,29 +85,34 @@ void StreamSocket::on_received(const ibv_wc& wc) {
     const std::uint32_t immediate = ntohl(wc.imm_data);
     const unsigned returned = immediate & 0xffffU;
     if ((wc.wc_flags & IBV_WC_WITH_IMM) == 0 || credits_ + returned > data_slot_count) {
-        return fail(EPROTO);
+        return end(Stage::failed, EPROTO);
     }
     credits_ += returned;
     switch (static_cast<Kind>(immediate >> 24)) {
     case Kind::data:
         if (wc.byte_len == 0) {
-            return fail(EPROTO);
+            return end(Stage::failed, EPROTO);
         }
         received_.push_back({slot, 0, wc.byte_len});
         return;
     case Kind::credits:
         break;
     case Kind::end_of_data:
-        peer_writes_ended_ = true;
+        if (writes_ended_) {
+            return end(Stage::disconnected);
+        }
+        reads_ended_ = true;
         break;
+    case Kind::disconnect:
+        return end(Stage::disconnected);
     case Kind::mapping:
     case Kind::removed_mapping:
         on_mapping(receive_slot(slot), wc.byte_len, static_cast<Kind>(immediate >> 24) == Kind::removed_mapping);
         break;
     default:
-        return fail(EPROTO);
+        return end(Stage::failed, EPROTO);
     }
-    if (!is_disconnected_) {
+    if (stage_ == Stage::connected && !peer_left_) {
         repost_receive(slot);
     }
 }
@@ -125,8 +136,8 @@ void StreamSocket::take_completions() {
             if (wc.wr_id != no_slot) {
                 free_send_slots_.push_back(static_cast<unsigned>(wc.wr_id));
             }
-            if (wc.status != IBV_WC_SUCCESS && stage_ == Stage::connected && !is_disconnected_) {
-                fail(wc.status == IBV_WC_RETRY_EXC_ERR ? ETIMEDOUT : ECONNRESET);
+            if (wc.status != IBV_WC_SUCCESS && stage_ == Stage::connected && !peer_left_) {
+                end(Stage::failed, EIO);
             }
         }
     }
@@ -135,16 +146,22 @@ void StreamSocket::take_completions() {
 void StreamSocket::progress() {
     take_completions();
     take_events();
-    if (is_disconnected_) {
-        take_completions();
+    if (!peer_left_ || stage_ != Stage::connected) {
+        return;
+    }
+    take_completions();
+    // All receives have completed, so no data that has arrived is lost.
+    if (posted_receives_ == 0) {
+        end(Stage::disconnected);
     }
 }
 
-bool StreamSocket::is_at_end() const {
-    if (!received_.empty()) {
-        return false;
+int StreamSocket::wait_for_connection(SocketLock* lock, int flags) {
+    if (stage_ != Stage::connecting) {
+        return 0;
     }
-    return reads_ended_ || peer_writes_ended_ || stage_ == Stage::failed || (is_disconnected_ && posted_receives_ == 0);
+    const int error = wait(lock, is_nonblocking(flags), [this] { return stage_ != Stage::connecting; });
+    return error == 0 && stage_ == Stage::refused ? error_ : error;
 }
 
 bool StreamSocket::can_send() const {
@@ -155,18 +172,14 @@ int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std
     const auto* bytes = static_cast<const std::uint8_t*>(part.iov_base);
     std::size_t left = part.iov_len;
     while (left > 0) {
-        const int error = wait(lock, is_nonblocking(flags), [this] {
-            return stage_ == Stage::failed || is_disconnected_ || writes_ended_ ||
-                   (stage_ == Stage::connected && can_send());
-        });
+        const int error =
+            wait(lock, is_nonblocking(flags), [this] { return writes_ended_ || (can_send() && !peer_left_); });
         if (error != 0) {
             return error;
         }
-        if (writes_ended_ || is_disconnected_) {
-            return EPIPE;
-        }
-        if (stage_ == Stage::failed) {
-            return error_ != 0 ? take_error() : ECONNRESET;
+        // librdmacm reports ECONNRESET here, not EPIPE. It may also accept the bytes and lose them.
+        if (writes_ended_) {
+            return ECONNRESET;
         }
         const std::size_t size = std::min(left, slot_bytes);
         --credits_;
@@ -184,6 +197,9 @@ int StreamSocket::send(std::span<const iovec> parts, int flags, sockaddr*, std::
     SocketLock lock(mutex_);
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
         return ENOTCONN;
+    }
+    if (const int error = wait_for_connection(&lock, flags); error != 0) {
+        return error;
     }
     // Join the parts, so that each message is as full as possible.
     std::vector<std::uint8_t> joined;
@@ -220,7 +236,7 @@ std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool keep) {
             } else {
                 received_.pop_front();
                 ++credits_to_return_;
-                if (!is_disconnected_ && stage_ == Stage::connected) {
+                if (stage_ == Stage::connected && !peer_left_) {
                     repost_receive(head.slot);
                 }
             }
@@ -238,6 +254,9 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
     if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
         return ENOTCONN;
     }
+    if (const int error = wait_for_connection(&lock, flags); error != 0) {
+        return error;
+    }
     if (source != nullptr) {
         *source = id_->route.addr.dst_storage;
     }
@@ -248,12 +267,12 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
     const bool keep = (flags & MSG_PEEK) != 0;
     std::vector<iovec> rest(parts.begin(), parts.end());
     while (*moved < wanted) {
-        const int error = wait(&lock, is_nonblocking(flags), [this] { return has_data() || is_at_end(); });
+        const int error = wait(&lock, is_nonblocking(flags), [this] { return has_data() || reads_ended_; });
         if (error != 0) {
             return *moved == 0 ? error : 0;
         }
         if (!has_data()) {
-            return *moved == 0 && stage_ == Stage::failed && error_ != 0 ? take_error() : 0;
+            return 0; // also after a failure, which rpoll and SO_ERROR report
         }
         std::size_t copied = copy_out(rest, keep);
         return_credits();
@@ -270,48 +289,45 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
     return 0;
 }
 
+void StreamSocket::end_directions(SocketLock* lock, int how) {
+    reads_ended_ = reads_ended_ || how != SHUT_WR;
+    writes_ended_ = writes_ended_ || how != SHUT_RD;
+    // The peer learns of the end of reads only together with the end of writes.
+    if (!writes_ended_ || peer_left_) {
+        return;
+    }
+    const bool is_last = reads_ended_;
+    if (post_message(is_last ? Kind::disconnect : Kind::end_of_data, nullptr, 0) != 0) {
+        return;
+    }
+    // Before the connection ends, wait until the peer has received all sent bytes.
+    wait(
+        lock, false, [this] { return sends_in_flight_ == 0 || stage_ != Stage::connected; }, close_timeout_ms);
+    if (is_last && stage_ == Stage::connected) {
+        end(Stage::disconnected);
+    }
+}
+
 int StreamSocket::shut_down(int how) {
     SocketLock lock(mutex_);
-    progress();
-    if (stage_ == Stage::listening && how != SHUT_WR) {
-        return 0;
+    // An accepted socket becomes connected a little later.
+    wait(
+        &lock, false, [this] { return stage_ != Stage::connecting; }, wake_up_interval_ms);
+    if (stage_ == Stage::connected) {
+        end_directions(&lock, how);
     }
-    if (stage_ != Stage::connected && stage_ != Stage::failed) {
-        return ENOTCONN;
+    if (stage_ == Stage::disconnected) {
+        rdma_disconnect(id_);
     }
-    reads_ended_ = reads_ended_ || how == SHUT_RD || how == SHUT_RDWR;
-    if ((how == SHUT_WR || how == SHUT_RDWR) && !writes_ended_) {
-        writes_ended_ = true;
-        if (stage_ == Stage::connected && !is_disconnected_) {
-            post_message(Kind::end_of_data, nullptr, 0);
-        }
-    }
-    return 0;
+    return 0; // as librdmacm, also without a connection
 }
 
 int StreamSocket::close() {
-    SocketLock lock(mutex_);
-    progress();
-    if (stage_ == Stage::connecting) {
-        wait(
-            &lock, false, [this] { return stage_ != Stage::connecting; }, wake_up_interval_ms);
-    }
-    if (stage_ == Stage::connected && !is_disconnected_) {
-        if (!writes_ended_) {
-            writes_ended_ = true;
-            post_message(Kind::end_of_data, nullptr, 0);
-        }
-        // Before the connection ends, wait until the peer has received all sent bytes.
-        wait(
-            &lock, false, [this] { return sends_in_flight_ == 0 || stage_ != Stage::connected || is_disconnected_; },
-            close_timeout_ms);
-        if (!is_disconnected_) {
-            rdma_disconnect(id_);
-        }
-    }
+    shut_down(SHUT_RDWR);
     return 0;
 }
 
+// As in librdmacm, POLLHUP comes also while there is data to read, and POLLOUT depends on the free buffers only.
 short StreamSocket::ready_events() {
     SocketLock lock(mutex_);
     if (stage_ == Stage::listening) {
@@ -319,19 +335,23 @@ short StreamSocket::ready_events() {
         return poll(&readable, 1, 0) == 1 ? POLLIN : static_cast<short>(0);
     }
     progress();
-    int events = 0;
+    switch (stage_) {
+    case Stage::unconnected:
+    case Stage::listening:
+    case Stage::connecting:
+        return 0;
+    case Stage::refused:
+        return POLLIN | POLLOUT | POLLERR;
+    case Stage::connected:
+    case Stage::disconnected:
+    case Stage::failed:
+        break;
+    }
+    int events = (has_data() || reads_ended_ ? POLLIN : 0) | (can_send() ? POLLOUT : 0);
     if (stage_ == Stage::failed) {
-        events |= POLLERR | POLLHUP | POLLIN | POLLOUT;
-    }
-    if (has_data() || (stage_ != Stage::unconnected && is_at_end())) {
-        events |= POLLIN;
-    }
-    if (stage_ == Stage::connected && (can_send() || is_disconnected_)) {
-        events |= POLLOUT;
-    }
-    // The end is reported after the last byte was read. In librdmacm it may come earlier; rstream -T a ends then with
-    // an error.
-    if ((is_disconnected_ || (peer_writes_ended_ && writes_ended_)) && is_at_end()) {
+        events |= POLLERR;
+    } else if (stage_ == Stage::disconnected &&
+               (!has_data() || std::chrono::steady_clock::now() - disconnect_time_ >= hangup_delay)) {
         events |= POLLHUP;
     }
     return static_cast<short>(events);

@@ -34,7 +34,8 @@ public:
     int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved) override;
 
 private:
-    enum class Stage { unconnected, listening, connecting, connected, failed };
+    // A refused socket did not get its connection. A failed socket lost it without the peer's message of the end.
+    enum class Stage { unconnected, listening, connecting, connected, disconnected, refused, failed };
 
     // The private data of the connection request and of the reply.
     struct Greeting {
@@ -43,7 +44,7 @@ private:
         std::uint16_t io_mapping_count;
     };
     // The kind of a message is in its immediate data, together with the number of buffers that the sender returns.
-    enum class Kind : std::uint8_t { data = 1, credits, end_of_data, mapping, removed_mapping };
+    enum class Kind : std::uint8_t { data = 1, credits, end_of_data, mapping, removed_mapping, disconnect };
     // A buffer of the peer, which write_mapped reaches by its offset.
     struct Mapping {
         std::uint64_t offset, address, length;
@@ -61,6 +62,7 @@ private:
 
     bool is_connected() override { return stage_ == Stage::connected; }
     int make_ready();
+    int request_connection(sockaddr* address);
     void repost_receive(unsigned slot);
     int post_message(Kind kind, const void* data, std::size_t size);
     void return_credits();
@@ -72,18 +74,22 @@ private:
     void on_received(const ibv_wc& wc);
     void on_mapping(const std::uint8_t* bytes, std::size_t size, bool is_removal);
     void on_connection_event(const rdma_cm_event& event);
-    void fail(int error);
+    // Leave the connection. The next query of SO_ERROR reports the error, if there is one.
+    void end(Stage stage, int error = 0);
+    // End directions of a connected socket, and tell the peer.
+    void end_directions(SocketLock* lock, int how);
+    // Wait until the connection is made or refused. Return 0, EAGAIN, EINTR or the reason of the refusal.
+    int wait_for_connection(SocketLock* lock, int flags);
     [[nodiscard]] bool has_data() const { return !received_.empty(); }
-    [[nodiscard]] bool is_at_end() const;
     [[nodiscard]] bool can_send() const;
     std::size_t copy_out(std::span<const iovec> parts, bool keep);
     int send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved);
 
     Stage stage_ = Stage::unconnected;
-    bool reads_ended_ = false;  // by shut_down
-    bool writes_ended_ = false; // by shut_down
-    bool peer_writes_ended_ = false;
-    bool is_disconnected_ = false; // by the peer
+    bool reads_ended_ = false;  // no more data comes, except what is in received_
+    bool writes_ended_ = false; // the program may send no more data
+    bool peer_left_ = false;    // the connection manager reported the end of the connection
+    std::chrono::steady_clock::time_point disconnect_time_;
     unsigned posted_receives_ = 0;
     unsigned credits_ = data_slot_count; // free data buffers of the peer
     unsigned credits_to_return_ = 0;

@@ -14,7 +14,7 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 constexpr std::uint32_t greeting_magic = 0x52534b31;
-constexpr std::uint16_t greeting_version = 1;
+constexpr std::uint16_t greeting_version = 2;
 constexpr int resolve_timeout_ms = 2000;
 
 } // namespace
@@ -95,53 +95,65 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
     }
 }
 
+// Resolve the address and send the request of the connection. Return 0 or an errno.
+int StreamSocket::request_connection(sockaddr* address) {
+    // The twin resolves at once, so only the connection itself is waited for.
+    rdma_cm_event* event = nullptr;
+    if (rdma_resolve_addr(id_, nullptr, address, resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
+        return errno;
+    }
+    const int status = event->status;
+    rdma_ack_cm_event(event);
+    if (status != 0) {
+        return -status;
+    }
+    if (rdma_resolve_route(id_, resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
+        return errno;
+    }
+    rdma_ack_cm_event(event);
+    if (const int error = make_ready(); error != 0) {
+        return error;
+    }
+    const Greeting request = greeting();
+    rdma_conn_param parameters{};
+    parameters.private_data = &request;
+    parameters.private_data_len = sizeof request;
+    parameters.flow_control = 1;
+    parameters.retry_count = parameters.rnr_retry_count = 7;
+    stage_ = Stage::connecting;
+    return rdma_connect(id_, &parameters) == 0 ? 0 : errno;
+}
+
+// For a socket that is not new, librdmacm has other error numbers than connect().
 int StreamSocket::connect(sockaddr* address, socklen_t length) {
     SocketLock lock(mutex_);
-    if (stage_ == Stage::connected) {
-        return EISCONN;
-    }
-    if (stage_ == Stage::unconnected) {
+    progress();
+    switch (stage_) {
+    case Stage::listening:
+        return EINVAL;
+    case Stage::connected:
+        return 0;
+    case Stage::disconnected:
+    case Stage::refused:
+    case Stage::failed:
+        return ENOTCONN;
+    case Stage::unconnected:
         if (address == nullptr || length < address_length(address) || address_length(address) == 0) {
             return EINVAL;
         }
-        // The twin resolves at once, so only the connection itself is waited for.
-        rdma_cm_event* event = nullptr;
-        if (rdma_resolve_addr(id_, nullptr, address, resolve_timeout_ms) != 0 ||
-            rdma_get_cm_event(channel_, &event) != 0) {
-            return errno;
-        }
-        const int status = event->status;
-        rdma_ack_cm_event(event);
-        if (status != 0) {
-            return -status;
-        }
-        if (rdma_resolve_route(id_, resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
-            return errno;
-        }
-        rdma_ack_cm_event(event);
-        if (const int error = make_ready(); error != 0) {
+        if (const int error = request_connection(address); error != 0) {
+            end(Stage::refused, error);
             return error;
         }
-        const Greeting request = greeting();
-        rdma_conn_param parameters{};
-        parameters.private_data = &request;
-        parameters.private_data_len = sizeof request;
-        parameters.flow_control = 1;
-        parameters.retry_count = parameters.rnr_retry_count = 7;
-        stage_ = Stage::connecting;
-        if (rdma_connect(id_, &parameters) != 0) {
-            stage_ = Stage::failed;
-            return errno;
-        }
         if (is_nonblocking(0)) {
-            return EINPROGRESS;
+            return EINPROGRESS; // the reply of hardware comes later, too
         }
+        break;
+    case Stage::connecting:
+        break;
     }
-    const int error = wait(&lock, is_nonblocking(0), [this] { return stage_ != Stage::connecting; });
-    if (error != 0) {
-        return error == EAGAIN ? EALREADY : error;
-    }
-    return stage_ == Stage::connected ? 0 : (error_ != 0 ? take_error() : ECONNREFUSED);
+    const int error = wait_for_connection(&lock, 0);
+    return error == EAGAIN ? EINPROGRESS : error;
 }
 
 void StreamSocket::on_connection_event(const rdma_cm_event& event) {
@@ -152,20 +164,22 @@ void StreamSocket::on_connection_event(const rdma_cm_event& event) {
             const bool is_active = event.param.conn.private_data_len != 0;
             stage_ = Stage::connected;
             if (is_active && !read_greeting(event.param.conn)) {
-                fail(EPROTO);
+                end(Stage::failed, EPROTO);
             }
         }
         return;
     case RDMA_CM_EVENT_REJECTED:
-        return fail(ECONNREFUSED);
+        return end(Stage::refused, ECONNREFUSED);
     case RDMA_CM_EVENT_UNREACHABLE:
     case RDMA_CM_EVENT_CONNECT_ERROR:
-        return fail(event.status < 0 ? -event.status : ECONNREFUSED);
+        return end(Stage::refused, event.status < 0 ? -event.status : ECONNREFUSED);
     case RDMA_CM_EVENT_DISCONNECTED:
-        // rdma_disconnect moves the queue pair to the error state, so every posted receive completes. is_at_end() waits
-        // for these completions, so no data that has arrived is lost.
-        is_disconnected_ = true;
-        rdma_disconnect(id_);
+        // If the peer said nothing before, it was killed. rdma_disconnect moves the queue pair to the error state, so
+        // every posted receive completes. progress() waits for these completions.
+        if (stage_ == Stage::connected) {
+            peer_left_ = true;
+            rdma_disconnect(id_);
+        }
         return;
     default:
         return;

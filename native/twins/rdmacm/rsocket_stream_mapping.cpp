@@ -11,7 +11,7 @@ namespace gdrkit::twin::rdmacm {
 void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size, bool is_removal) {
     Mapping mapping{};
     if (size != sizeof mapping) {
-        return fail(EPROTO);
+        return end(Stage::failed, EPROTO);
     }
     std::memcpy(&mapping, bytes, sizeof mapping);
     std::erase_if(peer_mappings_, [&](const Mapping& known) { return known.offset == mapping.offset; });
@@ -20,7 +20,7 @@ void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size, bool 
     }
     const bool wraps = mapping.offset + mapping.length < mapping.offset;
     if (wraps || peer_mappings_.size() >= static_cast<std::size_t>(options_.io_mapping_count)) {
-        return fail(EPROTO);
+        return end(Stage::failed, EPROTO);
     }
     peer_mappings_.push_back(mapping);
 }
@@ -28,7 +28,7 @@ void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size, bool 
 int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* offset) {
     constexpr int may_write = 2; // PROT_WRITE
     SocketLock lock(mutex_);
-    if (const int error = wait(&lock, false, [this] { return stage_ != Stage::connecting; }); error != 0) {
+    if (const int error = wait_for_connection(&lock, 0); error != 0) {
         return error;
     }
     if ((protection & ~may_write) != 0 || stage_ != Stage::connected) {
@@ -52,8 +52,8 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
         return 0;
     }
     const Mapping mapping = local_mappings_.back().mapping;
-    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || stage_ == Stage::failed; });
-    return error != 0 ? error : post_message(Kind::mapping, &mapping, sizeof mapping);
+    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || writes_ended_; });
+    return error != 0 ? error : writes_ended_ ? ECONNRESET : post_message(Kind::mapping, &mapping, sizeof mapping);
 }
 
 int StreamSocket::unmap(void* buffer, std::size_t length) {
@@ -67,25 +67,28 @@ int StreamSocket::unmap(void* buffer, std::size_t length) {
     const Mapping mapping = found->mapping;
     ibv_dereg_mr(found->mr);
     local_mappings_.erase(found);
-    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || stage_ == Stage::failed; });
-    return error != 0 || stage_ != Stage::connected || is_disconnected_
-               ? error
-               : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
+    const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || writes_ended_; });
+    return error != 0 || writes_ended_ ? error : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
 }
 
 int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved) {
     SocketLock lock(mutex_);
     const auto* bytes = static_cast<const std::uint8_t*>(buffer);
+    if (stage_ == Stage::unconnected || stage_ == Stage::listening) {
+        return ENOTCONN;
+    }
+    if (const int error = wait_for_connection(&lock, flags); error != 0) {
+        return error;
+    }
     while (*moved < count) {
         const auto position = static_cast<std::uint64_t>(offset) + *moved;
-        const int error = wait(&lock, is_nonblocking(flags), [this] {
-            return !free_send_slots_.empty() || stage_ != Stage::connected || is_disconnected_;
-        });
+        const int error =
+            wait(&lock, is_nonblocking(flags), [this] { return !free_send_slots_.empty() || writes_ended_; });
         if (error != 0) {
             return *moved == 0 ? error : 0;
         }
-        if (stage_ != Stage::connected || is_disconnected_) {
-            return ENOTCONN;
+        if (writes_ended_) {
+            return ECONNRESET;
         }
         const auto found = std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
             return position >= mapping.offset && position - mapping.offset < mapping.length;

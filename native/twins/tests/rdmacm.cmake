@@ -1,6 +1,6 @@
 # Unit tests of the twin of librdmacm: plain programs that link it and the verbs twin.
 
-set(rdmacm_tests addresses connections datagrams endpoints exports processes sockets)
+set(rdmacm_tests addresses connections datagrams endpoints exports processes socket_ends sockets)
 foreach(name IN LISTS rdmacm_tests)
   add_executable(rdmacm_${name} ${CMAKE_CURRENT_LIST_DIR}/rdmacm_${name}.cpp)
   target_link_libraries(rdmacm_${name} PRIVATE rdmacm_twin ibverbs_twin gdrkit_twin_model)

@@ -1,0 +1,370 @@
+// Tests of the end of stream rsockets: what rpoll, rselect and the other calls report when the peer, in another
+// process, shuts down, closes, is killed or refuses the connection. The expected events are the events of rdma-core's
+// rsocket.c.
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <sys/select.h>
+
+#include <chrono>
+#include <thread>
+
+#include "tests/peer_process.hpp"
+#include "tests/rdmacm_support.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::tests;
+
+namespace {
+
+constexpr std::size_t data_bytes = 100'000; // more than one buffer of the stream
+constexpr int wait_ms = 30'000;
+
+// The commands to the second process.
+constexpr char shut_reads = 'r', shut_writes = 'w', shut_both = 'b', close_socket = 'c', send_data = 's',
+               receive_byte = '1', query_events = 'p', is_done = 'd';
+
+// Query the events that rpoll reports at once. All of POLLIN, POLLOUT, POLLHUP and POLLERR can come.
+short events_of(int socket) {
+    pollfd descriptor{socket, POLLIN | POLLOUT, 0};
+    CHECK(rpoll(&descriptor, 1, 0) >= 0);
+    return descriptor.revents;
+}
+
+// Sleep in rpoll until one of these events is there. POLLHUP and POLLERR always wake rpoll.
+short wait_for_events(int socket, short events, int timeout_ms = wait_ms) {
+    pollfd descriptor{socket, events, 0};
+    CHECK(rpoll(&descriptor, 1, timeout_ms) >= 0);
+    return descriptor.revents;
+}
+
+int take_socket_error(int socket) {
+    int error = -1;
+    socklen_t length = sizeof error;
+    CHECK(rgetsockopt(socket, SOL_SOCKET, SO_ERROR, &error, &length) == 0 && length == sizeof error);
+    return error;
+}
+
+// Sleep until rpoll, which waits for nothing else, reports POLLHUP or POLLERR.
+void expect_event(int socket, short event) {
+    const short found = wait_for_events(socket, 0);
+    if (found != event) {
+        std::fprintf(stderr, "expected the event %#x, got %#x and the error %d\n", event, found,
+                     take_socket_error(socket));
+    }
+    CHECK(found == event);
+}
+
+// Query until rpoll reports exactly these events. An event that does not depend on a message can come a little later.
+void expect_events(int socket, short events) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
+    while (events_of(socket) != events) {
+        if (std::chrono::steady_clock::now() >= deadline) {
+            std::fprintf(stderr, "expected the events %#x, got %#x\n", events, events_of(socket));
+        }
+        CHECK(std::chrono::steady_clock::now() < deadline);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
+void expect_end_of_data(int socket) {
+    char byte = 0;
+    CHECK(rrecv(socket, &byte, 1, 0) == 0);
+}
+
+void expect_data(int socket) {
+    std::vector<std::uint8_t> bytes(data_bytes);
+    CHECK(rrecv(socket, bytes.data(), bytes.size(), MSG_WAITALL) == static_cast<ssize_t>(data_bytes));
+    CHECK(has_pattern(bytes.data(), data_bytes));
+}
+
+// Body of the second process: it accepts one connection if it is told to, and carries out commands.
+int run_peer(int control) {
+    const int listener = rsocket(AF_INET, SOCK_STREAM, 0);
+    IpEndpoint address("127.0.0.1");
+    socklen_t length = sizeof address.storage;
+    CHECK(rbind(listener, address, sizeof(sockaddr_in)) == 0 && rlisten(listener, 4) == 0);
+    CHECK(rgetsockname(listener, address, &length) == 0);
+    send_value(control, address.storage);
+    const int socket = receive_value<bool>(control) ? raccept(listener, nullptr, nullptr) : -1;
+    std::vector<std::uint8_t> data(data_bytes);
+    fill_pattern(data.data(), data.size());
+    char command = 0, byte = 0;
+    while (recv_all(control, &command, 1)) {
+        switch (command) {
+        case shut_reads:
+            CHECK(rshutdown(socket, SHUT_RD) == 0);
+            break;
+        case shut_writes:
+            CHECK(rshutdown(socket, SHUT_WR) == 0);
+            break;
+        case shut_both:
+            CHECK(rshutdown(socket, SHUT_RDWR) == 0);
+            break;
+        case close_socket:
+            CHECK(rclose(socket) == 0);
+            break;
+        case send_data:
+            CHECK(rsend(socket, data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
+            break;
+        case receive_byte:
+            CHECK(rrecv(socket, &byte, 1, 0) == 1);
+            break;
+        case query_events:
+            send_value(control, events_of(socket));
+            break;
+        default:
+            return 1;
+        }
+        send_value(control, is_done);
+    }
+    return 0;
+}
+
+// A client rsocket, and its peer in the second process.
+struct Stream {
+    PeerProcess process;
+    sockaddr_storage peer_address = receive_value<sockaddr_storage>(process.socket.get());
+    int client = rsocket(AF_INET, SOCK_STREAM, 0);
+
+    explicit Stream(bool is_connected = true) {
+        CHECK(client >= 0);
+        send_value(process.socket.get(), is_connected);
+        CHECK(!is_connected || connect() == 0);
+    }
+    ~Stream() {
+        CHECK(rclose(client) == 0);
+        process.socket.reset();
+        if (process.pid != 0) {
+            CHECK(process.wait() == 0);
+        }
+    }
+    Stream(const Stream&) = delete;
+    Stream& operator=(const Stream&) = delete;
+
+    int connect() { return rconnect(client, reinterpret_cast<sockaddr*>(&peer_address), sizeof(sockaddr_in)); }
+    void tell(char command) {
+        send_value(process.socket.get(), command);
+        CHECK(receive_value<char>(process.socket.get()) == is_done);
+    }
+    short peer_events() {
+        send_value(process.socket.get(), query_events);
+        const auto events = receive_value<short>(process.socket.get());
+        CHECK(receive_value<char>(process.socket.get()) == is_done);
+        return events;
+    }
+    void expect_peer_events(short events) {
+        short found = 0;
+        for (int attempt = 0; attempt < wait_ms && (found = peer_events()) != events; ++attempt) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        CHECK(found == events);
+    }
+    void kill_peer() {
+        CHECK(kill(process.pid, SIGKILL) == 0 && waitpid(process.pid, nullptr, 0) == process.pid);
+        process.pid = 0;
+    }
+    // Require the state after a connection that has ended without an error.
+    void expect_disconnected() {
+        expect_events(client, POLLIN | POLLOUT | POLLHUP);
+        expect_end_of_data(client);
+        CHECK_FAILS(rsend(client, "x", 1, 0), ECONNRESET);
+        CHECK(take_socket_error(client) == 0);
+        CHECK_FAILS(connect(), ENOTCONN);
+        CHECK(rshutdown(client, SHUT_RDWR) == 0);
+    }
+};
+
+void test_end_of_the_peers_writes_is_not_a_hangup() {
+    Stream stream;
+    expect_events(stream.client, POLLOUT);
+    stream.tell(send_data);
+    stream.tell(shut_writes);
+    expect_data(stream.client);
+    CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
+    expect_end_of_data(stream.client);
+    expect_events(stream.client, POLLIN | POLLOUT);
+    CHECK(wait_for_events(stream.client, 0, 150) == 0); // neither POLLHUP nor POLLERR
+    CHECK(rsend(stream.client, "x", 1, 0) == 1);
+    stream.tell(receive_byte);
+    // The second direction ends the connection for both sides.
+    CHECK(rshutdown(stream.client, SHUT_WR) == 0);
+    CHECK(events_of(stream.client) == (POLLIN | POLLOUT | POLLHUP));
+    stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
+    stream.expect_disconnected();
+}
+
+void test_own_end_of_writes_lets_the_peer_send() {
+    Stream stream;
+    CHECK(rshutdown(stream.client, SHUT_WR) == 0);
+    CHECK_FAILS(rsend(stream.client, "x", 1, 0), ECONNRESET);
+    stream.expect_peer_events(POLLIN | POLLOUT);
+    stream.tell(send_data);
+    expect_data(stream.client);
+    expect_events(stream.client, POLLOUT);
+    stream.tell(shut_writes);
+    expect_event(stream.client, POLLHUP);
+    stream.expect_disconnected();
+}
+
+void test_peer_does_not_learn_of_an_end_of_reads() {
+    Stream stream;
+    CHECK(rshutdown(stream.client, SHUT_RD) == 0);
+    CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
+    expect_end_of_data(stream.client);
+    CHECK(rsend(stream.client, "x", 1, 0) == 1);
+    stream.tell(receive_byte);
+    CHECK(stream.peer_events() == POLLOUT);
+    CHECK(rshutdown(stream.client, SHUT_WR) == 0);
+    stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
+    stream.expect_disconnected();
+}
+
+// POLLHUP does not wait until the program has read the data. A program that stops at POLLHUP loses data on hardware,
+// too.
+void test_hangup_comes_together_with_data(char command) {
+    Stream stream;
+    stream.tell(send_data);
+    stream.tell(command);
+    expect_event(stream.client, POLLHUP);
+    CHECK(events_of(stream.client) == (POLLIN | POLLOUT | POLLHUP));
+    expect_data(stream.client);
+    stream.expect_disconnected();
+}
+
+void test_killed_peer_hangs_up() {
+    Stream stream;
+    stream.tell(send_data);
+    std::thread killer([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(50));
+        stream.kill_peer();
+    });
+    expect_event(stream.client, POLLHUP);
+    killer.join();
+    expect_data(stream.client);
+    stream.expect_disconnected();
+}
+
+void test_killed_peer_ends_calls_that_wait() {
+    Stream receiving, sending;
+    std::thread receiver([&] { expect_end_of_data(receiving.client); });
+    std::thread sender([&] {
+        // The peer reads nothing, so the calls wait when its buffers are full.
+        const std::vector<char> bytes(1 << 20);
+        while (rsend(sending.client, bytes.data(), bytes.size(), 0) > 0) {
+        }
+        CHECK(errno == ECONNRESET);
+    });
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    receiving.kill_peer();
+    sending.kill_peer();
+    receiver.join();
+    sender.join();
+    CHECK((events_of(receiving.client) & (POLLHUP | POLLERR)) == POLLHUP);
+    // The end of the connection or the failed transfer comes first.
+    CHECK((events_of(sending.client) & (POLLHUP | POLLERR)) != 0);
+}
+
+void test_failed_transfer_is_an_error_event() {
+    using Plan = int (*)(const char*);
+    Stream stream;
+    const auto replace_plan =
+        reinterpret_cast<Plan>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_faults"));
+    // 12 is IBV_WC_RETRY_EXC_ERR: the host of the peer has lost its power.
+    CHECK(replace_plan("gdrkit-faults 1\nwc.send call=1 status=12\n") == 0);
+    CHECK(rsend(stream.client, "x", 1, 0) == 1);
+    expect_event(stream.client, POLLERR);
+    CHECK(replace_plan("gdrkit-faults 1\n") == 0);
+    CHECK((events_of(stream.client) & ~POLLOUT) == (POLLIN | POLLERR));
+    expect_end_of_data(stream.client);
+    CHECK_FAILS(rsend(stream.client, "x", 1, 0), ECONNRESET);
+    CHECK(take_socket_error(stream.client) == EIO && take_socket_error(stream.client) == 0);
+    CHECK((events_of(stream.client) & (POLLERR | POLLHUP)) == POLLERR);
+}
+
+void test_own_shutdown_wakes_a_thread_that_waits() {
+    Stream stream;
+    std::thread waiter([&] { CHECK((wait_for_events(stream.client, POLLIN) & POLLIN) != 0); });
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    CHECK(rshutdown(stream.client, SHUT_RDWR) == 0);
+    waiter.join();
+    stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
+    stream.expect_disconnected();
+}
+
+void test_rselect_reports_a_hangup_as_readable_and_exception() {
+    Stream stream;
+    const auto select_all = [&](fd_set sets[3], int timeout_s) {
+        for (int index = 0; index < 3; ++index) {
+            FD_ZERO(&sets[index]);
+            FD_SET(stream.client, &sets[index]);
+        }
+        timeval timeout{timeout_s, 0};
+        return rselect(stream.client + 1, &sets[0], &sets[1], &sets[2], &timeout);
+    };
+    fd_set sets[3];
+    CHECK(select_all(sets, 0) == 1 && FD_ISSET(stream.client, &sets[1]));
+    CHECK(!FD_ISSET(stream.client, &sets[0]) && !FD_ISSET(stream.client, &sets[2]));
+    stream.tell(shut_both);
+    expect_event(stream.client, POLLHUP);
+    CHECK(select_all(sets, 30) == 3 && FD_ISSET(stream.client, &sets[0]) && FD_ISSET(stream.client, &sets[2]));
+}
+
+void expect_refused(int socket, sockaddr* address) {
+    expect_events(socket, POLLIN | POLLOUT | POLLERR);
+    CHECK(take_socket_error(socket) == ECONNREFUSED && take_socket_error(socket) == 0);
+    CHECK(events_of(socket) == (POLLIN | POLLOUT | POLLERR));
+    CHECK_FAILS(rconnect(socket, address, sizeof(sockaddr_in)), ENOTCONN);
+    CHECK_FAILS(rsend(socket, "x", 1, 0), ECONNRESET);
+    expect_end_of_data(socket);
+    CHECK(rclose(socket) == 0);
+}
+
+void test_refused_connection_is_an_error_event() {
+    IpEndpoint address("127.0.0.1", 7171);
+    const int blocking = rsocket(AF_INET, SOCK_STREAM, 0), nonblocking = rsocket(AF_INET, SOCK_STREAM, 0);
+    CHECK_FAILS(rsend(blocking, "x", 1, 0), ENOTCONN);
+    CHECK(events_of(blocking) == 0 && rshutdown(blocking, SHUT_RDWR) == 0);
+    CHECK_FAILS(rconnect(blocking, address, sizeof(sockaddr_in)), ECONNREFUSED);
+    expect_refused(blocking, address);
+    CHECK(rfcntl(nonblocking, F_SETFL, O_NONBLOCK) == 0);
+    CHECK_FAILS(rconnect(nonblocking, address, sizeof(sockaddr_in)), EINPROGRESS);
+    expect_event(nonblocking, POLLERR);
+    expect_refused(nonblocking, address);
+    CHECK_FAILS(rclose(nonblocking), EBADF);
+    CHECK_FAILS(rsocket(AF_UNIX, SOCK_STREAM, 0), ENOTSUP);
+}
+
+void test_listener_killed_before_its_answer_refuses() {
+    Stream stream(false);
+    CHECK(rfcntl(stream.client, F_SETFL, O_NONBLOCK) == 0);
+    CHECK_FAILS(stream.connect(), EINPROGRESS);
+    CHECK_FAILS(stream.connect(), EINPROGRESS);
+    CHECK(events_of(stream.client) == 0);
+    CHECK_FAILS(rsend(stream.client, "x", 1, 0), EAGAIN);
+    stream.kill_peer();
+    CHECK(wait_for_events(stream.client, POLLOUT) == (POLLOUT | POLLERR));
+    CHECK(take_socket_error(stream.client) == ECONNREFUSED);
+}
+
+} // namespace
+
+int main(int argument_count, char** arguments) {
+    isolate_from_other_processes();
+    if (argument_count == 2) {
+        return run_peer(std::atoi(arguments[1]));
+    }
+    test_end_of_the_peers_writes_is_not_a_hangup();
+    test_own_end_of_writes_lets_the_peer_send();
+    test_peer_does_not_learn_of_an_end_of_reads();
+    test_hangup_comes_together_with_data(shut_both);
+    test_hangup_comes_together_with_data(close_socket);
+    test_killed_peer_hangs_up();
+    test_killed_peer_ends_calls_that_wait();
+    test_failed_transfer_is_an_error_event();
+    test_own_shutdown_wakes_a_thread_that_waits();
+    test_rselect_reports_a_hangup_as_readable_and_exception();
+    test_refused_connection_is_an_error_event();
+    test_listener_killed_before_its_answer_refuses();
+    return 0;
+}
