@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -257,3 +258,39 @@ def test_infiniband_tree_has_ports_and_rates(captures: Path) -> None:
 @pytest.mark.parametrize("importer", ["nccl", "lspci", "folder"])
 def test_fuzzer_finds_no_defect(importer: str) -> None:
     run_fuzzer("inventory.fuzz_importers", importer, seconds=FUZZ_S)
+
+
+@NEEDS_CAPTURES
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpud/sys-class-infiniband-h100.0",
+        "gpud/lspci-vvv-hgx-h100.txt.gz",
+        "oci-hpc/H100-topology.xml",
+        "azhpc-images/ndv5-topo.xml",
+    ],
+)
+def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, name: str) -> None:
+    machine = captured_machine(read_capture(captures / name))
+    codes = ("peermem-unregistered", "gpu-too-old", "nic-too-old", "kaslr-p2pdma", "cufile-descriptor-0")
+    verdicts = {rule_of(code).apply(machine).verdict for code in (*codes, "cuda-ipc-refused", "descriptors-low")}
+    assert verdicts <= {Verdict.PASS, Verdict.NOT_RUN}
+
+
+@NEEDS_CAPTURES
+@pytest.mark.parametrize(
+    ("file", "content", "verdict"),
+    [
+        ("fw_ver", "28.41.1000", Verdict.PASS),
+        ("hca_type", "MT4103", Verdict.FAIL),
+        ("fw_ver", "28.34.1002", Verdict.UNPROVEN),
+    ],
+)
+def test_old_nic_in_a_real_tree_is_found(
+    captures: Path, tmp_path: Path, file: str, content: str, verdict: Verdict
+) -> None:
+    tree = tmp_path / "infiniband"
+    shutil.copytree(captures / "gpud" / "sys-class-infiniband-h100.0", tree)
+    (tree / "mlx5_4" / file).write_text(content)
+    finding = rule_of("nic-too-old").apply(captured_machine(read_capture(tree)))
+    assert (finding.verdict, "mlx5_4" in finding.text) == (verdict, verdict is not Verdict.PASS)
