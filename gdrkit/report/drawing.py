@@ -83,13 +83,13 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """The layout of the whole drawing. ``words`` describes it for readers who cannot see it."""
+    """The layout of the whole drawing. ``description`` is for readers who cannot see it."""
 
     nodes: tuple[Node, ...]
     boxes: tuple[Box, ...]
     links: tuple[Link, ...]
     height: float
-    words: str
+    description: str
     width: int = WIDTH
     box_width: float = _BOX_WIDTH
     box_height: float = _BOX_HEIGHT

@@ -33,7 +33,7 @@ _THOUSANDS_GROUPED_FROM = 10_000
 class Tick:
     """A position on an axis, in pixels, and its label."""
 
-    at: float
+    position_px: float
     label: str
 
 
@@ -62,13 +62,13 @@ class Curve:
 class SweepPlot:
     """The layout of one plot, and a table with the same values.
 
-    ``over`` says what the horizontal axis shows: ``size`` or ``depth``. Each of ``rows`` has a size or depth, and for
+    ``x_axis`` says what the horizontal axis shows: ``size`` or ``depth``. Each of ``rows`` has a size or depth, and for
     each curve the value and the case that measured it.
     """
 
     name: str
     unit: str
-    over: str
+    x_axis: str
     curves: tuple[Curve, ...]
     sizes: tuple[Tick, ...]
     values: tuple[Tick, ...]
@@ -83,8 +83,8 @@ class SweepPlot:
 
 def make_plot(sweep: Sweep) -> SweepPlot:
     """Return the layout of the plot of a sweep."""
-    format_size = format_bytes if sweep.over == "size" else str
-    sizes = sorted({point.at for line in sweep.lines for point in line.points})
+    format_size = format_bytes if sweep.x_axis == "size" else str
+    sizes = sorted({point.size_or_depth for line in sweep.lines for point in line.points})
     highest = max(max(point.value, point.highest or 0.0) for line in sweep.lines for point in line.points)
     step = _axis_step(highest)
     axis_end = step * math.ceil(highest / step) if highest > 0 else 1.0
@@ -100,7 +100,7 @@ def make_plot(sweep: Sweep) -> SweepPlot:
     for curve_index, line in enumerate(sweep.lines):
         marks = tuple(
             Mark(
-                x_of(point.at),
+                x_of(point.size_or_depth),
                 y_of(point.value),
                 y_of(point.value if point.lowest is None else point.lowest),
                 y_of(point.value if point.highest is None else point.highest),
@@ -113,7 +113,7 @@ def make_plot(sweep: Sweep) -> SweepPlot:
     return SweepPlot(
         name=sweep.name,
         unit=sweep.unit,
-        over=sweep.over,
+        x_axis=sweep.x_axis,
         curves=tuple(curves),
         sizes=tuple(Tick(x_of(size), format_size(size)) for size in sizes[::step_of_labels]),
         values=tuple(
@@ -140,7 +140,7 @@ def three_digits(value: float) -> str:
 def _make_row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, str], ...]:
     cells = []
     for line in lines:
-        point = next((point for point in line.points if point.at == size_bytes), None)
+        point = next((point for point in line.points if point.size_or_depth == size_bytes), None)
         cells.append(("", "") if point is None else (format_number(point.value), point.case))
     return tuple(cells)
 

@@ -92,7 +92,7 @@ _FIELD_SPELLINGS = re.compile(r"\b(?:cpu|dram|gpu|iops|nic|numa|o direct|rdma)\b
 @dataclass(frozen=True, slots=True)
 class _Candidate:
     value: float
-    at: str
+    size_or_depth: str
     name: str
     record: Record
 
@@ -137,18 +137,18 @@ def _candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
         number = split_number(name)
         if number.statistic not in ("", "median", "p50") or not number.better or number.is_bound:
             continue
-        quantity, at = number_words(record.case, name)
-        yield case_title(record.case), quantity, _Candidate(value, at, name, record)
+        quantity, size_or_depth = number_words(record.case, name)
+        yield case_title(record.case), quantity, _Candidate(value, size_or_depth, name, record)
 
 
 def number_words(case: str, name: str) -> tuple[str, str]:
     """Return the quantity of a number, and the size or depth at which it was measured, as words. Both may be empty."""
     size_bytes, parameters = parse_parameters(case)
     base, depth = parse_depth(split_number(name).base)
-    at = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
+    size_or_depth = f"at depth {depth}" if depth else f"at {format_bytes(size_bytes)}" if size_bytes else ""
     # The unit already shows that the number is a rate.
     words = (*map(readable, parameters), "" if base == "rate" else readable(base))
-    return ", ".join(filter(None, words)), at
+    return ", ".join(filter(None, words)), size_or_depth
 
 
 def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: Facts) -> Measurement:
@@ -160,7 +160,7 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
         range_text = f"{three_digits(lowest)} to {three_digits(highest)}"
     return Measurement(
         group=group,
-        quantity=f"{quantity} {candidate.at}".strip(),
+        quantity=f"{quantity} {candidate.size_or_depth}".strip(),
         value=three_digits(candidate.value),
         unit=split_number(name).unit_words,
         range_text=range_text,

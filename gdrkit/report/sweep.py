@@ -110,9 +110,9 @@ class Number:
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """A measurement at ``at``, a size in bytes or a queue depth, with the lowest and highest value of its rounds."""
+    """A measurement at a size in bytes or a queue depth, with the lowest and highest value of its rounds."""
 
-    at: int
+    size_or_depth: int
     value: float
     lowest: float | None
     highest: float | None
@@ -130,11 +130,11 @@ class SweepLine:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The data of one plot. ``over`` says what its horizontal axis shows: ``size`` or ``depth``."""
+    """The data of one plot. ``x_axis`` says what its horizontal axis shows: ``size`` or ``depth``."""
 
     name: str
     unit: str
-    over: str
+    x_axis: str
     lines: tuple[SweepLine, ...]
 
 
@@ -174,12 +174,12 @@ def sweeps(records: Iterable[Record], facts: Facts) -> tuple[Sweep, ...]:
     """
     plots: dict[tuple[str, str, str], dict[tuple[str, bool], list[SweepPoint]]] = {}
     for record in records:
-        for over, unit, label, is_bound, point in _make_points(record, facts) if describes_hardware(record) else ():
+        for x_axis, unit, label, is_bound, point in _make_points(record, facts) if describes_hardware(record) else ():
             function = record.case.partition("[")[0]
-            plots.setdefault((function, unit, over), {}).setdefault((label, is_bound), []).append(point)
+            plots.setdefault((function, unit, x_axis), {}).setdefault((label, is_bound), []).append(point)
     return tuple(
-        Sweep(function, dict(_UNITS)[unit], over, _make_lines(lines))
-        for (function, unit, over), lines in plots.items()
+        Sweep(function, dict(_UNITS)[unit], x_axis, _make_lines(lines))
+        for (function, unit, x_axis), lines in plots.items()
         if any(len(points) >= _POINTS_MIN for points in lines.values())
     )
 
@@ -193,10 +193,10 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
         if number.statistic not in ("", "median") or not number.better or not _is_drawable(value):
             continue
         base, depth = parse_depth(number.base)
-        at = depth or size_bytes
-        if at is None:
+        size_or_depth = depth or size_bytes
+        if size_or_depth is None:
             continue
-        over = "depth" if depth else "size"
+        x_axis = "depth" if depth else "size"
         # The unit already shows that the number is a rate.
         label = (
             " ".join(filter(None, (*other_parameters, "" if base == "rate" else base))).replace("_", " ")
@@ -204,11 +204,23 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
         )
         range_ends = [record.numbers.get(f"{name.removesuffix('_median')}_{end}") for end in ("min", "max")]
         lowest, highest = (end if end is not None and _is_drawable(end) else None for end in range_ends)
-        yield over, number.unit, label, number.is_bound, SweepPoint(at, value, lowest, highest, record.case)
-        for words, bound in _case_bounds(record, name, value):
-            yield over, number.unit, words, True, SweepPoint(at, bound, None, None, record.case)
+        yield (
+            x_axis,
+            number.unit,
+            label,
+            number.is_bound,
+            SweepPoint(size_or_depth, value, lowest, highest, record.case),
+        )
+        for bound_name, bound in _case_bounds(record, name, value):
+            yield x_axis, number.unit, bound_name, True, SweepPoint(size_or_depth, bound, None, None, record.case)
         if number.unit == "gb_per_s" and limit is not None:
-            yield over, number.unit, _LINK_LIMIT_NAME, True, SweepPoint(at, limit.gb_per_s, None, None, record.case)
+            yield (
+                x_axis,
+                number.unit,
+                _LINK_LIMIT_NAME,
+                True,
+                SweepPoint(size_or_depth, limit.gb_per_s, None, None, record.case),
+            )
 
 
 def _is_drawable(value: float) -> bool:
@@ -228,7 +240,11 @@ def _case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str,
 def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepLine, ...]:
     all_lines = [
         SweepLine(
-            label, tuple(sorted({point.at: point for point in points}.values(), key=lambda point: point.at)), is_bound
+            label,
+            tuple(
+                sorted({point.size_or_depth: point for point in points}.values(), key=lambda point: point.size_or_depth)
+            ),
+            is_bound,
         )
         for (label, is_bound), points in lines.items()
     ]
@@ -236,7 +252,7 @@ def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepL
     bounds: dict[tuple[tuple[int, float], ...], SweepLine] = {}
     for line in all_lines:
         if line.is_bound:
-            bound_values = tuple((point.at, point.value) for point in line.points)
+            bound_values = tuple((point.size_or_depth, point.value) for point in line.points)
             # A bound that several lines share is drawn once, with only the last word of its name.
             is_shared = bound_values in bounds
             bounds[bound_values] = SweepLine(

@@ -47,11 +47,11 @@ _KEYS_SHOWN_SEPARATELY = ("traceback",)
 
 @dataclass(frozen=True, slots=True)
 class ApiView:
-    """The substrate of an API (what it ran on), as identifier and in `words`, and path and build id of each library."""
+    """The substrate of an API (what it ran on), as identifier and as text, and path and build id of each library."""
 
     api: str
     substrate: str
-    words: str
+    substrate_text: str
     libraries: tuple[tuple[str, str], ...]
     failure: ApiFailure | None
 
@@ -200,7 +200,7 @@ def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) 
     return ApiView(
         api=api,
         substrate=name or "none",
-        words=describe(Substrate(name)) if name else "not available",
+        substrate_text=describe(Substrate(name)) if name else "not available",
         libraries=tuple(api_libraries),
         failure={"verbs": facts.verbs_failure, "cuda": facts.cuda_failure, "hlthunk": facts.gaudi_failure}.get(api),
     )

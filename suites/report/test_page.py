@@ -177,7 +177,7 @@ def test_plot_of_a_sweep_has_values_and_limit() -> None:
     assert [row[0] for row in plot.rows] == ["64 KiB", "1 MiB", "16 MiB", "256 MiB"]
     assert plot.rows[-1][1][0][0] == "55"
     # The axis begins at 0, and every mark is inside the plot.
-    assert plot.values[0].at == plot.bottom
+    assert plot.values[0].position_px == plot.bottom
     assert all(plot.top <= mark.high <= mark.y <= mark.low <= plot.bottom for mark in first_curve.marks)
 
 
@@ -186,8 +186,8 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
     case = "rdma.py::test_by_depth[write-dmabuf]"
     (sweep,) = sweeps([record_of(case=case, numbers=numbers, substrate=HARDWARE)], facts_of())
     (line,) = sweep.lines
-    assert (sweep.over, line.name) == ("depth", "write dmabuf")
-    assert [(point.at, point.value) for point in line.points] == [(1, 0.5), (4, 2.0), (16, 8.0)]
+    assert (sweep.x_axis, line.name) == ("depth", "write dmabuf")
+    assert [(point.size_or_depth, point.value) for point in line.points] == [(1, 0.5), (4, 2.0), (16, 8.0)]
     assert [row[0] for row in make_plot(sweep).rows] == ["1", "4", "16"]
 
 
@@ -211,7 +211,7 @@ def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, f
         for size in ("1MiB", "2MiB")
     ]
     (sweep,) = sweeps([*odd_records, *good_records], facts_of())
-    assert [[point.at for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
+    assert [[point.size_or_depth for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
     assert len(make_plot(sweep).rows) == 2
 
 
