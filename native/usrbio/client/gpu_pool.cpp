@@ -53,9 +53,9 @@ std::size_t number_from_environment(const char* variable, std::size_t default_va
 
 // All members are guarded by library_mutex(), which fork() locks.
 struct Pool {
-    Blocks idle;             // The longest idle block is the first.
-    std::set<GpuBlock*> all; // Idle blocks, and blocks in use.
-    std::size_t idle_bytes = 0, all_bytes = 0;
+    Blocks idle;                // The longest idle block is the first.
+    std::set<GpuBlock*> blocks; // Idle blocks, and blocks in use.
+    std::size_t idle_bytes = 0, blocks_bytes = 0;
     std::size_t idle_bytes_max = 0;
     std::chrono::milliseconds idle_time_max{};
     std::uint64_t hits = 0, misses = 0, trimmed = 0, refused = 0;
@@ -72,7 +72,7 @@ Pool& pool() {
             std::min(number_from_environment("GDRKIT_USRBIO_GPU_POOL_IDLE_MS", idle_ms_default), std::size_t{1} << 31));
         // A child can use neither the memory nor the driver of its parent. The old objects are abandoned.
         call_in_forked_child([] {
-            for (GpuBlock* const block : pool().all) {
+            for (GpuBlock* const block : pool().blocks) {
                 block->close_in_child();
             }
             const std::size_t idle_bytes_max = pool().idle_bytes_max;
@@ -92,11 +92,11 @@ std::size_t rounded_up(std::size_t bytes, std::size_t step_bytes) {
 
 // Moves idle blocks, the longest idle one first, to `removed`, while `is_removed` returns true. The caller has locked
 // library_mutex(), and destroys the blocks after the unlock.
-template <typename Condition> void move_idle_blocks(Pool& all, Blocks& removed, const Condition& is_removed) {
-    while (!all.idle.empty() && is_removed(*all.idle.front())) {
-        all.idle_bytes -= all.idle.front()->block_bytes;
-        ++all.trimmed;
-        removed.splice(removed.end(), all.idle, all.idle.begin());
+template <typename Condition> void move_idle_blocks(Pool& state, Blocks& removed, const Condition& is_removed) {
+    while (!state.idle.empty() && is_removed(*state.idle.front())) {
+        state.idle_bytes -= state.idle.front()->block_bytes;
+        ++state.trimmed;
+        removed.splice(removed.end(), state.idle, state.idle.begin());
     }
 }
 
@@ -123,15 +123,15 @@ bool has_memory_pressure(int device) {
 // while there are idle blocks.
 void trim_until_empty() {
     std::unique_lock lock(library_mutex());
-    Pool& all = pool();
-    while (!all.idle.empty()) {
-        const auto interval = std::clamp(all.idle_time_max, std::chrono::milliseconds(1), check_interval);
-        all.thread_wakeup.wait_for(lock, interval);
+    Pool& state = pool();
+    while (!state.idle.empty()) {
+        const auto interval = std::clamp(state.idle_time_max, std::chrono::milliseconds(1), check_interval);
+        state.thread_wakeup.wait_for(lock, interval);
         Blocks removed;
-        const Clock::time_point expiry = Clock::now() - all.idle_time_max;
-        move_idle_blocks(all, removed, [&](const GpuBlock& block) { return block.idle_since <= expiry; });
+        const Clock::time_point expiry = Clock::now() - state.idle_time_max;
+        move_idle_blocks(state, removed, [&](const GpuBlock& block) { return block.idle_since <= expiry; });
         std::set<int> devices;
-        for (const auto& block : all.idle) {
+        for (const auto& block : state.idle) {
             devices.insert(block->device);
         }
         lock.unlock();
@@ -142,12 +142,12 @@ void trim_until_empty() {
         }
         lock.lock();
     }
-    all.has_thread = false;
+    state.has_thread = false;
 }
 
 // Starts the thread that trims the pool, unless it runs. The caller has locked library_mutex().
-void start_thread(Pool& all) {
-    if (all.has_thread) {
+void start_thread(Pool& state) {
+    if (state.has_thread) {
         return;
     }
     sigset_t all_signals, previous_mask;
@@ -166,7 +166,7 @@ void start_thread(Pool& all) {
     pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr);
     if (status == 0) {
         pthread_detach(thread);
-        all.has_thread = true;
+        state.has_thread = true;
     } else {
         log_line(LogLevel::warning, "GPU pool: no thread can be started, so idle blocks are freed only at the limit");
     }
@@ -183,38 +183,38 @@ std::size_t pool_block_bytes(std::size_t size_bytes) noexcept {
 }
 
 bool may_use_pool(std::size_t size_bytes) noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     const std::lock_guard lock(library_mutex());
-    return size_bytes <= all.idle_bytes_max && pool_block_bytes(size_bytes) <= all.idle_bytes_max;
+    return size_bytes <= state.idle_bytes_max && pool_block_bytes(size_bytes) <= state.idle_bytes_max;
 }
 
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     const std::size_t needed_bytes = rounded_up(size_bytes, page_bytes);
     for (;;) {
         std::unique_ptr<GpuBlock> block;
         {
             const std::lock_guard lock(library_mutex());
-            auto best = all.idle.end();
-            for (auto entry = all.idle.begin(); entry != all.idle.end(); ++entry) {
+            auto best = state.idle.end();
+            for (auto entry = state.idle.begin(); entry != state.idle.end(); ++entry) {
                 const GpuBlock& candidate = **entry;
                 if (candidate.registering_agent.get() == &agent && candidate.device == device &&
                     candidate.block_bytes >= needed_bytes && candidate.block_bytes / 2 <= needed_bytes &&
-                    (best == all.idle.end() || candidate.block_bytes < (*best)->block_bytes)) {
+                    (best == state.idle.end() || candidate.block_bytes < (*best)->block_bytes)) {
                     best = entry;
                 }
             }
-            if (best == all.idle.end()) {
-                ++all.misses;
+            if (best == state.idle.end()) {
+                ++state.misses;
                 return nullptr;
             }
             block = std::move(*best);
-            all.idle.erase(best);
-            all.idle_bytes -= block->block_bytes;
+            state.idle.erase(best);
+            state.idle_bytes -= block->block_bytes;
         }
         if (block->is_intact()) {
             const std::lock_guard lock(library_mutex());
-            ++all.hits;
+            ++state.hits;
             return block;
         }
     } // The application has reset the context. The destructor of the block ends the registration.
@@ -231,13 +231,13 @@ void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection
     try {
         Blocks added;
         added.push_back(std::move(block));
-        Pool& all = pool();
+        Pool& state = pool();
         const std::lock_guard lock(library_mutex());
-        all.idle_bytes += added.front()->block_bytes;
-        all.idle.splice(all.idle.end(), added);
-        move_idle_blocks(all, removed, [&](const GpuBlock&) { return all.idle_bytes > all.idle_bytes_max; });
-        if (!all.idle.empty()) {
-            start_thread(all);
+        state.idle_bytes += added.front()->block_bytes;
+        state.idle.splice(state.idle.end(), added);
+        move_idle_blocks(state, removed, [&](const GpuBlock&) { return state.idle_bytes > state.idle_bytes_max; });
+        if (!state.idle.empty()) {
+            start_thread(state);
         }
     } catch (const std::bad_alloc&) {
         count_refused_block();
@@ -246,59 +246,59 @@ void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection
 }
 
 void count_refused_block() noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     const std::lock_guard lock(library_mutex());
-    ++all.refused;
+    ++state.refused;
 }
 
 std::size_t trim_pool(std::size_t bytes_max) noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     Blocks removed;
     {
         const std::lock_guard lock(library_mutex());
-        move_idle_blocks(all, removed, [&](const GpuBlock&) { return all.idle_bytes > bytes_max; });
+        move_idle_blocks(state, removed, [&](const GpuBlock&) { return state.idle_bytes > bytes_max; });
     }
     log_trimmed(removed);
     return removed.size();
 }
 
 void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     {
         const std::lock_guard lock(library_mutex());
-        all.idle_bytes_max = idle_bytes_max;
-        all.idle_time_max = std::chrono::milliseconds(idle_ms_max);
-        all.thread_wakeup.notify_all();
+        state.idle_bytes_max = idle_bytes_max;
+        state.idle_time_max = std::chrono::milliseconds(idle_ms_max);
+        state.thread_wakeup.notify_all();
     }
     trim_pool(idle_bytes_max);
 }
 
 gdrkit_gpu_pool_statistics_t pool_statistics() noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     const std::lock_guard lock(library_mutex());
-    return {.idle_bytes_max = all.idle_bytes_max,
-            .idle_blocks = all.idle.size(),
-            .idle_bytes = all.idle_bytes,
-            .in_use_blocks = all.all.size() - all.idle.size(),
-            .in_use_bytes = all.all_bytes - all.idle_bytes,
-            .hits = all.hits,
-            .misses = all.misses,
-            .trimmed_blocks = all.trimmed,
-            .refused_blocks = all.refused};
+    return {.idle_bytes_max = state.idle_bytes_max,
+            .idle_blocks = state.idle.size(),
+            .idle_bytes = state.idle_bytes,
+            .in_use_blocks = state.blocks.size() - state.idle.size(),
+            .in_use_bytes = state.blocks_bytes - state.idle_bytes,
+            .hits = state.hits,
+            .misses = state.misses,
+            .trimmed_blocks = state.trimmed,
+            .refused_blocks = state.refused};
 }
 
 void add_block(GpuBlock& block) {
-    Pool& all = pool();
+    Pool& state = pool();
     const std::lock_guard lock(library_mutex());
-    all.all.insert(&block);
-    all.all_bytes += block.block_bytes;
+    state.blocks.insert(&block);
+    state.blocks_bytes += block.block_bytes;
 }
 
 void remove_block(GpuBlock& block) noexcept {
-    Pool& all = pool();
+    Pool& state = pool();
     const std::lock_guard lock(library_mutex());
-    if (all.all.erase(&block) != 0) { // A forked child has forgotten the blocks of its parent.
-        all.all_bytes -= block.block_bytes;
+    if (state.blocks.erase(&block) != 0) { // A forked child has forgotten the blocks of its parent.
+        state.blocks_bytes -= block.block_bytes;
     }
 }
 

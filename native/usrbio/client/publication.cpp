@@ -94,10 +94,10 @@ Folders& folders() {
 }
 
 void keep_folder_open(const char* mount, std::string_view name) {
-    Folders& all = folders();
+    Folders& table = folders();
     const int fd = open(link_path(mount, "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const std::lock_guard lock(library_mutex());
-    Folder& folder = all.by_mount[mount];
+    Folder& folder = table.by_mount[mount];
     folder.link_names.emplace(name);
     if (folder.fd < 0) {
         folder.fd = fd;
@@ -107,24 +107,24 @@ void keep_folder_open(const char* mount, std::string_view name) {
 }
 
 void release_folder(const char* mount, std::string_view name) {
-    Folders& all = folders();
+    Folders& table = folders();
     const std::lock_guard lock(library_mutex());
-    const auto entry = all.by_mount.find(mount);
-    if (entry == all.by_mount.end() || entry->second.link_names.erase(std::string(name)) == 0 ||
+    const auto entry = table.by_mount.find(mount);
+    if (entry == table.by_mount.end() || entry->second.link_names.erase(std::string(name)) == 0 ||
         !entry->second.link_names.empty()) {
         return;
     }
     if (entry->second.fd >= 0) {
         close(entry->second.fd);
     }
-    all.by_mount.erase(entry);
+    table.by_mount.erase(entry);
 }
 
 bool has_link(const char* mount, std::string_view name) {
-    const Folders& all = folders();
+    const Folders& table = folders();
     const std::lock_guard lock(library_mutex());
-    const auto entry = all.by_mount.find(mount);
-    return entry != all.by_mount.end() && entry->second.link_names.contains(name);
+    const auto entry = table.by_mount.find(mount);
+    return entry != table.by_mount.end() && entry->second.link_names.contains(name);
 }
 
 int publish_by_link(const char* mount, std::string_view name, std::string_view target) {
