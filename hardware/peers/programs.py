@@ -38,6 +38,8 @@ class StockProgram:
         How the received data is checked: BY_PROGRAM, BY_COUNTERS or NOTHING_MOVED.
     moved_bytes_min : int
         The twins of both processes together must have moved at least this number of bytes.
+    apis : tuple of str
+        The APIs that the program uses. The twin of the first one must have moved the bytes.
     output : str
         A regular expression that the output of the client must contain.
     sent_file_bytes : int
@@ -56,6 +58,7 @@ class StockProgram:
     server: tuple[str, ...] = ()
     data: str = BY_COUNTERS
     moved_bytes_min: int = 0
+    apis: tuple[str, ...] = ("verbs",)
     output: str = ""
     sent_file_bytes: int = 0
     timeout_s: float = 0.0

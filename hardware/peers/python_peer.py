@@ -1,5 +1,6 @@
-"""One side of a transfer of 1 MiB by a Python package: ``python_peer.py nixl|mooncake target|initiator FOLDER``.
+"""One side of a transfer of 1 MiB by a Python package: ``python_peer.py PACKAGE target|initiator FOLDER``.
 
+PACKAGE is nixl, nixl-gpu (NIXL with the memory of a GPU) or mooncake.
 The target registers a buffer with a pattern and writes its address to FOLDER. The initiator reads the buffer, compares
 it with the pattern, writes the inverted bytes back and tells the target, which compares them. This program runs in an
 environment that has the packages and not gdrkit.
@@ -7,6 +8,7 @@ environment that has the packages and not gdrkit.
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import time
 from pathlib import Path
@@ -17,18 +19,68 @@ import numpy as np
 LENGTH_BYTES = 1 << 20
 _PAUSE_S = 0.02
 _TIMEOUT_S = 30.0
+# Values of cudaMemcpyKind.
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+
+
+class HostBuffer:
+    """A buffer in host memory."""
+
+    nixl_type = "DRAM"
+
+    def __init__(self) -> None:
+        self._array = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+        self.address = self._array.ctypes.data
+
+    def write(self, content: Any) -> None:  # noqa: ANN401 - numpy does not name the type of its arrays.
+        """Replace the content."""
+        self._array[:] = content
+
+    def read(self) -> Any:  # noqa: ANN401 - as write().
+        """Return a copy of the content."""
+        return self._array.copy()
+
+
+class GpuBuffer:
+    """A buffer in the memory of GPU 0, which the CUDA runtime allocates and copies."""
+
+    nixl_type = "VRAM"
+
+    def __init__(self) -> None:
+        self._runtime = ctypes.CDLL("libcudart.so.12")
+        pointer = ctypes.c_void_p()
+        self._check(self._runtime.cudaMalloc(ctypes.byref(pointer), ctypes.c_size_t(LENGTH_BYTES)))
+        self.address = pointer.value or 0
+
+    def write(self, content: Any) -> None:  # noqa: ANN401 - as HostBuffer.write().
+        """Replace the content."""
+        self._copy(self.address, content.ctypes.data, _HOST_TO_DEVICE)
+
+    def read(self) -> Any:  # noqa: ANN401 - as HostBuffer.write().
+        """Return a copy of the content."""
+        content = np.empty(LENGTH_BYTES, dtype=np.uint8)
+        self._copy(content.ctypes.data, self.address, _DEVICE_TO_HOST)
+        return content
+
+    def _copy(self, to: int, source: int, kind: int) -> None:
+        length = ctypes.c_size_t(LENGTH_BYTES)
+        self._check(self._runtime.cudaMemcpy(ctypes.c_void_p(to), ctypes.c_void_p(source), length, kind))
+
+    def _check(self, error: int) -> None:
+        if error:
+            sys.exit(f"the CUDA runtime failed with error {error}")
 
 
 class Nixl:
     """NIXL, with its backend UCX."""
 
-    def __init__(self, role: str, buffer: Any) -> None:  # noqa: ANN401 - numpy does not name the type of its arrays.
+    def __init__(self, role: str, buffer: HostBuffer | GpuBuffer) -> None:
         from nixl._api import nixl_agent, nixl_agent_config
 
         self._agent = nixl_agent(role, nixl_agent_config(backends=["UCX"]))
-        region = (buffer.ctypes.data, LENGTH_BYTES, 0, "")
-        self._registration = self._agent.register_memory([region], "DRAM")
-        self._descriptors = self._agent.get_xfer_descs([region[:3]], "DRAM")
+        region = (buffer.address, LENGTH_BYTES, 0, "")
+        self._registration = self._agent.register_memory([region], buffer.nixl_type)
+        self._descriptors = self._agent.get_xfer_descs([region[:3]], buffer.nixl_type)
         self._remote: Any = None
         self._remote_descriptors: Any = None
 
@@ -63,11 +115,11 @@ class Nixl:
 class Mooncake:
     """The transfer engine of Mooncake, with its protocol rdma."""
 
-    def __init__(self, role: str, buffer: Any) -> None:  # noqa: ANN401, ARG002 - as Nixl.
+    def __init__(self, role: str, buffer: HostBuffer | GpuBuffer) -> None:  # noqa: ARG002 - as Nixl.
         from mooncake.engine import TransferEngine
 
         self._engine = TransferEngine()
-        self._address = buffer.ctypes.data
+        self._address = buffer.address
         self._name, self._remote_address = "", 0
         # With P2PHANDSHAKE the engines exchange their metadata over TCP and need no server.
         if self._engine.initialize("127.0.0.1", "P2PHANDSHAKE", "rdma", "") != 0:
@@ -96,7 +148,7 @@ class Mooncake:
         self._engine.unregister_memory(self._address)
 
 
-def _pattern() -> Any:  # noqa: ANN401 - as Nixl.
+def _pattern() -> Any:  # noqa: ANN401 - as HostBuffer.write().
     return np.arange(LENGTH_BYTES, dtype=np.uint64).astype(np.uint8)
 
 
@@ -119,19 +171,20 @@ def _publish(path: Path, content: bytes) -> None:
 def main() -> None:
     """Run one side."""
     package, role, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    buffer = _pattern() if role == "target" else np.zeros(LENGTH_BYTES, dtype=np.uint8)
-    endpoint = Nixl(role, buffer) if package == "nixl" else Mooncake(role, buffer)
+    buffer = GpuBuffer() if package == "nixl-gpu" else HostBuffer()
+    buffer.write(_pattern() if role == "target" else 0 * _pattern())
+    endpoint = Mooncake(role, buffer) if package == "mooncake" else Nixl(role, buffer)
     if role == "target":
         endpoint.publish(folder)
         _wait_for(folder / "written")
-        if not np.array_equal(buffer, 255 - _pattern()):
+        if not np.array_equal(buffer.read(), 255 - _pattern()):
             sys.exit("the written bytes are wrong")
     else:
         endpoint.connect(folder)
         endpoint.transfer("READ")
-        if not np.array_equal(buffer, _pattern()):
+        if not np.array_equal(buffer.read(), _pattern()):
             sys.exit("the read bytes are wrong")
-        np.subtract(255, buffer, out=buffer)
+        buffer.write(255 - _pattern())
         endpoint.transfer("WRITE")
         _publish(folder / "written", b"1")
     endpoint.close()

@@ -41,6 +41,7 @@ def program_record(program: StockProgram, outcome: ProgramOutcome, *, version: s
         evidence=evidence,
         numbers=numbers,
         substrate=substrate,
+        apis=program.apis,
         duration_s=outcome.duration_s,
     )
 
@@ -53,20 +54,21 @@ def new_record(
     numbers: Mapping[str, float],
     substrate: str,
     duration_s: float,
+    apis: Sequence[str] = ("verbs",),
 ) -> Record:
-    """Return a record of the case ``peers::name``. It passed if `failure` is empty."""
+    """Return a record of the case ``peers::name``, which uses `apis`. It passed if `failure` is empty."""
     if failure:
         # The format of records allows numbers only in a case that passed.
         evidence = {**evidence, "numbers": dict(numbers)}
     return Record(
         schema_version=SCHEMA_VERSION,
         case=f"peers::{name}",
-        title="a program that is not part of this project, on an RDMA device",
+        title=f"a program that is not part of this project, on {'an RDMA device' if 'verbs' in apis else 'GPUs'}",
         verdict=Verdict.FAIL if failure else Verdict.PASS,
         reasons=(CaseReason(text=failure),) if failure else (),
         profile="lab" if substrate == "kernel_software" else "bare",
         facts_digest=_facts_digest(),
-        substrate={"verbs": substrate},
+        substrate=dict.fromkeys(apis, substrate),
         libraries=(),
         seed=1,
         evidence=evidence,

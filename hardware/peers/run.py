@@ -171,7 +171,9 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
         processes, failure = _run_processes(program, target, folder, placeholders)
         duration_s = time.monotonic() - began_s
         client = processes[-1]
-        moved_bytes = sum(bytes_moved(process.report) for process in processes) if target.counts_bytes else None
+        moved_bytes = (
+            sum(bytes_moved(process.report, program.apis[0]) for process in processes) if target.counts_bytes else None
+        )
         pattern = program.output.format_map(placeholders) if "{" in program.output else program.output
         if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
             failure = f"the output does not contain {pattern!r}"

@@ -19,7 +19,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def bytes_moved(path: Path) -> int:
-    """Return the number of bytes that the queue pairs of the run moved over the verbs twin."""
-    verbs = read_report(path).get("apis", {}).get("verbs", {})
-    return int(verbs.get("moved_bytes", 0))
+def bytes_moved(path: Path, api: str = "verbs") -> int:
+    """Return the number of bytes that the programs of the run moved over the twin of `api`."""
+    use = read_report(path).get("apis", {}).get(api, {})
+    return int(use.get("moved_bytes", 0))
