@@ -1,7 +1,8 @@
-"""The quick check of a node (`gdrkit check`): one test case, one line of output, and an exit code within a given time.
+"""The quick check of a node (`gdrkit check`): one test, one line of output, and an exit code within a given time.
 
 The command is for the prolog of a workload manager and for the probe of a container. It uses the steps of ``gdrkit
-qualify``, but runs only the case that moves bytes between every GPU and every NIC, and writes no report.
+qualify``, but writes no report. It runs only the test that moves bytes between every GPU and every NIC. The test has
+one case per registration route (dma-buf or peer memory).
 """
 
 from __future__ import annotations
