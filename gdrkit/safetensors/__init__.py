@@ -6,14 +6,7 @@ Start with :func:`load_file`. ``docs/models.md`` is the guide. ``_torch.py`` is 
 from __future__ import annotations
 
 from gdrkit.safetensors.header import ELEMENT_TYPES, ElementType, Header, TensorEntry
-from gdrkit.safetensors.loading import (
-    LoadedTensors,
-    LoadReport,
-    ModelLoad,
-    load_file,
-    load_files,
-    start_load_files,
-)
+from gdrkit.safetensors.loading import LoadedTensors, LoadReport, ModelLoad, load_file, load_files, start_load_files
 from gdrkit.safetensors.opening import TensorSlice, safe_open
 from gdrkit.safetensors.patching import patch
 from gdrkit.safetensors.saving import save_file

@@ -5,6 +5,7 @@ This file is the only one of the package that imports torch or safetensors.
 
 from __future__ import annotations
 
+import errno
 import functools
 import importlib
 import importlib.util
@@ -13,8 +14,10 @@ import mmap
 import sys
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.errors import Api, ApiError, Reason, SetupMissing, UsageError
+from gdrkit.errors import UsageError
 from gdrkit.gds import HOST, TransferBuffer
+from gdrkit.gds._native import api_error
+from gdrkit.loader import setup_missing
 from gdrkit.safetensors.header import ELEMENT_TYPES
 
 if TYPE_CHECKING:
@@ -25,20 +28,18 @@ if TYPE_CHECKING:
 __all__ = ["TorchMaker", "has_torch", "names_to_replace"]
 
 _BYTE_BITS = 8
+_CUDA_OUT_OF_MEMORY = 2
 # The types of which a byte has several elements.
 _PACKED = tuple(name for name, kind in ELEMENT_TYPES.items() if kind.bits < _BYTE_BITS)
 
 
-def _missing(operation: str, error: ImportError, what_to_do: str) -> SetupMissing:
-    return SetupMissing(
-        api=Api.LOADER,
-        operation=operation,
-        status=None,
-        status_name="ImportError",
-        reason=Reason.LIBRARY_MISSING,
-        what_to_do=what_to_do,
-        detail=str(error),
-    )
+def _import(name: str, *, what_to_do: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise setup_missing(
+            operation=f"import {name}", text=str(error), what_to_do=what_to_do, default_errno=errno.ENOENT
+        ) from error
 
 
 def has_torch() -> bool:
@@ -60,12 +61,7 @@ class TorchMaker:
     name = "pt"
 
     def __init__(self) -> None:
-        try:
-            self._torch: Any = importlib.import_module("torch")
-        except ImportError as error:
-            advice = "pip install torch, or pass framework='dlpack'"
-            operation = "import torch"
-            raise _missing(operation, error, advice) from error
+        self._torch = _import("torch", what_to_do="pip install torch, or pass framework='dlpack'")
         self._dtypes = {name: getattr(self._torch, kind.torch_name, None) for name, kind in ELEMENT_TYPES.items()}
         # Bytes are saved as U8, so that the types of 6 bits, which torch has as bytes, are left out.
         self._names = {dtype: name for name, dtype in self._dtypes.items() if not name.startswith("F6_")}
@@ -110,16 +106,9 @@ class TorchMaker:
                     count -= 1
                 tensors += map(empty_like, [first[kind]] * count)
         except self._torch.cuda.OutOfMemoryError as error:
-            raise ApiError(
-                api=Api.CUDA,
-                operation="torch.empty",
-                status=2,
-                status_name="CUDA_ERROR_OUT_OF_MEMORY",
-                arguments={"device_index": device_index},
-                reason=Reason.OUT_OF_MEMORY,
-                what_to_do="free device memory, or load fewer files or slices at a time",
-                detail=str(error).partition("\n")[0],
-            ) from error
+            failure = ("cuda", "torch.empty", _CUDA_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+            detail = str(error).partition("\n")[0]
+            raise api_error(failure, arguments={"device_index": device_index}, detail=detail) from error
         return tensors
 
     def wait_for_allocations(self, device_index: int) -> None:
@@ -238,9 +227,7 @@ def names_to_replace() -> dict[str, Any]:
     SetupMissing
         safetensors is not installed.
     """
-    try:
-        library, by_torch = importlib.import_module("safetensors"), importlib.import_module("safetensors.torch")
-    except ImportError as error:
-        operation, advice = "import safetensors.torch", "pip install safetensors"
-        raise _missing(operation, error, advice) from error
+    library, by_torch = (
+        _import(name, what_to_do="pip install safetensors") for name in ("safetensors", "safetensors.torch")
+    )
     return {"safe_open": library.safe_open, "load_file": by_torch.load_file}

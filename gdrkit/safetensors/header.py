@@ -365,18 +365,17 @@ def _are_sizes(value: object) -> bool:
 
 def _read(file: File, offset_bytes: int, length_bytes: int) -> bytes:
     """Read a part of the file. A read may return fewer bytes than requested, so it is repeated."""
-    parts: list[bytes] = []
-    left_bytes = length_bytes
-    while left_bytes:
+    data = bytearray()
+    while len(data) < length_bytes:
         try:
-            part = os.pread(file.fileno(), left_bytes, offset_bytes + length_bytes - left_bytes)
+            part = os.pread(file.fileno(), length_bytes - len(data), offset_bytes + len(data))
         except OSError as error:
             raise os_error("pread", file.path, error) from error
         if not part:
-            raise _malformed(file.path, f"the file ended {left_bytes} bytes before the end of its header")
-        parts.append(part)
-        left_bytes -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+            message = f"the file ended {length_bytes - len(data)} bytes before the end of its header"
+            raise _malformed(file.path, message)
+        data += part
+    return bytes(data)
 
 
 def _malformed(path: str, cause: str) -> UsageError:

@@ -19,18 +19,7 @@ if TYPE_CHECKING:
 
     from gdrkit.safetensors.header import Header, TensorEntry
 
-__all__ = [
-    "EVERYTHING",
-    "Layout",
-    "Part",
-    "Placement",
-    "Select",
-    "TensorIndex",
-    "file_share",
-    "layout_of",
-    "part_of",
-    "rows_of",
-]
+__all__ = ["EVERYTHING", "Layout", "Placement", "Select", "TensorIndex", "file_share", "layout_of", "rows_of"]
 
 # An index of a tensor, as in `tensor[0, 4:8]`. `...` selects the whole tensor, and None selects nothing.
 TensorIndex = SupportsIndex | slice | tuple[object, ...] | object
@@ -44,7 +33,7 @@ _ALIGNED_MIN_BYTES = 256
 _ALIGNMENT_BYTES = 16
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """A part of a tensor.
 
     Attributes
@@ -130,7 +119,7 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
         dtype, shape, begin, end = entry
         length, scattered_part = end - begin, None
         if select is not None:
-            part = part_of(name, entry, select(name, shape))
+            part = _part_of(name, entry, select(name, shape))
             if part is None:
                 continue
             shape, length = part.shape, part.run_bytes * len(part.runs)
@@ -151,16 +140,12 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
             read_begin, read_offset, read_length = header.data_offset_bytes + begin, offset, length
             file_end = begin + length
         else:
-            _append_runs(reads, scattered_part, header.data_offset_bytes, offset)
+            starts = [header.data_offset_bytes + run for run in scattered_part.runs]
+            targets = range(offset, memory_end, scattered_part.run_bytes)
+            reads.extend(rows_of(starts, targets, [scattered_part.run_bytes] * len(starts)))
     if read_length:
         reads.extend((read_begin, read_offset, read_length))
     return Layout(placements, reads, memory_end)
-
-
-def _append_runs(reads: array[int], part: Part, data_offset_bytes: int, offset_bytes: int) -> None:
-    count, length = len(part.runs), part.run_bytes
-    memory = range(offset_bytes, offset_bytes + count * length, length)
-    reads.extend(rows_of([data_offset_bytes + run for run in part.runs], memory, [length] * count))
 
 
 def rows_of(*columns: Sequence[int]) -> array[int]:
@@ -171,7 +156,7 @@ def rows_of(*columns: Sequence[int]) -> array[int]:
     return rows
 
 
-def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:
+def _part_of(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | None:
     """Return the part of a tensor that an index selects, or None if the index is None.
 
     Raises
@@ -182,7 +167,7 @@ def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:
     if index is None:
         return None
     if index is EVERYTHING:
-        return Part(entry.shape, (entry.begin,), entry.end - entry.begin)
+        return _Part(entry.shape, (entry.begin,), entry.end - entry.begin)
     ranges, shape = _ranges(name, entry.shape, index)
     # All dimensions after `inner` are selected completely. So each run covers these dimensions and the range of
     # `inner`.
@@ -193,7 +178,7 @@ def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:
     bits = ELEMENT_TYPES[entry.dtype].bits
     run_bits = (ranges[inner][1] - ranges[inner][0]) * strides[inner] * bits if ranges else bits
     if any(begin == end for begin, end in ranges):
-        return Part(shape, (), 0)
+        return _Part(shape, (), 0)
     starts = [sum(begin * stride for (begin, _end), stride in zip(ranges, strides, strict=True)) * bits]
     for dimension in range(inner):
         begin, end = ranges[dimension]
@@ -204,7 +189,7 @@ def part_of(name: str, entry: TensorEntry, index: TensorIndex) -> Part | None:
             f"the part {index!r} of tensor {name!r} begins or ends inside a byte, because {entry.dtype} has {bits} bits"
         )
         raise UsageError(message, what_to_do="select an even number of elements of the last dimension")
-    return Part(shape, [entry.begin + start // 8 for start in starts], run_bits // 8)
+    return _Part(shape, [entry.begin + start // 8 for start in starts], run_bits // 8)
 
 
 def _ranges(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[list[tuple[int, int]], tuple[int, ...]]:

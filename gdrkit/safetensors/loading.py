@@ -23,7 +23,6 @@ from gdrkit.safetensors.tensors import DlpackMaker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
 
     from gdrkit.gds import Access, Transfer
     from gdrkit.safetensors.header import Header
@@ -37,7 +36,6 @@ __all__ = [
     "load_file",
     "load_files",
     "maker_of",
-    "start_load",
     "start_load_files",
 ]
 
@@ -251,9 +249,7 @@ class ModelLoad:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _transfers(self) -> list[Transfer]:
@@ -267,31 +263,26 @@ class ModelLoad:
                 on_progress(self.bytes_moved, total_bytes)
             on_progress(self.bytes_moved, total_bytes)
         results = [transfer.result() for transfer in transfers]
-        peer_bytes = _copy_to_peers(self._devices) if self._shares_count > 1 else 0
         report = LoadReport(
             route=results[0].route,
             bytes=sum(result.bytes for result in results),
             direct_io_bytes=sum(result.direct_io_bytes for result in results),
-            peer_bytes=peer_bytes,
+            peer_bytes=_copy_to_peers(self._devices) if self._shares_count > 1 else 0,
             duration_s=max(result.duration_s for result in results),
         )
         for file in self._files:
             file.close()
-        loaded = []
-        for one in self._devices:
-            one.tensors.report = report
-            one.tensors.metadata = [header.metadata for header in self._headers]
-            loaded.append(one.tensors)
+        loaded = [one.tensors for one in self._devices]
+        for tensors in loaded:
+            tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
         self._devices = []
         return loaded
 
     def _abandon(self) -> None:
         """Cancel the transfers, wait for their end, and drop the files and the memory."""
         self._is_abandoned = True
-        transfers = self._transfers()
-        for transfer in transfers:
-            transfer.cancel()
-        for transfer in transfers:
+        self.cancel()
+        for transfer in self._transfers():
             transfer.exception()
         for file in self._files:
             file.close()
@@ -343,32 +334,23 @@ def start_load_files(
     if not indices or len(set(indices)) != len(indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)
+    devices = [DeviceLoad(maker, index, own_memory=own_memory) for index in indices]
     with contextlib.ExitStack() as opened:
         files = [opened.enter_context(File(path, access=access, direct="never")) for path in paths]
-        devices = [DeviceLoad(maker, index, own_memory=own_memory) for index in indices]
-        load = start_load(files, devices, select=select, share=share, is_list=isinstance(device, list | tuple))
+        if not files:
+            message = "paths must name at least one file"
+            raise UsageError(message)
+        with collector_paused():
+            headers = [read_header(file) for file in files]
+            _check_names(files, headers)
+            for header in headers:
+                layout = layout_of(header, select)
+                for one in devices:
+                    one.place(layout)
         opened.pop_all()
-    return load
-
-
-def start_load(
-    files: list[File], devices: list[DeviceLoad], *, select: Select | None, share: bool | None, is_list: bool
-) -> ModelLoad:
-    """Start to load open files; see :func:`start_load_files`. The load closes them. If this fails, the caller does."""
-    if not files:
-        message = "paths must name at least one file"
-        raise UsageError(message)
-    with collector_paused():
-        headers = [read_header(file) for file in files]
-        _check_names(files, headers)
-        for header in headers:
-            layout = layout_of(header, select)
-            for one in devices:
-                one.place(layout)
-    indices = [one.device_index for one in devices]
     is_shared = len(indices) > 1 and (_have_peer_access(indices) if share is None else share)
     shares_count = len(indices) if is_shared else 1
-    load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=is_list)
+    load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:
         for share_index, one in enumerate(devices):
             one.start(files, share_index if is_shared else 0, shares_count)
@@ -445,24 +427,22 @@ def _copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
 
 
 def _copies(one: DeviceLoad, other: DeviceLoad, share_index: int, shares_count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the addresses and the length of each copy of a share to another device."""
-    for reads, other_reads in zip(one.reads, other.reads, strict=True):
-        source, target = (file_share(part, share_index, shares_count) for part in (reads, other_reads))
-        yield from _joined(source, target)
+    """Yield the addresses and the length of each copy of a share to another device.
 
-
-def _joined(source: array[int], target: array[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield the addresses and the length of each copy. Reads that follow each other in both memories are one copy."""
-    begin = end = joined_bytes = 0
-    for from_address, to_address, length in zip(source[1::3], target[1::3], source[2::3], strict=True):
-        if joined_bytes and (from_address, to_address) == (begin + joined_bytes, end + joined_bytes):
-            joined_bytes += length
-            continue
+    Reads of a file that follow each other in both memories are one copy.
+    """
+    for reads in zip(one.reads, other.reads, strict=True):
+        source, target = (file_share(part, share_index, shares_count) for part in reads)
+        begin = end = joined_bytes = 0
+        for from_address, to_address, length in zip(source[1::3], target[1::3], source[2::3], strict=True):
+            if joined_bytes and (from_address, to_address) == (begin + joined_bytes, end + joined_bytes):
+                joined_bytes += length
+                continue
+            if joined_bytes:
+                yield begin, end, joined_bytes
+            begin, end, joined_bytes = from_address, to_address, length
         if joined_bytes:
             yield begin, end, joined_bytes
-        begin, end, joined_bytes = from_address, to_address, length
-    if joined_bytes:
-        yield begin, end, joined_bytes
 
 
 def _borrowed(device: cuda.Device, address: int, length_bytes: int) -> cuda.BorrowedMemory:

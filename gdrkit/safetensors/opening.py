@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import UsageError
-from gdrkit.gds import File, TransferBuffer, transfer_ranges
+from gdrkit.gds import File
 from gdrkit.safetensors.header import collector_paused, read_header
-from gdrkit.safetensors.layout import EVERYTHING, layout_of, rows_of
-from gdrkit.safetensors.loading import DeviceLoad, maker_of, start_load
+from gdrkit.safetensors.layout import EVERYTHING, layout_of
+from gdrkit.safetensors.loading import DeviceLoad, ModelLoad, maker_of
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from gdrkit.safetensors.header import TensorEntry
-    from gdrkit.safetensors.layout import TensorIndex
+    from gdrkit.safetensors.layout import Layout, TensorIndex
     from gdrkit.safetensors.loading import LoadedTensors, StrPath
 
 __all__ = ["TensorSlice", "safe_open"]
@@ -89,17 +86,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         """Load all tensors and return them by their names."""
         with self._lock:
             if self._loaded is None:
-                # The descriptor is duplicated, because the path may be another file by now.
-                file = File.from_descriptor(
-                    os.dup(self._file.fileno()), path=self._file.path, writable=False, direct="never"
-                )
-                device = DeviceLoad(self._maker, self._device_index, own_memory=False)
-                try:
-                    load = start_load([file], [device], select=None, share=None, is_list=False)
-                except BaseException:
-                    file.close()
-                    raise
-                self._loaded = load.result()
+                self._loaded = self._load(layout_of(self._header))
             return self._loaded
 
     def get_slice(self, name: str) -> TensorSlice:
@@ -122,29 +109,26 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         self._entry(name)
         if self._whole_file and index is EVERYTHING:
             return self.get_tensors()[name]
-        layout = layout_of(self._header, lambda *_: index, names=[name])
-        buffer = self._maker.allocate(self._device_index, layout.length_bytes)
-        (tensor,) = self._maker.tensors(buffer, layout.placements)
-        address = self._maker.address(buffer)
-        addresses = [address + offset for offset in layout.reads[1::3]]
-        extents = rows_of([0] * len(addresses), layout.reads[0::3], addresses, layout.reads[2::3])
-        self._maker.wait_for_allocations(self._device_index)
-        memory = TransferBuffer(address, layout.length_bytes, self._device_index, buffer)
-        transfer = transfer_ranges([self._file], extents, memory)
-        try:
-            transfer.result()
-        except BaseException:
-            # The traceback has this frame, which must not keep the memory.
-            del buffer, memory, tensor
-            raise
+        (tensor,) = self._load(layout_of(self._header, lambda *_: index, names=[name])).values()
         return tensor
+
+    def _load(self, layout: Layout) -> LoadedTensors:
+        device = DeviceLoad(self._maker, self._device_index, own_memory=False)
+        # This file stays open, so the load has no file to close.
+        with ModelLoad([], [self._header], [device], shares_count=1, is_list=False) as load:
+            with collector_paused():
+                device.place(layout)
+                device.start([self._file], 0, 1)
+                device.make_tensors()
+            # The traceback of an error has this frame, which must not keep the memory.
+            del device
+            loaded: LoadedTensors = load.result()
+        return loaded
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -15,7 +15,6 @@ from gdrkit.safetensors.loading import maker_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gdrkit.gds import File, Transfer
     from gdrkit.safetensors.loading import StrPath
 
 __all__ = ["save_file"]
@@ -70,19 +69,14 @@ def save_file(
             new_file(destination, source_mode=_NEW_FILE_BITS, access="automatic", direct="never", durable=durable)
         )
         file.write_from(header)
-        by_device: dict[int, list[tuple[int, TransferBuffer]]] = {}
+        by_device: dict[int, tuple[array[int], list[TransferBuffer]]] = {}
         for (_name, entry), (*_rest, memory) in zip(entries, described, strict=True):
-            by_device.setdefault(memory.device_index, []).append((len(header) + entry.begin, memory))
-        pending = [_start_write(file, device_index, parts) for device_index, parts in by_device.items()]
+            extents, keep = by_device.setdefault(memory.device_index, (array("Q"), []))
+            extents.extend((0, len(header) + entry.begin, memory.address, memory.length_bytes))
+            keep.append(memory)
+        pending = [
+            transfer_ranges([file], extents, TransferBuffer(0, position, device_index, keep), write=True)
+            for device_index, (extents, keep) in by_device.items()
+        ]
         for transfer in pending:
             transfer.result()
-
-
-def _start_write(file: File, device_index: int, parts: list[tuple[int, TransferBuffer]]) -> Transfer:
-    """Start to write memory of one device to the file. Each part has its offset in the file and its memory."""
-    extents = array("Q")
-    for offset_bytes, memory in parts:
-        if memory.length_bytes:
-            extents.extend((0, offset_bytes, memory.address, memory.length_bytes))
-    keep = [memory for _offset, memory in parts]
-    return transfer_ranges([file], extents, TransferBuffer(0, sum(extents[3::4]), device_index, keep), write=True)

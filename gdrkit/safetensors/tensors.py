@@ -157,25 +157,20 @@ class ModelTensor:
         return f"ModelTensor({self.dtype}, {list(self.shape)}, {place})"
 
 
-def parse_device(device: object) -> int:
-    """Return the index of a device that is named as in torch: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""
-    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
-        return device
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", str(device))
-    if match is None:
-        message = f"device must be 'cpu', 'cuda', 'cuda:1' or a number, not {device!r}"
-        raise UsageError(message)
-    return HOST if match[0] == "cpu" else int(match[1] or 0)
-
-
 class DlpackMaker:
     """The allocator of memory, and the maker of tensors in it, for programs without torch."""
 
     name = "dlpack"
 
     def device_index(self, device: Any) -> int:  # noqa: ANN401 - every form in which torch names a device.
-        """Return the index of a device: of ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""
-        return parse_device(device)
+        """Return the index of a device that is named as in torch: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, or 1."""
+        if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+            return device
+        match = re.fullmatch(r"cpu|cuda(?::(\d{1,4}))?", str(device))
+        if match is None:
+            message = f"device must be 'cpu', 'cuda', 'cuda:1' or a number, not {device!r}"
+            raise UsageError(message)
+        return HOST if match[0] == "cpu" else int(match[1] or 0)
 
     def allocate(self, device_index: int, length_bytes: int) -> TensorBuffer:
         """Return new memory."""
