@@ -7,8 +7,10 @@ reads its share of every file, and copies it to the others.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from array import array
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -20,6 +22,7 @@ from gdrkit.safetensors._torch import TorchMaker, has_torch
 from gdrkit.safetensors.header import collector_paused, read_header
 from gdrkit.safetensors.layout import Layout, file_share, layout_of, rows_of
 from gdrkit.safetensors.tensors import DlpackMaker
+from gdrkit.units import MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -44,6 +47,14 @@ _READ_NUMBERS = 3
 _TORCH_NAMES = frozenset({"pt", "torch", "pytorch"})
 # Interval in which result() looks for progress, in seconds.
 _PROGRESS_S = 0.05
+# The time of a smaller load is mostly latency, so it tells nothing about rates.
+_RATE_MIN_BYTES = 16 * MIB
+# The part of a file whose residency in the page cache is queried, and the share from which the file counts as cached.
+_CACHE_QUERY_BYTES = 128 * MIB
+_CACHED_SHARE_MIN = 0.5
+# Rates of the last reads and of the last copies of several devices, by their indices, in bytes per second.
+_read_rates: dict[frozenset[int], float] = {}
+_copy_rates: dict[frozenset[int], float] = {}
 
 StrPath = str | os.PathLike[str]
 
@@ -257,12 +268,15 @@ class ModelLoad:
 
     def _finish(self, on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
         transfers = self._transfers()
+        # If the transfers are already over, the time of their last byte is unknown.
+        is_timed = not self.done()
         if on_progress is not None:
             total_bytes = self.length_bytes
             while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
                 on_progress(self.bytes_moved, total_bytes)
             on_progress(self.bytes_moved, total_bytes)
         results = [transfer.result() for transfer in transfers]
+        began_s = time.monotonic()
         report = LoadReport(
             route=results[0].route,
             bytes=sum(result.bytes for result in results),
@@ -270,6 +284,11 @@ class ModelLoad:
             peer_bytes=_copy_to_peers(self._devices) if self._shares_count > 1 else 0,
             duration_s=max(result.duration_s for result in results),
         )
+        if is_timed and len(results) > 1 and report.bytes >= _RATE_MIN_BYTES:
+            indices = frozenset(one.device_index for one in self._devices)
+            _read_rates[indices] = report.bytes / report.duration_s
+            if report.peer_bytes:
+                _copy_rates[indices] = report.peer_bytes / (time.monotonic() - began_s)
         for file in self._files:
             file.close()
         loaded = [one.tensors for one in self._devices]
@@ -319,7 +338,8 @@ def start_load_files(
         See :class:`gdrkit.gds.File`.
     share : bool or None
         How several devices get the bytes. True: each device reads a share and copies it to the others. False: each
-        device reads all bytes. None: True if all devices have peer access to each other.
+        device reads all bytes. None: the faster of both, by the rates of the earlier loads of this process. The first
+        load is shared if all devices have peer access to each other.
 
     Raises
     ------
@@ -348,7 +368,7 @@ def start_load_files(
                 for one in devices:
                     one.place(layout)
         opened.pop_all()
-    is_shared = len(indices) > 1 and (_have_peer_access(indices) if share is None else share)
+    is_shared = len(indices) > 1 and (_shares_are_faster(files, indices) if share is None else share)
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:
@@ -395,12 +415,22 @@ def _check_names(files: Sequence[File], headers: Sequence[Header]) -> None:
                 raise UsageError(message, what_to_do="load these files one at a time")
 
 
-def _have_peer_access(indices: Sequence[int]) -> bool:
+def _shares_are_faster(files: Sequence[File], indices: Sequence[int]) -> bool:
+    """Return whether reads of shares and copies between the devices take less time than reads of everything by each.
+
+    If n devices read everything, they read n times as many bytes as by shares. By shares, the other bytes are copied.
+    So the rates of the last loads decide. A disk is slower than every link, so what is not cached is read once.
+    """
     if HOST in indices:
         return False
     with contextlib.ExitStack() as stack:
         devices = [stack.enter_context(cuda.Device(index)) for index in indices]
-        return all(cuda.can_access_peer(a, b) for a in devices for b in devices if a is not b)
+        if not all(cuda.can_access_peer(a, b) for a in devices for b in devices if a is not b):
+            return False
+    key = frozenset(indices)
+    if _copy_rates.get(key, math.inf) >= _read_rates.get(key, 0.0):
+        return True
+    return files[0].cached_share(length_bytes=min(files[0].size_bytes, _CACHE_QUERY_BYTES)) < _CACHED_SHARE_MIN
 
 
 def _copy_to_peers(loads: Sequence[DeviceLoad]) -> int:

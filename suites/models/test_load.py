@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from models.model_files import EVERY_TYPE, ModelFile, packed, write_model
+from support.faults import faults
 
 from gdrkit import gds, handles
 from gdrkit.cuda import borrow
-from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
-from gdrkit.harness.needs import cuda, host, needs
+from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
+from gdrkit.harness.needs import cuda, host, needs, software
 from gdrkit.safetensors import (
     LoadedTensors,
     ModelTensor,
@@ -175,6 +176,25 @@ def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) 
     total_bytes = sum(map(len, expected.values()))
     report = loaded[0].report
     assert (report.bytes, report.peer_bytes) == ((total_bytes, total_bytes) if share else (2 * total_bytes, 0))
+
+
+@needs(cuda.device(count_min=2), software("cuda"))
+def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> None:
+    length_bytes = 32 * MIB
+    model = write_model(tmp_path / "model", [("a", "U8", (length_bytes,))], seed=seed)
+
+    def copied_bytes() -> int:
+        loaded = load_file(model.path, ["cuda:0", "cuda:1"], framework="dlpack")
+        assert [contents(tensors) for tensors in loaded] == [model.tensors] * 2
+        peer_bytes: int = loaded[0].report.peer_bytes
+        return peer_bytes
+
+    with faults(Api.CUDA, "cuMemcpyPeerAsync call=1 delay_us=1500000"):
+        assert copied_bytes() == length_bytes, "the first load is shared, because no rates are known"
+        assert copied_bytes() == 0, "copies were slower than reads"
+    with faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
+        assert copied_bytes() == 0, "the rates of the last loads count"
+    assert copied_bytes() == length_bytes, "reads were slower than copies"
 
 
 @ON_EVERY_DEVICE
