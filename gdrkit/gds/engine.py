@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, forks
 from gdrkit.errors import UsageError
-from gdrkit.gds._native import call, native
+from gdrkit.gds._native import api_error, call, native
 from gdrkit.gds.buffer import HOST
 from gdrkit.gds.transfer import Route
 from gdrkit.handles import Handle
@@ -209,7 +209,10 @@ class Engine:
 
         The arguments are passed to ``Engine::transfer_small`` in ``native/engine``.
         """
-        return call(self._engine.transfer_small, *arguments)
+        try:
+            return self._engine.transfer_small(*arguments)
+        except native.EngineError as error:
+            raise api_error(error.args) from error
 
     def close(self) -> None:
         """Complete the queued jobs, then end the threads and free the memory. A second close does nothing.

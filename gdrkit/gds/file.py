@@ -18,7 +18,7 @@ from gdrkit.gds.buffer import TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
-from gdrkit.gds.ranges import check_range, extents_of, part_length, released_on_error
+from gdrkit.gds.ranges import ReleaseOnError, check_range, extents_of, part_length
 from gdrkit.gds.totals import count_transfer
 from gdrkit.gds.transfer import (
     Route,
@@ -195,7 +195,7 @@ class File:
         """
         memory = describe_buffer(buffer, writable=True)
         transfer: Transfer | None = None
-        with released_on_error(memory):
+        with ReleaseOnError(memory):
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             if on_progress is not None or not self._is_short_engine_read(memory, length):
                 clips = length_bytes is None
@@ -263,7 +263,7 @@ class File:
     ) -> Transfer:
         """Start :meth:`read_into` and return its future."""
         memory = describe_buffer(buffer, writable=True)
-        with released_on_error(memory):
+        with ReleaseOnError(memory):
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             clips = length_bytes is None
             return self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
@@ -279,7 +279,7 @@ class File:
     ) -> Transfer:
         """Start :meth:`write_from` and return its future."""
         memory = describe_buffer(buffer, writable=False)
-        with released_on_error(memory):
+        with ReleaseOnError(memory):
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             extents = extents_of(memory, [(file_offset_bytes, length, buffer_offset_bytes)])
             return self._start(memory, extents, write=True, durable=durable)
@@ -287,13 +287,13 @@ class File:
     def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`readv` and return its future."""
         memory = describe_buffer(buffer, writable=True)
-        with released_on_error(memory):
+        with ReleaseOnError(memory):
             return self._start(memory, extents_of(memory, ranges), write=False)
 
     def start_writev(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`writev` and return its future."""
         memory = describe_buffer(buffer, writable=False)
-        with released_on_error(memory):
+        with ReleaseOnError(memory):
             return self._start(memory, extents_of(memory, ranges), write=True)
 
     def sync(self) -> None:

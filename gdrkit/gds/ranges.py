@@ -6,7 +6,6 @@ address, length in bytes. The native copy engine takes this list without further
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 from typing import TYPE_CHECKING
@@ -15,10 +14,11 @@ from gdrkit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
+    from types import TracebackType
 
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Range", "check_range", "data_ranges", "extents_of", "part_length", "released_on_error"]
+__all__ = ["Range", "ReleaseOnError", "check_range", "data_ranges", "extents_of", "part_length"]
 
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
@@ -57,15 +57,18 @@ def extents_of(buffer: TransferBuffer, ranges: Iterable[Range]) -> list[int]:
         A range is not valid for a file, or not inside the memory.
     """
     extents: list[int] = []
+    address, length_max = buffer.address, buffer.length_bytes
     next_offset = 0
     for file_range in ranges:
-        file_offset, length, buffer_offset = (*file_range, next_offset)[:3]
-        check_range("file range", file_offset, length)
-        # part_length raises the error. It is not called for every range, because a call may have thousands of ranges.
-        if buffer_offset < 0 or buffer_offset + length > buffer.length_bytes:
-            part_length(buffer, buffer_offset, length)
-        extents += (0, file_offset, buffer.address + buffer_offset, length)
+        file_offset, length = file_range[0], file_range[1]
+        buffer_offset = file_range[2] if len(file_range) > 2 else next_offset  # noqa: PLR2004 - see Range.
         next_offset = buffer_offset + length
+        # The checks below raise the errors. They are not called for every range, because a call may have thousands.
+        if file_offset < 0 or length < 0 or file_offset + length > _OFFSET_MAX:
+            check_range("file range", file_offset, length)
+        if buffer_offset < 0 or next_offset > length_max:
+            part_length(buffer, buffer_offset, length)
+        extents += (0, file_offset, address + buffer_offset, length)
     return extents
 
 
@@ -92,11 +95,22 @@ def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
         offset = end
 
 
-@contextlib.contextmanager
-def released_on_error(buffer: TransferBuffer) -> Iterator[None]:
-    """Release the memory if the block, which starts a transfer, fails."""
-    try:
-        yield
-    except BaseException:
-        buffer.release()
-        raise
+class ReleaseOnError:
+    """A context manager that releases memory if the block, which starts a transfer, fails.
+
+    A function with ``contextlib.contextmanager`` would take longer than the rest of the start of a short transfer.
+    """
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self, buffer: TransferBuffer) -> None:
+        self._buffer = buffer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error_class is not None:
+            self._buffer.release()

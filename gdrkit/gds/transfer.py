@@ -126,20 +126,25 @@ class TransferJob(Protocol):
 
 
 class TransferSet:
-    """A set of transfers in progress, in the order in which :meth:`rotate` returns them. It is thread-safe.
+    """A set of transfers in progress, in the order in which :meth:`add` returns them. It is thread-safe.
 
     A transfer leaves the set when it is settled: its result is stored and its memory is released.
     """
 
     def __init__(self) -> None:
-        self._lock = forks.ForkSafeLock()
+        # Every transfer takes the lock several times. A ForkSafeLock would add two Python calls each time.
+        self._lock = threading.Lock()
         self._transfers: OrderedDict[Transfer, None] = OrderedDict()
         forks.register(self)
 
-    def add(self, transfer: Transfer) -> None:
-        """Add a transfer."""
+    def add(self, transfer: Transfer, *, rotated_count: int = 0) -> list[Transfer]:
+        """Add a transfer. Return the first `rotated_count` other transfers, and move them to the end of the set."""
         with self._lock:
+            rotated = list(itertools.islice(self._transfers, rotated_count))
+            for other in rotated:
+                self._transfers.move_to_end(other)
             self._transfers[transfer] = None
+        return rotated
 
     def discard(self, transfer: Transfer) -> None:
         """Remove a transfer, if it is in the set."""
@@ -151,16 +156,9 @@ class TransferSet:
         with self._lock:
             return list(self._transfers)
 
-    def rotate(self, count: int) -> list[Transfer]:
-        """Return the first `count` transfers and move them to the end of the set."""
-        with self._lock:
-            transfers = list(itertools.islice(self._transfers, count))
-            for transfer in transfers:
-                self._transfers.move_to_end(transfer)
-            return transfers
-
     def after_fork_in_child(self) -> None:
         """Remove all transfers in a forked child, because only the parent has their threads. Keep their memory."""
+        self._lock = threading.Lock()
         _transfers_of_parent.extend(self._transfers)
         self._transfers.clear()
 
@@ -217,14 +215,12 @@ class Transfer:
     _error: GdrkitError | None = None
 
     def __post_init__(self) -> None:
-        for group in self._groups():
+        for group in self.groups:
             group.add(self)
         # A caller may drop a future without a call of result(). Then a later transfer settles the dropped one here.
-        for transfer in _transfers_in_progress.rotate(_POLLED_COUNT):
-            if transfer is not self and transfer.job.wait(0):
-                for group in transfer._groups():  # noqa: SLF001 - same class.
-                    group.discard(transfer)
-                transfer._settle()  # noqa: SLF001
+        for transfer in _transfers_in_progress.add(self, rotated_count=_POLLED_COUNT):
+            if transfer.job.wait(0):
+                transfer._settle()  # noqa: SLF001 - same class.
 
     @property
     def bytes_moved(self) -> int:
@@ -350,8 +346,9 @@ class Transfer:
             if self.buffer is not None:
                 self.buffer.release()
             self.buffer = self.keep = None
-        for group in self._groups():
+        for group in self.groups:
             group.discard(self)
+        _transfers_in_progress.discard(self)
 
     def _short_part(self, parts: tuple[int, ...]) -> Mapping[str, object]:
         """Return the arguments that name the first range that is not complete."""
@@ -359,12 +356,12 @@ class Transfer:
             return {}
         return self.name_part(next(index for index, part in enumerate(parts) if part != self.lengths[index]))
 
-    def _groups(self) -> tuple[TransferSet, ...]:
-        return (_transfers_in_progress, *self.groups)
-
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
+        is_complete = failure is None and not progress["cancelled"] and result.parts == tuple(self.lengths)
+        if is_complete and not (self.direct_required and result.bytes and result.route not in DIRECT_ROUTES):
+            return None
         arguments = {**self.arguments, "transferred_bytes": result.bytes, **progress.get("failed_part", {})}
         detail = f"{result.bytes} of {self.length_bytes} bytes were moved"
         if failure is not None:
@@ -373,13 +370,11 @@ class Transfer:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
             error = _early_end_error(arguments, detail, reason=Reason.CANCELLED)
-        elif result.parts != tuple(self.lengths):
+        elif not is_complete:
             error = _early_end_error({**arguments, **self._short_part(result.parts)}, detail)
-        elif self.direct_required and result.bytes and result.route not in DIRECT_ROUTES:
+        else:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
             error = _early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
-        else:
-            return None
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import UsageError
 from gdrkit.gds.buffer import describe_buffer
 from gdrkit.gds.engine import engine_for
-from gdrkit.gds.ranges import check_range, part_length, released_on_error
+from gdrkit.gds.ranges import ReleaseOnError, check_range, part_length
 from gdrkit.gds.transfer import Transfer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def read_files(
         message = f"lengths_bytes must have one length for each of the {paths_count} paths, not {len(lengths_bytes)}"
         raise UsageError(message)
     memory = describe_buffer(buffer, writable=True)
-    with released_on_error(memory):
+    with ReleaseOnError(memory):
         address = memory.address
         extents: list[int] = []
         for index, length in enumerate(lengths_bytes):
@@ -111,7 +111,7 @@ def transfer_ranges(
     def name_part(index: int) -> Mapping[str, object]:
         return {"path": files[extents[4 * index]].path, "file_offset_bytes": extents[4 * index + 1]}
 
-    with released_on_error(memory), contextlib.ExitStack() as users:
+    with ReleaseOnError(memory), contextlib.ExitStack() as users:
         natives = [users.enter_context(file.in_use()) for file in files]
         job = engine_for(memory.device_index).submit(
             write=write,
