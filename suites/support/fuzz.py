@@ -102,7 +102,7 @@ def parse_or_malformed(parse: Callable[[bytes], bytes], data: bytes) -> None:
 
 
 def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
-    """Run a fuzz module in a child process, require exit code 0, and return the last line of its output."""
+    """Run a fuzz module in a child process, require exit code 0, and return the lines with the numbers of inputs."""
     command = module_command(module, *arguments, "--seconds", seconds)
     completed = subprocess.run(
         command,
@@ -115,7 +115,8 @@ def run_fuzzer(module: str, *arguments: str, seconds: float) -> str:
     )
     assert completed.returncode == 0, completed.stdout[-4000:]
     assert "changed inputs in" in completed.stdout, completed.stdout
-    return completed.stdout.splitlines()[-1]
+    counts = ("changed inputs in", "number_of_executed_units")
+    return "; ".join(line for line in completed.stdout.splitlines() if any(count in line for count in counts))
 
 
 def main(targets: Mapping[str, FuzzTarget]) -> None:
