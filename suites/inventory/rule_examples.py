@@ -24,18 +24,24 @@ from gdrkit.inventory import ApiFailure, CudaFacts, Observation
 from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
-__all__ = ["FAILING_EXAMPLES", "PASSING_EXAMPLES"]
+__all__ = [
+    "FAILING_EXAMPLES",
+    "HCA_FOLDER",
+    "NO_PEER_MEMORY_FILES",
+    "NO_RDMA_FILES",
+    "PASSING_EXAMPLES",
+]
 
 _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 _GPU_FOLDER = f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/{GPU}"
 _NIC_FOLDER = f"/sys/devices/{_SWITCH_PATH}/0000:02:01.0/{NIC}"
-_HCA_FOLDER = "/sys/class/infiniband/mlx5_0"
-_PORT_FOLDER = f"{_HCA_FOLDER}/ports/1"
-_NO_RDMA_FILES: dict[str, str | None] = {
+HCA_FOLDER = "/sys/class/infiniband/mlx5_0"
+_PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
+NO_RDMA_FILES: dict[str, str | None] = {
     name: None for name in HEALTHY_FILES if name.startswith("/sys/class/infiniband/")
 }
 _CLIENT = "/sys/kernel/mm/memory_peers/nv_mem/version"
-_NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, _CLIENT: None}
+NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, _CLIENT: None}
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats", "devcount")
 }
@@ -89,7 +95,7 @@ def _with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remapping_pendi
 
 # The arguments of inventory.healthy_machine.machine, by the code of the rule and the name of the example.
 FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
-    ("no-registration-route", "every route refused"): {"working_routes": (), "files": _NO_PEER_MEMORY_FILES},
+    ("no-registration-route", "every route refused"): {"working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("peermem-symbols", "refused by the kernel"): {
         "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
@@ -102,22 +108,22 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "facts": {"routes": ()},
     },
     ("peermem-unregistered", "registration refused"): {"files": {_CLIENT: None}, "working_routes": ()},
-    ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": _NO_PEER_MEMORY_FILES},
+    ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
         "facts": {"verbs": None, "routes": ()},
-        "files": _NO_PEER_MEMORY_FILES | {"/proc/sys/kernel/osrelease": "5.4.0-generic\n"},
+        "files": NO_PEER_MEMORY_FILES | {"/proc/sys/kernel/osrelease": "5.4.0-generic\n"},
     },
     ("no-dmabuf-region", "a kernel without support"): {
         "facts": {"verbs": None, "routes": ()},
-        "files": _NO_PEER_MEMORY_FILES | {"/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\n"},
+        "files": NO_PEER_MEMORY_FILES | {"/boot/config-6.8.0-60-generic": "CONFIG_DMA_SHARED_BUFFER=y\n"},
     },
     ("no-dmabuf-export", "the driver refuses"): {
         "attributes": {"DMA_BUF_SUPPORTED": 0},
-        "files": _NO_PEER_MEMORY_FILES,
+        "files": NO_PEER_MEMORY_FILES,
     },
     ("no-dmabuf-export", "the proprietary module"): {
         "facts": {"cuda": None},
-        "files": _NO_PEER_MEMORY_FILES
+        "files": NO_PEER_MEMORY_FILES
         | {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.159.04\n"},
     },
     ("no-gpudirect", "a consumer GPU"): {"attributes": {"GPU_DIRECT_RDMA_SUPPORTED": 0}},
@@ -125,33 +131,29 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("gpu-too-old", "Volta"): {
         "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 0},
         "working_routes": (),
-        "files": _NO_PEER_MEMORY_FILES,
+        "files": NO_PEER_MEMORY_FILES,
     },
     ("gpu-too-old", "Pascal without CUDA"): {
         "facts": {"cuda": None, "routes": ()},
-        "files": _NO_PEER_MEMORY_FILES | {f"{_GPU_FOLDER}/device": "0x15f8\n"},
+        "files": NO_PEER_MEMORY_FILES | {f"{_GPU_FOLDER}/device": "0x15f8\n"},
     },
     ("gpu-too-old", "Fermi"): {"attributes": {"COMPUTE_CAPABILITY_MAJOR": 2}},
     ("gpu-too-old", "driver 470"): {
         "working_routes": (),
-        "files": _NO_PEER_MEMORY_FILES
+        "files": NO_PEER_MEMORY_FILES
         | {"/proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.256.02\n"},
     },
     ("gpu-too-old", "CUDA 11.4"): {
         "facts": {"cuda": CudaFacts(driver_version="11.4", devices=(), libraries=()), "routes": ()},
-        "files": _NO_PEER_MEMORY_FILES,
+        "files": NO_PEER_MEMORY_FILES,
     },
-    ("nic-too-old", "ConnectX-3 Pro"): {"files": {f"{_HCA_FOLDER}/hca_type": "MT4103\n"}, "working_routes": ()},
+    ("nic-too-old", "ConnectX-3 Pro"): {"files": {f"{HCA_FOLDER}/hca_type": "MT4103\n"}, "working_routes": ()},
     ("nic-too-old", "Connect-IB without a driver"): {
-        "links": {f"{_HCA_FOLDER}/device": None},
-        "files": _NO_RDMA_FILES | {f"{_NIC_FOLDER}/device": "0x1011\n"},
+        "links": {f"{HCA_FOLDER}/device": None},
+        "files": NO_RDMA_FILES | {f"{_NIC_FOLDER}/device": "0x1011\n"},
         "working_routes": (),
     },
-    ("nic-too-old", "InfiniHost"): {"files": {f"{_HCA_FOLDER}/hca_type": "MT25208\n"}, "working_routes": ()},
-    ("nic-too-old", "old firmware, refused"): {
-        "files": {f"{_HCA_FOLDER}/fw_ver": "28.34.1002\n"},
-        "working_routes": (),
-    },
+    ("nic-too-old", "InfiniHost"): {"files": {f"{HCA_FOLDER}/hca_type": "MT25208\n"}, "working_routes": ()},
     ("nic-too-old", "firmware refused by the driver"): {
         "kernel_log_lines": ("mlx5_core 0000:04:00.0: Driver cmdif rev(5) differs from firmware's(4)",)
     },
@@ -283,12 +285,12 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("gpu-too-old", "Turing"): {
         "attributes": {"COMPUTE_CAPABILITY_MAJOR": 7, "COMPUTE_CAPABILITY_MINOR": 5},
-        "files": _NO_PEER_MEMORY_FILES,
+        "files": NO_PEER_MEMORY_FILES,
         "working_routes": ("dmabuf",),
     },
-    ("nic-too-old", "old firmware that works"): {"files": {f"{_HCA_FOLDER}/fw_ver": "28.34.1002\n"}},
+    ("nic-too-old", "old firmware that works"): {"files": {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"}},
     ("nic-too-old", "firmware of 2022"): {
-        "files": {f"{_HCA_FOLDER}/fw_ver": "28.35.1012\n"},
+        "files": {f"{HCA_FOLDER}/fw_ver": "28.35.1012\n"},
         "working_routes": (),
     },
     ("acs-redirect", "source validation alone"): {

@@ -6,8 +6,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from inventory.healthy_machine import machine
-from inventory.rule_examples import FAILING_EXAMPLES, PASSING_EXAMPLES
+from inventory.healthy_machine import GPU, machine
+from inventory.rule_examples import (
+    FAILING_EXAMPLES,
+    HCA_FOLDER,
+    NO_PEER_MEMORY_FILES,
+    NO_RDMA_FILES,
+    PASSING_EXAMPLES,
+)
 
 from gdrkit.inventory import (
     RULES,
@@ -87,9 +93,46 @@ def test_registered_module_that_refuses_is_undecided(tmp_path: Path) -> None:
     assert (finding.verdict, "has registered as nv_mem" in finding.text) == (Verdict.UNPROVEN, True)
 
 
-def test_old_firmware_is_undecided_if_nothing_was_tried(tmp_path: Path) -> None:
-    changes = FAILING_EXAMPLES["nic-too-old", "old firmware, refused"] | {"facts": {"routes": ()}}
-    assert apply_rule(tmp_path, "nic-too-old", changes).verdict is Verdict.UNPROVEN
+@pytest.mark.parametrize("facts", [{}, {"routes": ()}])
+def test_old_firmware_alone_is_undecided(tmp_path: Path, facts: dict[str, Any]) -> None:
+    """A module that is not loaded has the same effect, and another remedy."""
+    changes = {"files": NO_PEER_MEMORY_FILES | {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"}, "working_routes": ()}
+    finding = apply_rule(tmp_path, "nic-too-old", changes | {"facts": facts})
+    assert (finding.verdict, "28.34.1002" in finding.text) == (Verdict.UNPROVEN, True), finding.text
+
+
+def test_old_nic_beside_a_newer_one_is_undecided(tmp_path: Path) -> None:
+    changes = FAILING_EXAMPLES["nic-too-old", "ConnectX-3 Pro"]
+    files = changes["files"] | {"/sys/class/infiniband/mlx5_1/hca_type": "MT4129\n"}
+    assert apply_rule(tmp_path, "nic-too-old", changes | {"files": files}).verdict is Verdict.UNPROVEN
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [key for key in FAILING_EXAMPLES if key[0] == "gpu-too-old"],
+)
+def test_old_gpu_without_a_nic_is_not_judged(tmp_path: Path, code: str, name: str) -> None:
+    """A machine with an old GPU or driver, nvidia-fs and no RDMA device has no defect."""
+    changes = FAILING_EXAMPLES[code, name]
+    changes = changes | {
+        "files": changes.get("files", {}) | NO_RDMA_FILES,
+        "links": {f"{HCA_FOLDER}/device": None},
+        "facts": changes.get("facts", {}) | {"verbs": None},
+    }
+    finding = apply_rule(tmp_path, code, changes)
+    assert (finding.verdict, finding.text) == (Verdict.NOT_RUN, "no RDMA device here")
+
+
+@pytest.mark.parametrize(("code", "name"), [key for key in FAILING_EXAMPLES if key[0] == "nic-too-old"])
+def test_old_nic_without_a_gpu_is_not_judged(tmp_path: Path, code: str, name: str) -> None:
+    """A storage server with an old NIC and no GPU has no defect."""
+    changes = FAILING_EXAMPLES[code, name]
+    changes = changes | {
+        "links": changes.get("links", {}) | {f"/sys/bus/pci/devices/{GPU}": None},
+        "facts": {"cuda": None, "routes": ()},
+    }
+    finding = apply_rule(tmp_path, code, changes)
+    assert (finding.verdict, finding.text) == (Verdict.NOT_RUN, "no GPU here")
 
 
 def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,8 +61,9 @@ def _gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
     "NVIDIA/open-gpu-kernel-modules (Turing or later, PCI IDs from 1E02); UCX FAQ (CUDA 11.7, open kernel modules)",
 )
 def _check_gpu_too_old(context: RuleContext) -> RuleResult:
-    if not context.has_gpu:
-        return context.not_run("no GPU here")
+    not_run_result = context.not_run_without_both()
+    if not_run_result:
+        return not_run_result
     ages = list(_gpu_ages(context))
     before_kepler = [name for name, is_before_kepler, _ in ages if is_before_kepler]
     if before_kepler:
@@ -108,8 +109,7 @@ def _nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, str | N
     code="nic-too-old",
     title="the model or the firmware of a NIC is too old for GPUDirect RDMA",
     why="NICs before ConnectX-4 have no dma-buf regions, and MLNX_OFED, which has peer memory, does not support them "
-    "since 5.1. Firmware that its vendor no longer supports may refuse registrations that the model supports, and a "
-    "driver may refuse the firmware altogether.",
+    "since 5.1. A driver may refuse old firmware altogether, and then says so in the kernel log.",
     remedy="use ConnectX-4 or newer; update the firmware with mlxup or mlxfwmanager, and restart the NIC "
     "(mlxfwreset, or reboot)",
     reads="/sys/class/infiniband/*/{hca_type,fw_ver}, else the PCI device ID; the kernel log; a registration of 64 KiB",
@@ -119,6 +119,8 @@ def _nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, str | N
     "and mlx4_QUERY_FW() of Linux",
 )
 def _check_nic_too_old(context: RuleContext) -> RuleResult:
+    if not context.has_gpu:
+        return context.not_run("no GPU here")
     refusals = [line for line in context.machine.kernel_log.lines if any(text in line for text in _FIRMWARE_REFUSALS)]
     if refusals:
         context.record("kernel log", refusals[-1])
@@ -143,9 +145,12 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
         )
     if context.working_routes():
         return context.passes(f"{text}, but the registration of GPU memory works")
-    if context.facts.routes or (old_models and not context.has_peer_memory):
+    # Another NIC may register. The kernel log, which is read above, is the only source that blames firmware.
+    is_every_nic_old = len(old_models) >= max(known_count, len(context.facts.rdma_devices))
+    if is_every_nic_old and (context.facts.routes or not context.has_peer_memory):
         return context.fails(text)
-    return context.unproven(f"{text}; no registration was tried")
+    tried = "every registration that was tried was refused" if context.facts.routes else "no registration was tried"
+    return context.unproven(f"{text}; {tried}, and nothing here shows whether the NIC is the reason")
 
 
 RULES = (_check_gpu_too_old, _check_nic_too_old)

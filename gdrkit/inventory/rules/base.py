@@ -267,6 +267,12 @@ class RuleContext:
         """Whether there is an RDMA device, according to the kernel or to verbs."""
         return bool(self.facts.rdma_devices or (self.facts.verbs and self.facts.verbs.nics))
 
+    def not_run_without_both(self) -> RuleResult | None:
+        """Return the result for a machine without a GPU or without an RDMA device, or None if it has both."""
+        if not self.has_gpu:
+            return self.not_run("no GPU here")
+        return None if self.has_nic else self.not_run("no RDMA device here")
+
     @property
     def has_peer_memory(self) -> bool:
         """Whether a kernel module is loaded with which a NIC can register addresses of GPU memory."""

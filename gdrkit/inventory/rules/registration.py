@@ -26,13 +26,6 @@ _SYMBOL_MISMATCH = "disagrees about version of symbol ib_register_peer_memory_cl
 _SYMBOL_UNKNOWN = "Unknown symbol ib_register_peer_memory_client"
 
 
-def _not_run_without_both(context: RuleContext) -> RuleResult | None:
-    """Return the result for a machine without a GPU or without a NIC, or None if it has both."""
-    if not context.has_gpu:
-        return context.not_run("no GPU here")
-    return None if context.has_nic else context.not_run("no RDMA device here")
-
-
 @rule(
     code="no-registration-route",
     title="neither dma-buf nor peer memory registers GPU memory",
@@ -42,7 +35,7 @@ def _not_run_without_both(context: RuleContext) -> RuleResult | None:
     reads="a registration of 64 KiB by each route; /sys/module/nvidia_peermem, /sys/kernel/mm/memory_peers",
 )
 def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
-    not_run_result = _not_run_without_both(context)
+    not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
     routes, has_module = context.working_routes(), context.has_peer_memory
@@ -107,7 +100,7 @@ def _check_peermem_symbols(context: RuleContext) -> RuleResult:
     source="NVIDIA/nccl #1939 and #1537, ofiwg/libfabric #12409; nv_mem_client_init() of nvidia-peermem.c",
 )
 def _check_peermem_unregistered(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
-    not_run_result = _not_run_without_both(context)
+    not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
     loaded = [name for name in PEER_MEMORY_MODULES if context.exists(f"/sys/module/{name}")]
@@ -290,7 +283,7 @@ def _check_topology_veto(context: RuleContext) -> RuleResult:
     experiment="p2p",
 )
 def _check_p2p_one_way(context: RuleContext) -> RuleResult:
-    not_run_result = _not_run_without_both(context)
+    not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
     observation = context.observe("p2p")
