@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "EXPANDABLE_SEGMENTS_VARIABLES",
     "ApiFailure",
     "ConfigFacts",
     "CudaDeviceFacts",
@@ -44,6 +45,8 @@ __all__ = [
 ]
 
 SCHEMA_VERSION = 1
+# The variables with which PyTorch enables expandable segments: the name since PyTorch 2.9, and the older one.
+EXPANDABLE_SEGMENTS_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,10 @@ __all__ = ["GPU_PROCESSES", "NOT_READABLE", "GpuProcess", "observe_gpu_processes
 GPU_PROCESSES = "gpu_processes"
 NOT_READABLE = "not readable"
 _ORDER_VARIABLES = ("CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES")
-# Variables of launchers that have the same value in every process of a job.
-_JOB_VARIABLES = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "MASTER_ADDR", "MASTER_PORT")
+# Variables of schedulers and MPI that have the same value in every process of a job, and in no other job.
+_JOB_VARIABLES = ("SLURM_JOB_ID", "PMIX_NAMESPACE", "PBS_JOBID", "LSB_JOBID", "OMPI_MCA_ess_base_jobid")
+# The meeting point of a job. It identifies no job: two containers may both have localhost and the default port.
+_RENDEZVOUS_VARIABLES = ("MASTER_ADDR", "MASTER_PORT")
 _GPU_NODE = re.compile(r"nvidia\d+")
 
 
@@ -88,8 +90,13 @@ class GpuProcess:
 
     @property
     def job(self) -> tuple[tuple[str, str], ...]:
-        """The variables that identify its job; empty if no launcher has set any."""
+        """The variables that identify its job; empty if no scheduler has set any."""
         return tuple((name, self.environment[name]) for name in _JOB_VARIABLES if name in self.environment)
+
+    @property
+    def rendezvous(self) -> tuple[str, ...]:
+        """The address and the port where the processes of its job meet; empty if none is set."""
+        return tuple(self.environment[name] for name in _RENDEZVOUS_VARIABLES if name in self.environment)
 
 
 def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
@@ -141,7 +148,11 @@ def _read_process(
         descriptors_max=host.process_limits(tree, process=name).open_files,
         dmabufs_count=len(dmabufs),
         dmabuf_bytes=sum(dmabuf.size_bytes for dmabuf in dmabufs),
-        environment={key: variables[key] for key in (*_ORDER_VARIABLES, *_JOB_VARIABLES) if key in variables},
+        environment={
+            key: variables[key]
+            for key in (*_ORDER_VARIABLES, *_JOB_VARIABLES, *_RENDEZVOUS_VARIABLES)
+            if key in variables
+        },
     )
 
 

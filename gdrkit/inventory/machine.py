@@ -17,6 +17,7 @@ from gdrkit import evidence, host
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import SCHEMA_VERSION, Capture, CapturedFiles, RecordedReads, Recorder
 from gdrkit.inventory.child_query import ChildQuery
+from gdrkit.inventory.facts import EXPANDABLE_SEGMENTS_VARIABLES
 from gdrkit.inventory.gpu_processes import GPU_PROCESSES, observe_gpu_processes
 from gdrkit.inventory.observation import Observation
 from gdrkit.inventory.probe import probe
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["Machine", "captured_machine", "this_machine"]
 
 # Environment variables that configure the libraries used by direct transfers.
-_VARIABLE_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "LD_LIBRARY_PATH")
+_VARIABLE_NAMES = (*EXPANDABLE_SEGMENTS_VARIABLES, "LD_LIBRARY_PATH")
 _VARIABLE_PREFIXES = ("CUFILE_", "UCX_", "NCCL_NET_GDR", "NCCL_DMABUF")
 _EXPERIMENT_TIMEOUT_S = 10.0
 # Limit of GPUs, NICs and NVMe controllers in a capture. Rules and the topology compare every pair of them.

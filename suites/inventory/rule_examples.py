@@ -25,11 +25,14 @@ from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
 __all__ = [
+    "EXPANDABLE_SEGMENTS",
     "FAILING_EXAMPLES",
     "HCA_FOLDER",
+    "JOB",
     "NO_PEER_MEMORY_FILES",
     "NO_RDMA_FILES",
     "PASSING_EXAMPLES",
+    "PTRACE_CAPABILITY",
 ]
 
 _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
@@ -55,9 +58,9 @@ _VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme h
 _SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
 _SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
 _FULL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
-_JOB = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
-_PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
-_EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+JOB = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
+PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
+EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
 def _mountinfo(kind: str, options: str = "rw") -> dict[str, str]:
@@ -201,19 +204,6 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": {"/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n"}
     },
     ("cuda-ipc-refused", "PID namespaces"): {"observations": gpu_processes({}, {"pid_namespace": 4026532801})},
-    ("cuda-ipc-refused", "IPC namespaces"): {"observations": gpu_processes({}, {"ipc_namespace": 4026532802})},
-    ("cuda-ipc-refused", "users"): {"observations": gpu_processes({}, {"user_id": 1001})},
-    ("cuda-ipc-refused", "order of the GPUs"): {
-        "observations": gpu_processes({}, {"environment": _JOB | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}})
-    },
-    ("cuda-ipc-refused", "order of the list"): {
-        "observations": gpu_processes({}, {"environment": _JOB | {"CUDA_VISIBLE_DEVICES": "1,0"}})
-    },
-    ("cuda-ipc-refused", "ptrace"): {"environment": _EXPANDABLE_SEGMENTS},
-    ("cuda-ipc-refused", "no ptrace at all"): {
-        "environment": _EXPANDABLE_SEGMENTS,
-        "files": _PTRACE_CAPABILITY | {"/proc/sys/kernel/yama/ptrace_scope": "3\n"},
-    },
     ("descriptors-low", "a leak"): {
         "observations": gpu_processes({}, {"descriptors_count": 1000, "dmabufs_count": 900})
     },
@@ -260,7 +250,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("udev-database", "none"): {"files": {"/run/udev/data/b259:1": None}},
     ("udev-database", "without the device"): {"files": {"/run/udev/data/b259:1": None, "/run/udev/data/b8:0": ""}},
     ("vmm-memory", "expandable segments"): {
-        "environment": _EXPANDABLE_SEGMENTS,
+        "environment": EXPANDABLE_SEGMENTS,
         "attributes": {"GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED": 0},
     },
     ("pool-starved", "few slabs"): {
@@ -317,17 +307,24 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("cuda-ipc-refused", "one GPU for each rank"): {
         "observations": gpu_processes(
-            {"environment": _JOB | {"CUDA_VISIBLE_DEVICES": "0"}}, {"environment": _JOB | {"CUDA_VISIBLE_DEVICES": "1"}}
+            {"environment": JOB | {"CUDA_VISIBLE_DEVICES": "0"}}, {"environment": JOB | {"CUDA_VISIBLE_DEVICES": "1"}}
         )
     },
     ("cuda-ipc-refused", "a monitor in a container"): {
         "observations": gpu_processes({}, {}, {"pid_namespace": 4026532801, "has_contexts": False})
     },
+    ("cuda-ipc-refused", "a root process beside a job"): {
+        "observations": gpu_processes({}, {}, {"user_id": 0, "environment": {}})
+    },
     ("cuda-ipc-refused", "ptrace is allowed"): {
-        "environment": _EXPANDABLE_SEGMENTS,
+        "environment": EXPANDABLE_SEGMENTS,
         "files": {"/proc/sys/kernel/yama/ptrace_scope": "0\n"},
     },
-    ("cuda-ipc-refused", "the capability"): {"environment": _EXPANDABLE_SEGMENTS, "files": _PTRACE_CAPABILITY},
+    ("cuda-ipc-refused", "the capability"): {"environment": EXPANDABLE_SEGMENTS, "files": PTRACE_CAPABILITY},
+    ("cuda-ipc-refused", "expandable segments without a job"): {
+        "environment": EXPANDABLE_SEGMENTS,
+        "observations": gpu_processes({"environment": {}}, {"environment": {}}),
+    },
     ("descriptors-low", "the usual limit"): {
         "files": {"/proc/self/limits": "Max open files            1024                 524288               files\n"}
     },
@@ -358,6 +355,6 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("cufile-descriptor-0", "nvidia-fs is not loaded"): {"files": _NO_NVIDIA_FS_FILES | {"/dev/nvidia-fs0": None}},
     ("file-system", "xfs"): {"files": _mountinfo("xfs")},
-    ("vmm-memory", "expandable segments"): {"environment": _EXPANDABLE_SEGMENTS},
+    ("vmm-memory", "expandable segments"): {"environment": EXPANDABLE_SEGMENTS},
     ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},
 }

@@ -12,10 +12,11 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from inventory.healthy_machine import gpu_processes, machine
+from inventory.rule_examples import JOB, PTRACE_CAPABILITY
 from support.other_user import folder_for_all_users, run_program
 
 from gdrkit import serialization
@@ -99,23 +100,22 @@ def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
 
 @needs(host.capability("CAP_SYS_ADMIN"), host.capability("CAP_SETUID"), host.program("unshare"))
 @pytest.mark.parametrize(
-    ("options", "user", "expected"),
+    ("options", "user", "verdict", "expected"),
     [
-        ((), "0", None),
-        (("--pid", "--fork"), "0", "another PID namespace"),
-        (("--ipc",), "0", "another IPC namespace"),
-        ((), OTHER_USER, "another user"),
+        ((), "0", Verdict.PASS, "no two of one job"),
+        (("--pid", "--fork"), "0", Verdict.FAIL, "another PID namespace"),
+        (("--ipc",), "0", Verdict.UNPROVEN, "another IPC namespace"),
+        ((), OTHER_USER, Verdict.UNPROVEN, "another user"),
     ],
 )
 def test_real_processes_cannot_share_by_cuda_ipc(
-    folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, expected: str | None
+    folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, verdict: Verdict, expected: str
 ) -> None:
     with holder(folder), holder(folder, *options, user=user):
         observation = observe_gpu_processes(folder=str(folder))
     assert len(processes_in(observation)) == 2
     finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations={GPU_PROCESSES: observation}))
-    assert finding.verdict is (Verdict.FAIL if expected else Verdict.PASS), finding.text
-    assert expected is None or expected in finding.text
+    assert (finding.verdict, expected in finding.text) == (verdict, True), finding.text
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
@@ -138,11 +138,60 @@ def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) 
         assert [line for line in diagnosis.privileges if "CAP_SYS_PTRACE" in line] == expected
 
 
-def test_processes_of_no_common_job_are_undecided(tmp_path: Path) -> None:
-    observations = gpu_processes({"environment": {}}, {"environment": {}, "pid_namespace": 4026532801})
-    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=observations))
-    assert finding.verdict is Verdict.UNPROVEN
-    assert "pid 4711 (python) and pid 4712 (python): another PID namespace" in finding.text
+RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
+OTHER_NAMESPACE = {"pid_namespace": 4026532801}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "verdict"),
+    [
+        # Two unrelated users, and a service of root beside a user.
+        ({"environment": {}}, {"environment": {}, "user_id": 1001}, Verdict.NOT_RUN),
+        ({"environment": {}}, {"environment": {}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
+        ({"environment": JOB}, {"environment": JOB | {"SLURM_JOB_ID": "18"}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
+        # Two containers may both have the default address of torchrun.
+        ({"environment": RENDEZVOUS}, {"environment": RENDEZVOUS, **OTHER_NAMESPACE}, Verdict.UNPROVEN),
+        ({"environment": JOB}, {"environment": JOB | {"PMIX_NAMESPACE": "x"}, **OTHER_NAMESPACE}, Verdict.UNPROVEN),
+        ({}, {"ipc_namespace": 4026532802}, Verdict.UNPROVEN),
+        ({}, {"user_id": 1001}, Verdict.UNPROVEN),
+        ({}, {"environment": JOB | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}}, Verdict.UNPROVEN),
+        ({}, {"environment": JOB | {"CUDA_VISIBLE_DEVICES": "1,0"}}, Verdict.UNPROVEN),
+        ({}, OTHER_NAMESPACE, Verdict.FAIL),
+    ],
+)
+def test_only_pid_namespaces_of_one_job_are_a_cause(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], verdict: Verdict
+) -> None:
+    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=gpu_processes(first, second)))
+    assert finding.verdict is verdict, finding.text
+    assert "pid 4711 (python) and pid 4712 (python): " in finding.text
+
+
+def test_imex_channel_leaves_pid_namespaces_undecided(tmp_path: Path) -> None:
+    """UCX and PyTorch use fabric handles if there is a channel (openucx/ucx #11514)."""
+    files = {"/dev/nvidia-caps-imex-channels/channel0": ""}
+    host = machine(tmp_path, files=files, observations=gpu_processes({}, OTHER_NAMESPACE))
+    assert rule_of("cuda-ipc-refused").apply(host).verdict is Verdict.UNPROVEN
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize(
+    ("changes", "files", "verdict"),
+    [
+        (({}, {}), {}, Verdict.UNPROVEN),
+        (({}, {}), PTRACE_CAPABILITY, Verdict.PASS),
+        (({}, {}), PTRACE_CAPABILITY | {"/proc/sys/kernel/yama/ptrace_scope": "3\n"}, Verdict.UNPROVEN),
+        (({},), {}, Verdict.NOT_RUN),
+        ((), {}, Verdict.NOT_RUN),
+    ],
+)
+def test_expandable_segments_need_ptrace_in_a_job(
+    tmp_path: Path, name: str, changes: tuple[dict[str, Any], ...], files: dict[str, str], verdict: Verdict
+) -> None:
+    environment = {name: "expandable_segments:True"}
+    host = machine(tmp_path, environment=environment, files=files, observations=gpu_processes(*changes))
+    finding = rule_of("cuda-ipc-refused").apply(host)
+    assert (finding.verdict, "ptrace_scope" in finding.text) == (verdict, verdict is Verdict.UNPROVEN), finding.text
 
 
 def test_capture_without_the_processes_stays_valid(tmp_path: Path) -> None:

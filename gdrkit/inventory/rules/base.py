@@ -25,6 +25,7 @@ from gdrkit.host import (
     pci_path,
 )
 from gdrkit.inventory import cufile_json
+from gdrkit.inventory.facts import EXPANDABLE_SEGMENTS_VARIABLES
 from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE, GpuProcess
 from gdrkit.verdict import Verdict
 
@@ -305,6 +306,14 @@ class RuleContext:
         first_path, second_path = pci_path(self.tree, first_address)[:-1], pci_path(self.tree, second_address)[:-1]
         shared = set(first_path) & set(second_path)
         return tuple(address for address in (*first_path, *second_path) if address not in shared)
+
+    @property
+    def has_expandable_segments(self) -> bool:
+        """Whether the environment enables expandable segments of PyTorch."""
+        settings = {name: self.machine.environment.get(name, "") for name in EXPANDABLE_SEGMENTS_VARIABLES}
+        for name, setting in settings.items():
+            self.record(name, setting or "not set")
+        return any("expandable_segments:true" in text.lower().replace(" ", "") for text in settings.values())
 
     def gpu_processes(self) -> tuple[GpuProcess, ...]:
         """Return the processes that have a GPU open, as far as they could be read."""

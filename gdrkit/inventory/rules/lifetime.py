@@ -29,18 +29,16 @@ def _not_run_without_both(context: RuleContext) -> RuleResult | None:
     title="memory of a type that the driver cannot register",
     why="Expandable segments consist of many chunks, and managed memory migrates. Some drivers register such memory "
     "only in part or not at all.",
-    remedy="unset expandable_segments in PYTORCH_CUDA_ALLOC_CONF for buffers that are registered, or use a driver with "
-    "GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
-    reads="PYTORCH_CUDA_ALLOC_CONF; CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+    remedy="unset expandable_segments in PYTORCH_ALLOC_CONF (or PYTORCH_CUDA_ALLOC_CONF) for buffers that are "
+    "registered, or use a driver with GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+    reads="PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF; CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
 )
 def _check_vmm_memory(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
     if not context.machine.is_environment_known:
         return context.not_run("the capture does not contain the files of this rule")
-    setting = context.machine.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    context.record("PYTORCH_CUDA_ALLOC_CONF", setting or "not set")
-    if "expandable_segments:true" not in setting.lower().replace(" ", ""):
+    if not context.has_expandable_segments:
         return context.passes("this environment does not enable expandable segments")
     if context.facts.cuda is None:
         return context.unproven("expandable segments are enabled, and CUDA does not report whether it registers them")

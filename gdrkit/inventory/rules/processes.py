@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RULES", "holders_of_dmabufs"]
 
+_PID_NAMESPACE = "PID namespace"
+_IMEX_CHANNELS = "/dev/nvidia-caps-imex-channels"
 _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 # With this value, no process may attach to another one, whatever its capabilities.
 _PTRACE_SCOPE_NONE = 3
@@ -28,17 +31,23 @@ _USED_PERCENT = 80
 _LISTED_MAX, _KINDS_MAX = 4, 64
 
 
+def _is_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
+    """Return whether two processes are of one job, or None if they may be."""
+    if first.job and first.job == second.job:
+        return True
+    if set(first.job) & set(second.job):
+        return None  # These may be two steps of one job.
+    if dict(first.job).keys() & dict(second.job).keys():
+        return False
+    return None if first.rendezvous and first.rendezvous == second.rendezvous else False
+
+
 def _obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
-    """Return why one process cannot open a CUDA IPC handle of the other, or None if no reason is known."""
-    for title, name in (("PID namespace", "pid_namespace"), ("IPC namespace", "ipc_namespace"), ("user", "user_id")):
+    """Return why one process may be unable to open a CUDA IPC handle of the other, or None if no reason is known."""
+    for title, name in ((_PID_NAMESPACE, "pid_namespace"), ("IPC namespace", "ipc_namespace"), ("user", "user_id")):
         values = {getattr(process, name) for process in (first, second)}
         if len(values - {None}) > 1:
             return f"another {title}"
-    return None
-
-
-def _order_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
-    """Return why one number means different GPUs in two processes of a job, or None if no reason is known."""
     orders = {process.environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") for process in (first, second)}
     if len(orders) > 1:
         return "another CUDA_DEVICE_ORDER"
@@ -48,71 +57,72 @@ def _order_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
     return None
 
 
-def _refused_pairs(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool, str]]:
-    """Yield for each pair without CUDA IPC whether both processes are of one job, and a text."""
+def _pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
+    """Yield for each pair that may be without CUDA IPC whether it is of one job, the obstacle, and a text."""
     # Processes that differ in no value are alike. A hostile capture may have any number of processes.
     kinds = {
         (p.pid_namespace, p.ipc_namespace, p.user_id, tuple(sorted(p.environment.items()))): p
         for p in reversed(processes)
     }
     for first, second in combinations(list(reversed(kinds.values()))[:_KINDS_MAX], 2):
-        is_one_job = bool(first.job) and first.job == second.job
-        obstacle = _obstacle(first, second) or (_order_obstacle(first, second) if is_one_job else None)
+        obstacle = _obstacle(first, second)
         if obstacle:
-            yield is_one_job, f"{first.title} and {second.title}: {obstacle}"
+            yield _is_one_job(first, second), obstacle, f"{first.title} and {second.title}: {obstacle}"
 
 
 def _ptrace_obstacle(context: RuleContext) -> str | None:
-    """Return why processes cannot share memory of cuMemCreate, or None if they can or this environment has none."""
+    """Return why processes may be unable to share memory of cuMemCreate, or None if no reason is known."""
     scope = context.tree.number(_PTRACE_SCOPE)
     context.record(_PTRACE_SCOPE, "does not exist" if scope is None else scope)
-    setting = context.machine.environment.get("PYTORCH_CUDA_ALLOC_CONF", "").lower().replace(" ", "")
-    if not scope or "expandable_segments:true" not in setting:
+    if not context.has_expandable_segments or not scope:
         return None
     if scope < _PTRACE_SCOPE_NONE and "CAP_SYS_PTRACE" in context.facts.limits.capabilities:
         return None
-    return f"expandable segments are shared by pidfd_getfd(2), which ptrace_scope {scope} refuses"
+    return f"this environment enables expandable segments: pidfd_getfd(2) shares them, and ptrace_scope is {scope}"
 
 
 @rule(
     code="cuda-ipc-refused",
     title="processes of one job cannot share GPU memory by CUDA IPC",
-    why="A process cannot open a CUDA IPC handle from another PID or IPC namespace or of another user. It fails with "
-    "CUresult 201 or 400, or the library falls back to TCP or host memory and says nothing. With another order of the "
-    "GPUs the same number means another GPU. Memory of cuMemCreate is shared by descriptors, which need ptrace access.",
-    remedy="start the containers with a common PID and IPC namespace (`--pid=container:NAME --ipc=container:NAME`, or "
-    "`--pid=host --ipc=host`; hostPID and hostIPC in Kubernetes) and as one user; set CUDA_DEVICE_ORDER=PCI_BUS_ID and "
-    "one CUDA_VISIBLE_DEVICES for all; for expandable segments set kernel.yama.ptrace_scope=0 or give CAP_SYS_PTRACE; "
-    "or send the descriptor of a dma-buf over a Unix socket",
+    why="A process cannot open a CUDA IPC handle from another PID namespace. It fails with CUresult 201, or the "
+    "library falls back to TCP or host memory and says nothing. Fabric handles, which need an IMEX channel, have no "
+    "such limit. Events of CUDA IPC need a common /dev/shm, and memory of cuMemCreate is shared by descriptors, which "
+    "need ptrace access.",
+    remedy="start the containers with a common PID namespace (`--pid=container:NAME` or `--pid=host`; hostPID in "
+    "Kubernetes), and for events with a common IPC namespace (`--ipc=container:NAME` or `--ipc=host`; hostIPC); for "
+    "expandable segments set kernel.yama.ptrace_scope=0 or give CAP_SYS_PTRACE; or send the descriptor of a dma-buf "
+    "over a Unix socket",
     reads="of every process that has /dev/nvidia-uvm open: user, /proc/*/ns/{pid,ipc}, CUDA_DEVICE_ORDER, "
-    "CUDA_VISIBLE_DEVICES, and the variables that identify its job; /proc/sys/kernel/yama/ptrace_scope; "
-    "PYTORCH_CUDA_ALLOC_CONF",
+    "CUDA_VISIBLE_DEVICES, and the variables that identify its job; /dev/nvidia-caps-imex-channels; "
+    "/proc/sys/kernel/yama/ptrace_scope; PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF",
     privilege="CAP_SYS_PTRACE for processes of other users",
-    source="vllm-project/vllm #55906, openucx/ucx #11514 and #11978 (PID namespaces), openucx/ucx #10103 (IPC "
-    "namespaces), pytorch/pytorch #130890 (ptrace); pidfd_getfd(2); Yama in the administrator's guide of Linux",
+    source="vllm-project/vllm #55906 (PID namespaces), openucx/ucx #11514 (PID namespaces, IMEX channels), "
+    "LMCache/LMCache #4550 (events and IPC namespaces), pytorch/pytorch #165685 (pidfd_getfd); pidfd_getfd(2); Yama in "
+    "the administrator's guide of Linux",
 )
 def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     processes = [process for process in context.gpu_processes() if process.has_contexts]
-    pairs = list(_refused_pairs(processes))
-    obstacle = _ptrace_obstacle(context)
-    causes = [text for is_one_job, text in pairs if is_one_job] + ([obstacle] if obstacle else [])
-    if causes:
-        return context.fails(_shortened(causes))
-    if pairs:
-        return context.unproven(
-            f"if these processes share memory, CUDA IPC is refused: {_shortened([t for _, t in pairs])}"
-        )
+    pairs = list(_pairs_with_obstacle(processes))
+    refused = [text for is_one_job, obstacle, text in pairs if is_one_job and obstacle == f"another {_PID_NAMESPACE}"]
+    if refused and not context.names(_IMEX_CHANNELS) and not context.is_uncaptured(_IMEX_CHANNELS):
+        return context.fails(_shortened(refused))
+    undecided = [text for is_one_job, _, text in pairs if is_one_job is not False]
+    has_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
+    obstacle = _ptrace_obstacle(context) if has_job else None
+    undecided += [obstacle] if obstacle else []
+    if undecided:
+        return context.unproven(f"CUDA IPC may be refused between processes of one job: {_shortened(undecided)}")
     if context.machine.observe(GPU_PROCESSES) is None:
         return context.not_run("the processes that use GPUs were not read")
     gap = "; ".join(filter(None, (_namespace_gap(context), context.gpu_processes_gap)))
     seen = f"{len(processes)} processes with CUDA contexts were seen"
-    if len(processes) > 1:
-        return context.passes(
-            f"{seen}, of one user in one PID and IPC namespace" + (f"; not seen: {gap}" if gap else "")
-        )
-    return context.not_run(seen + (f"; not seen: {gap}" if gap else ""))
+    unseen = f"; not seen: {gap}" if gap else ""
+    if len(processes) > 1 and (has_job or not pairs):
+        return context.passes(f"{seen}, and no two of one job differ in user, namespace or order of the GPUs{unseen}")
+    unrelated = f", and nothing shows that they are of one job: {_shortened([pair[2] for pair in pairs])}"
+    return context.not_run(seen + (unrelated if pairs else "") + unseen)
 
 
 def _namespace_gap(context: RuleContext) -> str | None:
