@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gdrkit.registration import Placement
+    from gdrkit.storage.messages import SetUser
     from gdrkit.usrbio.agent.files import FileAccess
     from gdrkit.usrbio.agent.server import ServerEndpoint
 
@@ -60,8 +61,8 @@ class Agent:
     endpoint : ServerEndpoint
         The storage server. The agent closes it.
     file_access : callable
-        Called with the descriptor of a file that a client sent. The function owns the descriptor, and returns the
-        access to the file.
+        Called with the descriptor of a file that a client sent, and the user of the client (``PeerProcess.user``). The
+        function owns the descriptor, and returns the access to the file.
     spin_us : int
         How long the loop polls for work before it sleeps, in microseconds.
     is_one_client_per_process : bool
@@ -87,7 +88,7 @@ class Agent:
         mount: AgentMount,
         endpoint: ServerEndpoint,
         *,
-        file_access: Callable[[int], FileAccess],
+        file_access: Callable[[int, SetUser | None], FileAccess],
         spin_us: int = SPIN_US,
         is_one_client_per_process: bool = False,
         silence_ms: int = SILENCE_MS,
@@ -203,7 +204,7 @@ def plain_agent(
     return Agent(
         mount,
         EmbeddedServer(resolved, mount),
-        file_access=lambda descriptor: DescriptorAccess(descriptor, resolved),
+        file_access=lambda descriptor, _user: DescriptorAccess(descriptor, resolved),
         spin_us=spin_us,
         silence_ms=silence_ms,
         placement=placement,

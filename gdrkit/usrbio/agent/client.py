@@ -52,11 +52,14 @@ class PeerProcess:
         Process id, as the agent sees it.
     identity : ProcessIdentity or None
         Identity of the process. None if the process has ended, or if the agent cannot see it.
+    user : SetUser or None
+        User and groups with whose rights the server uses paths for the process. None if the agent is not shared.
     """
 
     uid: int
     process_id: int
     identity: ProcessIdentity | None = None
+    user: messages.SetUser | None = None
 
 
 class Client:
@@ -308,20 +311,22 @@ class Client:
             new_path = f"{parent}/{name}" if parent else name
             inode = os.fstat(file_fd).st_ino
             attempts = itertools.count(1)
+            user = self.process.user
 
             def link(session: AgentSession) -> None:
                 is_retry = next(attempts) > 1
                 try:
-                    status = session.call(messages.HardLink(path=path, new_path=new_path), messages.FileStat)
+                    request = messages.HardLink(path=path, new_path=new_path)
+                    status = session.call(request, messages.FileStat, user=user)
                 except AgentError as error:
                     if not is_retry or error.errno != errno.EEXIST:
                         raise
                     # The previous attempt may have created the link although its reply was lost with the session.
-                    status = session.call(messages.Stat(path=new_path), messages.FileStat)
+                    status = session.call(messages.Stat(path=new_path), messages.FileStat, user=user)
                     if status.inode != inode:
                         raise
                 if status.inode != inode:
-                    session.call(messages.Unlink(path=new_path), messages.Done)
+                    session.call(messages.Unlink(path=new_path), messages.Done, user=user)
                     raise AgentError(errno.ESTALE, "the file was renamed meanwhile")
 
             self._context.server.with_session(link)
@@ -406,7 +411,7 @@ class Client:
 
     def _file_access(self, descriptor: int) -> FileAccess:
         try:
-            return self._context.file_access(descriptor)
+            return self._context.file_access(descriptor, self.process.user)
         except OSError as error:
             raise as_agent_error(error) from error
 

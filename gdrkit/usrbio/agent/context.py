@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from gdrkit.storage.messages import SetUser
     from gdrkit.usrbio.agent._agent_loop import AgentLoop
     from gdrkit.usrbio.agent.borrowers import Borrowers
     from gdrkit.usrbio.agent.connection import ServerConnection
@@ -31,8 +32,8 @@ class AgentContext:
     root : Path
         The folder of the store, or its FUSE mount. The storage server uses paths relative to `root`.
     file_access : callable
-        Called with the descriptor of a file that a client sent. The function owns the descriptor, and returns the
-        access to the file.
+        Called with the descriptor of a file that a client sent, and the user of the client (``PeerProcess.user``). The
+        function owns the descriptor, and returns the access to the file.
     loop : AgentLoop
         The loop that serves the rings.
     nics : Nics
@@ -54,7 +55,7 @@ class AgentContext:
         self,
         root: Path,
         *,
-        file_access: Callable[[int], FileAccess],
+        file_access: Callable[[int, SetUser | None], FileAccess],
         loop: AgentLoop,
         nics: Nics,
         links: LinkFolder,

@@ -3,6 +3,9 @@
 A client proves its access to a file by a descriptor of the file. If the storage server runs on this host, the agent
 sends the descriptor to the server. To a remote server the agent sends the path. The file that the server opens must
 have the same inode as the descriptor.
+
+A FUSE mount answers fstat(2) by the path, so there a descriptor proves nothing: for a shared agent, the server opens
+the path with the rights of the user of the client.
 """
 
 from __future__ import annotations
@@ -67,24 +70,29 @@ class DescriptorAccess:
 
 
 class PathAccess:
-    """The access to a file below a FUSE mount. The server opens the file by `path`."""
+    """The access to a file below a FUSE mount. The server opens the file by `path`, with the rights of `user`.
 
-    def __init__(self, path: str, *, inode: int, readable: bool, writable: bool) -> None:
+    If `user` is None, the mount is not shared, and the server opens the file with its own rights.
+    """
+
+    def __init__(self, path: str, *, inode: int, readable: bool, writable: bool, user: messages.SetUser | None) -> None:
         self.path = path
         self.inode = inode
         self.readable = readable
         self.writable = writable
+        self.user = user
 
     def open(self, session: AgentSession) -> messages.OpenReply:
         """Open the file at the server."""
-        return session.call(messages.Open(path=self.path, read=self.readable, write=self.writable), messages.OpenReply)
+        request = messages.Open(path=self.path, read=self.readable, write=self.writable)
+        return session.call(request, messages.OpenReply, user=self.user)
 
     def close(self) -> None:
         """Do nothing: the access has no descriptor."""
 
     @classmethod
-    def of_descriptor(cls, descriptor: int, mount: Path) -> PathAccess:
-        """Return the access that a descriptor of a file below `mount` grants, and close the descriptor.
+    def of_descriptor(cls, descriptor: int, mount: Path, user: messages.SetUser | None) -> PathAccess:
+        """Return the access of `user` to the file of a descriptor below `mount`, and close the descriptor.
 
         Raises
         ------
@@ -105,6 +113,7 @@ class PathAccess:
             inode=status.st_ino,
             readable=access_mode in {os.O_RDONLY, os.O_RDWR},
             writable=access_mode in {os.O_WRONLY, os.O_RDWR},
+            user=user,
         )
 
 
@@ -127,7 +136,7 @@ class RegisteredFile:
         self.is_closing = False
         self._registration_count = 0
         # Each access with a handle of the file at the server, and the session of that handle. The handle is 0 if the
-        # server refused to reopen the file.
+        # session ended before the file was reopened.
         self._open_handles: list[tuple[FileAccess, int, AgentSession]] = []
 
     def add(self, access: FileAccess, session: AgentSession) -> None:
@@ -161,14 +170,20 @@ class RegisteredFile:
         return self._registration_count <= 0
 
     def reopen(self, session: AgentSession) -> None:
-        """Open the file at a new session with every access. An access that the server refuses gets the handle 0."""
+        """Open the file at a new session with every access. An access that the server refuses is lost.
+
+        A later session could find the inode of a deleted file in another file, so a refused access is not tried again.
+        """
         handles: list[tuple[FileAccess, int, AgentSession]] = []
         for access, _old_handle, _old_session in self._open_handles:
             try:
                 handles.append((access, open_at_server(access, session), session))
-            except AgentError:
+            except AgentError as error:
                 # Operations then use the rights of the other accesses, or fail with EBADF.
-                handles.append((access, 0, session))
+                if error.errno == errno.EREMOTEIO:  # This session has ended, and the next one opens the file.
+                    handles.append((access, 0, session))
+                else:
+                    access.close()
         self._open_handles = handles
 
     def update_loop(self, loop: AgentLoop, client: int) -> None:

@@ -19,6 +19,7 @@ from gdrkit import scm_rights
 from gdrkit.children import join_threads
 from gdrkit.errors import GdrkitError, UsageError
 from gdrkit.host import process_identity
+from gdrkit.storage.messages import SetUser
 from gdrkit.usrbio.agent import protocol
 from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
 from gdrkit.usrbio.agent.client import PeerProcess
@@ -42,6 +43,10 @@ _ACCEPT_PAUSE_S = 0.05
 _END_TIMEOUT_S = 60.0
 _ERROR_TEXT_BYTES_MAX = 2048
 _CREDENTIALS = struct.Struct("iII")
+# asm/socket.h: the groups of the process that has connected.
+_SO_PEERGROUPS = 59
+# Largest size that socket.getsockopt() can return: 256 groups. A process with more groups is refused (ERANGE).
+_GROUPS_BYTES_MAX = 1024
 _LOG = logging.getLogger(__name__)
 
 
@@ -121,7 +126,7 @@ class AgentListener:
     def _start_thread(self, connection: socket.socket) -> None:
         """Start the thread of a connection, or close the connection if there are too many."""
         thread = threading.Thread(target=self._serve, args=(connection,), name="agent-client", daemon=True)
-        uid = _peer_credentials(connection)[1]
+        _process_id, uid, _gid = _peer_credentials(connection)
         with self._lock:
             user_connections = sum(user == uid for user in self._users.values())
             is_accepted = (
@@ -139,7 +144,7 @@ class AgentListener:
 
     def _serve(self, connection: socket.socket) -> None:
         try:
-            process = _peer_process(connection)
+            process = _peer_process(connection, is_shared=self._mount.is_shared)
             if self._mount.is_shared or process.uid == os.geteuid():
                 self._serve_client(connection, self._service.open_client(process))
             else:
@@ -301,16 +306,20 @@ def _take_all(descriptors: list[int]) -> list[int]:
     return taken_descriptors
 
 
-def _peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Return the process id and the user of the process that has connected."""
+def _peer_credentials(connection: socket.socket) -> tuple[int, int, int]:
+    """Return the process id, the user and the group of the process that has connected."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process_id, uid, _gid = _CREDENTIALS.unpack(credentials)
-    return process_id, uid
+    process_id, uid, gid = _CREDENTIALS.unpack(credentials)
+    return process_id, uid, gid
 
 
-def _peer_process(connection: socket.socket) -> PeerProcess:
-    process_id, uid = _peer_credentials(connection)
-    return PeerProcess(uid, process_id, process_identity(process_id) if process_id > 0 else None)
+def _peer_process(connection: socket.socket, *, is_shared: bool) -> PeerProcess:
+    process_id, uid, gid = _peer_credentials(connection)
+    user = None
+    if is_shared:
+        groups = connection.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _GROUPS_BYTES_MAX)
+        user = SetUser(uid, gid, tuple(group for (group,) in struct.iter_unpack("I", groups)))
+    return PeerProcess(uid, process_id, process_identity(process_id) if process_id > 0 else None, user)
 
 
 def _refuse_other_user(connection: socket.socket, process: PeerProcess) -> None:

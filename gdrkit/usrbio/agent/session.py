@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import threading
 from typing import TYPE_CHECKING, TypeVar
 
 from gdrkit.errors import ApiError
+from gdrkit.storage import messages
 from gdrkit.storage.session import StorageSession
 from gdrkit.usrbio.agent.agent_error import AgentError
 
@@ -52,9 +54,20 @@ class AgentSession(StorageSession):
         super().__init__(connect, nics.all, client=_CLIENT_NAME, token=token, timeout_ms=timeout_ms, replaces=replaces)
         self.nic_numbers = tuple(range(len(self.queue_pairs)))
         self.was_ended_by_memory = False
+        # Held while a request is sent for a user, so that no other request comes between the user and the request.
+        self._user_lock = threading.Lock()
 
-    def call(self, request: Request, reply_type: type[_Reply], *, descriptors: Sequence[int] = ()) -> _Reply:
+    def call(
+        self,
+        request: Request,
+        reply_type: type[_Reply],
+        *,
+        descriptors: Sequence[int] = (),
+        user: messages.SetUser | None = None,
+    ) -> _Reply:
         """Send a request and return its reply, which is a `reply_type`.
+
+        With `user`, the server uses the paths of the request with the rights of this user.
 
         Raises
         ------
@@ -62,6 +75,10 @@ class AgentSession(StorageSession):
             The error has the errno of the server's reply. EREMOTEIO: the connection failed, and the session has ended.
         """
         try:
-            return self.request(request, reply_type, descriptors=descriptors)
+            if user is None:
+                return self.request(request, reply_type, descriptors=descriptors)
+            with self._user_lock:
+                self.request(user, messages.Done)
+                return self.request(request, reply_type, descriptors=descriptors)
         except ApiError as error:
             raise AgentError(error.errno or errno.EIO, error.detail) from error

@@ -67,7 +67,7 @@ class FuseAgent:
         self._agent = Agent(
             mount,
             endpoint,
-            file_access=lambda descriptor: PathAccess.of_descriptor(descriptor, path),
+            file_access=lambda descriptor, user: PathAccess.of_descriptor(descriptor, path, user),
             spin_us=spin_us,
             is_one_client_per_process=True,
             silence_ms=silence_ms,

@@ -21,6 +21,7 @@ from gdrkit.usrbio.agent.client import PeerProcess
 from gdrkit.usrbio.agent.link_names import parse_name
 
 if TYPE_CHECKING:
+    from gdrkit.storage.messages import SetUser
     from gdrkit.usrbio.agent.client import Client
     from gdrkit.usrbio.agent.files import PathAccess
     from gdrkit.usrbio.agent.service import Service
@@ -46,8 +47,8 @@ class LinkClients:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._lock = threading.Lock()
-        # The client and the pidfd of each process, by process id and user. A process can change its user.
-        self._clients: dict[tuple[int, int], tuple[Client, int]] = {}
+        # The client and the pidfd of each process, by process id and user. A process can change its user and groups.
+        self._clients: dict[tuple[int, int, SetUser | None], tuple[Client, int]] = {}
         # Every open file is registered for every client with a ring. This lock is held while files are registered.
         self._files_lock = threading.Lock()
         self._open_files: dict[int, tuple[PathAccess, int]] = {}
@@ -56,8 +57,8 @@ class LinkClients:
         self._thread = threading.Thread(target=self._release_ended_processes, name="agent-processes", daemon=True)
         self._thread.start()
 
-    def publish(self, name: str, target: str, *, uid: int, thread_id: int) -> None:
-        """Publish the iov or ring that a new link names, for the process of a thread.
+    def publish(self, name: str, target: str, *, uid: int, user: SetUser | None, thread_id: int) -> None:
+        """Publish the iov or ring that a new link names, for the process of a thread; see :class:`PeerProcess`.
 
         Raises
         ------
@@ -65,7 +66,7 @@ class LinkClients:
             The agent refused the publication.
         """
         try:
-            client = self._client_of(uid, _process_of(thread_id))
+            client = self._client_of(uid, user, _process_of(thread_id))
             client.publish(name, target)
             if parse_name(name).ring is not None:
                 self._register_open_files(client)
@@ -151,18 +152,18 @@ class LinkClients:
     def _ring_clients_of(self, uid: int) -> list[Client]:
         return [client for client in self._ring_clients.values() if client.process.uid == uid]
 
-    def _client_of(self, uid: int, process_id: int) -> Client:
+    def _client_of(self, uid: int, user: SetUser | None, process_id: int) -> Client:
         """Return the client of a process. Watch the process if it is new."""
         with self._lock:
-            entry = self._clients.get((process_id, uid))
+            entry = self._clients.get((process_id, uid, user))
             if entry is not None:
                 return entry[0]
             try:
                 pidfd = os.pidfd_open(process_id)
             except ProcessLookupError as error:
                 raise _process_not_visible(process_id) from error
-            client = self._service.open_client(PeerProcess(uid, process_id, process_identity(process_id)))
-            self._clients[process_id, uid] = (client, pidfd)
+            client = self._service.open_client(PeerProcess(uid, process_id, process_identity(process_id), user))
+            self._clients[process_id, uid, user] = (client, pidfd)
         os.write(self._wake_writer, _NEW_CLIENT)
         return client
 

@@ -337,7 +337,11 @@ class Operations:
             fh = self._last_fh
             self._open_files[fh] = _OpenFile(reply.handle, reply.stat.inode, writable, path)
         access = PathAccess(
-            _relative(path), inode=reply.stat.inode, readable=access_mode != os.O_WRONLY, writable=writable
+            _relative(path),
+            inode=reply.stat.inode,
+            readable=access_mode != os.O_WRONLY,
+            writable=writable,
+            user=self._store.user_of_request(),
         )
         self._links.add_file(fh, access, uid=caller().uid)
         return fh

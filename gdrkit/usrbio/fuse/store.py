@@ -50,7 +50,8 @@ class StoreFiles:
         self, connect: Callable[[], StorageClient], *, user_of_request: Callable[[], messages.SetUser] | None = None
     ) -> None:
         self._connect = connect
-        self._user_of_request = user_of_request
+        # The function returns the user for whom this thread sends a request, or None if the server has one user.
+        self.user_of_request: Callable[[], messages.SetUser | None] = user_of_request or (lambda: None)
         # The user of the session, which the server knows.
         self._user: messages.SetUser | None = None
         # One request at a time uses the client's connection and the buffer.
@@ -68,8 +69,8 @@ class StoreFiles:
         """
         message = cast("Any", request)
         user = None
-        if self._user_of_request is not None and getattr(message, "path", None) is not None:
-            user = self._user_of_request()
+        if getattr(message, "path", None) is not None:
+            user = self.user_of_request()
         with self._lock:
             if getattr(message, "handle", None) is not None:
                 message = replace(message, handle=self._file(message.handle).handle)

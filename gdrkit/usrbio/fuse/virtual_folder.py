@@ -116,7 +116,8 @@ class VirtualFolder:
         folder, name = os.path.split(path)
         if folder == _IOVS:
             process = caller()
-            self._links.publish(name, target, uid=process.uid, thread_id=process.thread_id)
+            user = self._store.user_of_request()
+            self._links.publish(name, target, uid=process.uid, user=user, thread_id=process.thread_id)
         elif folder == _RM_RF:
             self._remove_all(target)
             with self._lock:
