@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -18,11 +19,32 @@ pytestmark = needs(software(Api.CUDA))
 RUN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--apis", "cuda", "--"]
 PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
 RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
+CALLS = Path(__file__).with_name("cuda_runtime_calls.py")
+# The calls whose result on the twin is another one than on an H200, and why.
+DIFFERENCES = {
+    "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
+    "cudaDeviceGetAttribute: value of 89": "the twin refuses managed memory that host and device use at the same time",
+    "cudaDeviceGetAttribute: value of 119": "pools that processes share are not implemented",
+    "cudaStreamBeginCapture: legacy": "captures are not implemented",
+    "cudaGetSymbolAddress: unknown": "symbols are not implemented",
+    "cudaFuncGetAttributes: unknown": "the real runtime has no module in this program, and says so instead",
+    "cudaThreadExchangeStreamCaptureMode: unknown mode": "the twin refuses what the documentation does not allow",
+}
 PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([*RUN, sys.executable, *command], capture_output=True, text=True, check=False, timeout=60)
+
+
+@pytest.mark.parametrize("runtime", RUNTIMES)
+def test_results_and_errors_are_those_of_a_real_runtime(runtime: str) -> None:
+    process = run(str(CALLS), runtime)
+    assert process.returncode == 0, process.stderr
+    on_twin, on_gpu = json.loads(process.stdout), json.loads(CALLS.with_suffix(".json").read_text())
+    assert on_twin.keys() == on_gpu.keys()
+    different = {title for title, result in on_gpu.items() if on_twin[title] != result}
+    assert different == DIFFERENCES.keys(), {title: (on_twin[title], on_gpu[title]) for title in different}
 
 
 def copy_of_twin(name: str, target: Path) -> Path:

@@ -130,11 +130,8 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetStreamPriorityRange(int* least, int* greatest) 
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetLimit(std::size_t* value, int limit) {
     return entry_in_context("cuCtxGetLimit", [&](const ContextRef& context) {
-        if (value == nullptr || limit < 0) {
+        if (value == nullptr || limit < 0 || limit >= limit_count) {
             return invalid_value;
-        }
-        if (limit >= limit_count) {
-            return unsupported_limit;
         }
         *value = context->limits[static_cast<std::size_t>(limit)];
         return success;

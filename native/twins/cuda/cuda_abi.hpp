@@ -18,6 +18,7 @@ enum Result : int {
     no_device = 100,
     invalid_device = 101,
     invalid_context = 201,
+    map_failed = 205,
     unsupported_limit = 215,
     peer_access_unsupported = 217,
     operating_system_error = 304,

@@ -26,8 +26,11 @@ void serve_event(std::span<const std::byte> request, std::vector<std::byte>* rep
 
 Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* event) {
     HandleMessage message{};
-    if (event == nullptr || !read_handle(event_magic, handle, &message)) {
+    if (event == nullptr) {
         return invalid_value;
+    }
+    if (!read_handle(event_magic, handle, &message)) {
+        return map_failed;
     }
     if (message.owner == control_service_id()) {
         return invalid_context;

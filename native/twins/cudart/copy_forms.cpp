@@ -4,7 +4,11 @@
 namespace gdrkit::twin::cudart {
 namespace {
 
+// As in the real runtime, a copy of nothing succeeds, whatever its direction.
 Error copy(void* to, const void* from, std::size_t length_bytes, int kind) {
+    if (length_bytes == 0) {
+        return success;
+    }
     switch (kind) {
     case host_to_host:
     case inferred:
@@ -21,6 +25,9 @@ Error copy(void* to, const void* from, std::size_t length_bytes, int kind) {
 }
 
 Error copy_in_stream(void* to, const void* from, std::size_t length_bytes, int kind, Handle stream) {
+    if (length_bytes == 0) {
+        return success;
+    }
     switch (kind) {
     case host_to_host:
     case inferred:
@@ -65,13 +72,16 @@ cuda::Copy2d copy_of_rows(void* to, std::size_t to_pitch, const void* from, std:
 template <typename Body>
 Error check_rows(std::size_t to_pitch, std::size_t from_pitch, std::size_t width_bytes, std::size_t height, int kind,
                  Body&& body) {
+    if (width_bytes == 0 || height == 0) {
+        return success;
+    }
     if (!is_valid_kind(kind)) {
         return invalid_memcpy_direction;
     }
     if (width_bytes > to_pitch || width_bytes > from_pitch) {
         return invalid_pitch_value;
     }
-    return width_bytes == 0 || height == 0 ? success : body();
+    return body();
 }
 
 cuda::CopySide3d side_of(const Position& position, const PitchedPointer& memory, std::uint32_t memory_type) {

@@ -92,7 +92,14 @@ GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_bytes, unsigned flags) {
-    return call_in_context(&Driver::cuMemAllocManaged, reinterpret_cast<Address*>(pointer), length_bytes, flags);
+    return entry_in_context([&] {
+        // The real runtime allocates nothing and succeeds. The driver refuses 0 bytes.
+        if (pointer != nullptr && length_bytes == 0) {
+            *pointer = nullptr;
+            return success;
+        }
+        return call(&Driver::cuMemAllocManaged, reinterpret_cast<Address*>(pointer), length_bytes, flags);
+    });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMallocHost(void** pointer, std::size_t length_bytes) {

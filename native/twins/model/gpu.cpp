@@ -50,7 +50,10 @@ std::optional<int> bus_of_pci_address(std::string_view text) {
     const bool has_function = text.find('.') != std::string_view::npos;
     const bool is_parsed = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
                                         : parse_hex_field(&text, 0, &slot);
-    return is_parsed && domain == 0 && slot == 0 && function == 0 ? std::optional(bus) : std::nullopt;
+    if (!is_parsed) {
+        return std::nullopt;
+    }
+    return domain == 0 && slot == 0 && function == 0 ? bus : no_pci_bus;
 }
 
 } // namespace gdrkit::twin

@@ -113,7 +113,7 @@ void test_context_settings_are_stored() {
     EXPECT_SUCCESS("cuCtxSetLimit", 2, u64{123456});
     EXPECT_SUCCESS("cuCtxGetLimit", &limit, 2);
     CHECK(limit == 123456);
-    EXPECT_RESULT(unsupported_limit, "cuCtxGetLimit", &limit, 10);
+    EXPECT_RESULT(invalid_value, "cuCtxGetLimit", &limit, 10);
     EXPECT_SUCCESS("cuFlushGPUDirectRDMAWrites", 0, 100);
     EXPECT_RESULT(invalid_value, "cuFlushGPUDirectRDMAWrites", 0, 5);
     EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context); // a primary context is released, not destroyed

@@ -99,7 +99,7 @@ void test_invalid_arguments_are_refused() {
     Handle event = 0;
     IpcHandle handle{};
     EXPECT_RESULT(invalid_value, "cuEventCreate", &event, static_cast<unsigned>(event_interprocess));
-    EXPECT_RESULT(invalid_value, "cuIpcOpenEventHandle", &event, handle);
+    EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle);
     EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, Handle{77});
     const Handle ordinary = create_event(event_disable_timing), shared = create_event(interprocess);
     EXPECT_RESULT(invalid_handle, "cuIpcGetEventHandle", &handle, ordinary);
@@ -107,7 +107,7 @@ void test_invalid_arguments_are_refused() {
     // A handle of memory is no handle of an event.
     const u64 memory = allocate(100);
     EXPECT_SUCCESS("cuIpcGetMemHandle", &handle, memory);
-    EXPECT_RESULT(invalid_value, "cuIpcOpenEventHandle", &event, handle);
+    EXPECT_RESULT(map_failed, "cuIpcOpenEventHandle", &event, handle);
     float milliseconds = 0;
     EXPECT_SUCCESS("cuEventRecord", shared, Handle{0});
     EXPECT_SUCCESS("cuEventSynchronize", shared);
