@@ -39,7 +39,6 @@ __all__ = [
     "NIC",
     "NVME",
     "SWITCH_PORT",
-    "ZONEINFO",
     "config",
     "gpu_processes",
     "machine",
@@ -117,9 +116,10 @@ def _functions() -> dict[str, str | bytes]:
 
 
 _PORT = "/sys/class/infiniband/mlx5_0/ports/1"
-# Two TiB of memory, in 4 KiB pages.
-ZONEINFO = (
+# Two TiB of memory, in 4 KiB pages. Linux writes no start_pfn of a zone without memory, such as the zone Device.
+_ZONEINFO = (
     "Node 0, zone   Normal\n        spanned  535822336\n        present  535822336\n  start_pfn:           1048576\n"
+    "Node 0, zone   Device\n        spanned  0\n        present  0\n"
 )
 HEALTHY_FILES: dict[str, str | bytes] = {
     **_functions(),
@@ -153,7 +153,7 @@ HEALTHY_FILES: dict[str, str | bytes] = {
         "0x00000000b8000000 0x00000000b8ffffff 0x0000000000040200\n"
         "0x0000040000000000 0x0000043fffffffff 0x000000000014220c\n"
     ),
-    "/proc/zoneinfo": ZONEINFO,
+    "/proc/zoneinfo": _ZONEINFO,
     "/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme sse avx512f\n",
     "/proc/kallsyms": "0000000000000000 T ib_register_peer_memory_client\n0000000000000000 d p2pdma_pgmap_ops\n",
     "/proc/sys/kernel/osrelease": "6.8.0-60-generic\n",

@@ -13,7 +13,6 @@ from inventory.healthy_machine import (
     HEALTHY_FILES,
     NIC,
     SWITCH_PORT,
-    ZONEINFO,
     config,
     gpu_processes,
 )
@@ -33,6 +32,7 @@ __all__ = [
     "NO_RDMA_FILES",
     "PASSING_EXAMPLES",
     "PTRACE_CAPABILITY",
+    "failed_driver_open",
 ]
 
 _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
@@ -67,7 +67,8 @@ def _mountinfo(kind: str, options: str = "rw") -> dict[str, str]:
     return {"/proc/self/mountinfo": f"22 1 259:1 / / rw - {kind} /dev/nvme0n1p1 {options}\n"}
 
 
-def _failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
+def failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
+    """Return the observation of cuFileDriverOpen with an error."""
     failure = ApiFailure(
         api="cufile",
         operation="cuFileDriverOpen",
@@ -221,7 +222,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("nvidia-fs-version", "unknown symbol"): {
         "kernel_log_lines": ("nvidia_fs: Unknown symbol nvidia_p2p_get_pages (err -2)",)
     },
-    ("nvidia-fs-version", "refused by the library"): {"observations": _failed_driver_open(Reason.OTHER, 5004)},
+    ("nvidia-fs-version", "refused by the library"): {"observations": failed_driver_open(Reason.OTHER, 5004)},
     ("p2pdma-off", "multipath"): {
         "files": _NO_NVIDIA_FS_FILES | {"/sys/module/nvme_core/parameters/multipath": "Y\n"},
     },
@@ -258,7 +259,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("ucx-without-cuda", "no module"): {"files": {"/usr/lib/x86_64-linux-gnu/ucx/libuct_cuda.so.0": None}},
     ("driver-open", "no libcuda"): {"files": {"/usr/lib/x86_64-linux-gnu/libcuda.so.1": None}},
-    ("driver-open", "hangs"): {"observations": _failed_driver_open(Reason.TIMEOUT)},
+    ("driver-open", "hangs"): {"observations": failed_driver_open(Reason.TIMEOUT)},
 }
 
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
@@ -348,12 +349,13 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("kaslr-p2pdma", "nvidia-fs instead"): {"files": {f"{_GPU_FOLDER}/resource": _HIGH_BAR1}},
     ("kaslr-p2pdma", "P2PDMA has mapped it"): {
         "files": _NO_NVIDIA_FS_FILES
-        | {
-            f"{_GPU_FOLDER}/resource": _HIGH_BAR1,
-            "/proc/zoneinfo": f"{ZONEINFO}Node 0, zone   Device\n  spanned  67108864\n  start_pfn:  11274289152\n",
-        }
+        | {f"{_GPU_FOLDER}/resource": _HIGH_BAR1, f"{_GPU_FOLDER}/p2pmem/size": "274877906944\n"}
     },
     ("cufile-descriptor-0", "nvidia-fs is not loaded"): {"files": _NO_NVIDIA_FS_FILES | {"/dev/nvidia-fs0": None}},
+    ("cufile-descriptor-0", "it is still open"): {
+        "files": {"/dev/nvidia-fs0": None},
+        "observations": failed_driver_open(Reason.OTHER, 5001),
+    },
     ("file-system", "xfs"): {"files": _mountinfo("xfs")},
     ("vmm-memory", "expandable segments"): {"environment": EXPANDABLE_SEGMENTS},
     ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},

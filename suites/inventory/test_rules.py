@@ -13,8 +13,10 @@ from inventory.rule_examples import (
     NO_PEER_MEMORY_FILES,
     NO_RDMA_FILES,
     PASSING_EXAMPLES,
+    failed_driver_open,
 )
 
+from gdrkit.errors import Reason
 from gdrkit.inventory import (
     RULES,
     Finding,
@@ -86,6 +88,19 @@ def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
     finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": changes})
     # 2 TiB of memory and 40 TiB of padding end where BAR1 begins.
     assert (finding.verdict, "first 42 TiB" in finding.text) == (Verdict.UNPROVEN, True), finding.text
+
+
+def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:
+    """pci_p2pdma_add_resource() of Linux makes the folder before it maps the memory, and keeps it if that fails."""
+    changes = PASSING_EXAMPLES["kaslr-p2pdma", "P2PDMA has mapped it"]
+    files = {name: "0\n" if name.endswith("/p2pmem/size") else text for name, text in changes["files"].items()}
+    finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": files})
+    assert finding.verdict is Verdict.UNPROVEN, finding.text
+
+
+def test_call_that_never_returned_shows_no_descriptor_0(tmp_path: Path) -> None:
+    changes = {"files": {"/dev/nvidia-fs0": None}, "observations": failed_driver_open(Reason.TIMEOUT)}
+    assert apply_rule(tmp_path, "cufile-descriptor-0", changes).verdict is Verdict.FAIL
 
 
 def test_registered_module_that_refuses_is_undecided(tmp_path: Path) -> None:

@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import posixpath
 import re
+from typing import TYPE_CHECKING
 
+from gdrkit.errors import Reason
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+
+if TYPE_CHECKING:
+    from gdrkit.inventory.observation import Observation
 
 __all__ = ["RULES"]
 
@@ -151,10 +156,11 @@ def _check_p2pdma_off(context: RuleContext) -> RuleResult:
     "installed memory and a padding, so that a BAR1 with a high address does not fit: no direct NVMe transfers.",
     remedy="boot with nokaslr, or use Linux 6.15 or newer, or a kernel with the commit 7ffb791423c7; or use nvidia-fs",
     reads="the kernel log; /proc/cmdline, /proc/sys/kernel/osrelease, /proc/zoneinfo, "
-    "/sys/bus/pci/devices/*/resource, CONFIG_RANDOMIZE_MEMORY and _PHYSICAL_PADDING of the kernel",
+    "/sys/bus/pci/devices/*/{resource,p2pmem/size}, CONFIG_RANDOMIZE_MEMORY and _PHYSICAL_PADDING of the kernel",
     privilege="CAP_SYSLOG where kernel.dmesg_restrict is 1",
     source="commit 7ffb791423c7 of Linux (x86/kaslr: Reduce KASLR entropy on most x86 systems); "
-    "kernel_randomize_memory() and mhp_range_allowed() of Linux; release notes of GPUDirect Storage",
+    "kernel_randomize_memory(), mhp_range_allowed() and pci_p2pdma_add_resource() of Linux; release notes "
+    "of GPUDirect Storage",
 )
 def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     if not context.has_gpu:
@@ -183,7 +189,7 @@ def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, 
     config = context.kernel_config()
     if config and "CONFIG_RANDOMIZE_MEMORY=y" not in config:
         return context.passes("the kernel was built without KASLR of memory")
-    memory_end, device_zones = _memory_zones(context)
+    memory_end = _memory_end(context)
     if memory_end is None:
         return context.not_run("/proc/zoneinfo cannot be read")
     padding = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
@@ -192,36 +198,40 @@ def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, 
     beyond = [
         address
         for address, place in ranges.items()
-        if place[1] >= limit_tib * _TIB and not any(_overlap(zone, place) for zone in device_zones)
+        if place[1] >= limit_tib * _TIB and not _is_mapped_by_p2pdma(context, address)
     ]
     text = f"the first {limit_tib} TiB of addresses, {padding_tib} TiB more than the memory"
     context.record("direct map with KASLR", text)
     if not beyond:
-        return context.passes(f"the direct map has BAR1 of every GPU; with KASLR it has at least {text}")
+        return context.passes(f"BAR1 of every GPU is in the direct map, which with KASLR has at least {text}")
     cause = f"BAR1 of {', '.join(beyond)} is beyond the direct map, which with KASLR has {text}"
     if context.exists(f"{_NVIDIA_FS}/modules"):
         return context.passes(f"{cause}, but nvidia-fs works instead")
     return context.unproven(f"{cause}, unless this kernel has the commit 7ffb791423c7")
 
 
-def _memory_zones(context: RuleContext) -> tuple[int | None, list[tuple[int, int]]]:
-    """Return the end of the memory in bytes, and the address ranges of the zones that devices have added."""
-    memory_end, device_zones = None, []
-    is_device, spanned_pages = False, 0
-    for line in context.tree.lines("/proc/zoneinfo", ("zone ", "spanned", "start_pfn:")):
+def _memory_end(context: RuleContext) -> int | None:
+    """Return the end of the memory in bytes, or None if it cannot be read."""
+    memory_end, spanned_pages = None, 0
+    for line in context.tree.lines("/proc/zoneinfo", ("spanned", "start_pfn:")):
         words = line.split()
-        if line.startswith("Node "):
-            is_device = words[-1] == "Device"
-        elif words[0] == "spanned" and words[-1].isdecimal():
+        if words[0] == "spanned" and words[-1].isdecimal():
             spanned_pages = int(words[-1])
         elif words[0] == "start_pfn:" and words[-1].isdecimal():
-            begin, end = int(words[-1]) * _PAGE_BYTES, (int(words[-1]) + spanned_pages) * _PAGE_BYTES
-            if is_device:
-                device_zones.append((begin, end - 1))
-            else:
-                memory_end = max(memory_end or 0, end)
+            memory_end = max(memory_end or 0, (int(words[-1]) + spanned_pages) * _PAGE_BYTES)
     context.record("/proc/zoneinfo", "not readable" if memory_end is None else f"memory ends at {memory_end:#x}")
-    return memory_end, device_zones
+    return memory_end
+
+
+def _is_mapped_by_p2pdma(context: RuleContext, address: str) -> bool:
+    """Return whether the kernel has mapped memory of a PCI function for P2PDMA.
+
+    pci_p2pdma_add_resource() makes the folder first, and adds to the size only after it has mapped the memory.
+    """
+    path = f"/sys/bus/pci/devices/{address}/p2pmem/size"
+    size = context.tree.number(path)
+    context.record(path, "does not exist" if size is None else size)
+    return bool(size)
 
 
 def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
@@ -246,6 +256,8 @@ def _check_cufile_descriptor_0(context: RuleContext) -> RuleResult:
     observation = context.observe_cufile("driver_open")
     if observation is not None and DESCRIPTOR_0 in observation.seen:
         return context.fails("cuFileDriverOpen was called, and descriptor 0 was closed")
+    if observation is not None and _has_opened_driver(observation):
+        return context.passes("cuFileDriverOpen was called, and descriptor 0 is still open")
     count = context.tree.number(f"{_NVIDIA_FS}/devcount")
     context.record(f"{_NVIDIA_FS}/devcount", "does not exist" if count is None else count)
     if context.is_uncaptured(f"{_NVIDIA_FS}/devcount") or not context.tree.names("/dev"):
@@ -255,6 +267,12 @@ def _check_cufile_descriptor_0(context: RuleContext) -> RuleResult:
     if count and not nodes:
         return context.fails(f"nvidia-fs has {count} devices, and /dev has no nvidia-fs*")
     return context.passes("nvidia-fs has its device nodes" if count else "nvidia-fs is not loaded")
+
+
+def _has_opened_driver(observation: Observation) -> bool:
+    """Return whether cuFileDriverOpen returned in the child process, with success or with an error."""
+    failure = observation.failure
+    return failure is None or (failure.operation == "cuFileDriverOpen" and failure.reason is not Reason.TIMEOUT)
 
 
 @rule(
