@@ -49,8 +49,8 @@ class Diagnosis:
     privileges: tuple[str, ...]
 
     def to_json(self) -> str:
-        """Return the diagnosis as indented JSON."""
-        return json.dumps(serialization.to_json_data(self), indent=2, ensure_ascii=False) + "\n"
+        """Return the diagnosis as indented JSON in ASCII, which cannot control a terminal."""
+        return json.dumps(serialization.to_json_data(self), indent=2) + "\n"
 
     @classmethod
     def from_json(cls, text: str | bytes, *, where: str = "diagnosis") -> Self:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Self
 from gdrkit import evidence, host, serialization
 from gdrkit.errors import Reason, UsageError, errno_name
 from gdrkit.inventory.observation import Observation
+from gdrkit.text import single_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -85,8 +86,8 @@ class GpuProcess:
 
     @property
     def title(self) -> str:
-        """The process ID and the program, as texts name the process."""
-        return f"pid {self.process_id} ({self.program})"
+        """The process ID and the program, as texts name the process. A process chooses its name freely."""
+        return f"pid {self.process_id} ({single_line(self.program)})"
 
     @property
     def job(self) -> tuple[tuple[str, str], ...]:

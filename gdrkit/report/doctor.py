@@ -12,6 +12,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from gdrkit.inventory import Rule
+from gdrkit.text import escape_controls
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ _HEADINGS = {
 def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
     """Describe all findings. Present causes come first, with the values that were read.
 
-    With `verbose`, these values are also shown for the other causes.
+    With `verbose`, these values are also shown for the other causes. Control characters are escaped, because names of
+    processes and messages of the kernel may have any.
     """
     lines = [f"Missing on this machine: {'; '.join(diagnosis.missing)}", ""] if diagnosis.missing else []
     for verdict, heading in _HEADINGS.items():
@@ -55,7 +57,7 @@ def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
     lines += _describe_unreadable(diagnosis)
     counts = ", ".join(f"{len(diagnosis.of(verdict))} {word}" for verdict, word in _COUNT_LABELS.items())
     lines.append(f"{len(diagnosis.findings)} known causes: {counts}. `gdrkit explain CODE` describes a cause.")
-    return "\n".join(lines)
+    return escape_controls("\n".join(lines))
 
 
 def _describe_unreadable(diagnosis: Diagnosis) -> list[str]:

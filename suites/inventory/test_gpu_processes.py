@@ -22,8 +22,9 @@ from support.other_user import folder_for_all_users, run_program
 from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
 from gdrkit.harness.needs import host, needs
-from gdrkit.inventory import Observation, diagnose, rule_of
+from gdrkit.inventory import Diagnosis, Observation, diagnose, rule_of
 from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE, GpuProcess, observe_gpu_processes
+from gdrkit.report.doctor import describe_diagnosis
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -60,10 +61,12 @@ def folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def holder(folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES) -> Iterator[None]:
+def holder(
+    folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES, code: str = HOLD_FILES
+) -> Iterator[None]:
     """Run a process of a job that holds the nodes open. `options` go to unshare(1)."""
     prefix = ["unshare", *options] if options else []
-    command = [*prefix, sys.executable, "-c", HOLD_FILES, user, *(str(folder / name) for name in nodes)]
+    command = [*prefix, sys.executable, "-c", code, user, *(str(folder / name) for name in nodes)]
     environ = {**os.environ, "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0", "TOKEN": "of the job"}
     with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -207,6 +210,29 @@ def test_container_says_that_it_sees_no_process_outside(tmp_path: Path) -> None:
     links = {"/proc/self/ns/pid": "pid:[4026532801]"}
     finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, links=links, observations=gpu_processes({})))
     assert (finding.verdict, "outside of this PID namespace" in finding.text) == (Verdict.NOT_RUN, True)
+
+
+@pytest.mark.parametrize("program", ["\x1b]0;x\x07", "\x9b2J", "a\nb", "\u202ex"])
+def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: str) -> None:
+    """A process of any user chooses its name by PR_SET_NAME, and root reads it."""
+    observations = gpu_processes({}, {"program": program, **OTHER_NAMESPACE})
+    # A capture may have other texts of the same kind.
+    observations[GPU_PROCESSES].seen[NOT_READABLE] = program
+    diagnosis = diagnose(machine(tmp_path, observations=observations))
+    for text in (describe_diagnosis(diagnosis, verbose=True), diagnosis.to_json()):
+        assert all(line.isprintable() for line in text.splitlines()), ascii(text)
+    (finding,) = diagnosis.of(Verdict.FAIL)
+    assert finding.text.isprintable()
+    assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
+
+
+@needs(host.capability("CAP_SYS_PTRACE"))
+def test_name_set_by_a_process_is_escaped(folder: Path) -> None:
+    code = HOLD_FILES.replace("import os, sys", "import os, sys; open('/proc/self/comm', 'w').write('\\x1b[2Jx')")
+    with holder(folder, user=str(os.geteuid()), code=code):
+        observation = observe_gpu_processes(folder=str(folder))
+    (title,) = observation.seen.keys() - {NOT_READABLE}
+    assert "(\\x1b[2Jx)" in title
 
 
 def test_full_bar1_names_the_holders_of_dmabufs(tmp_path: Path) -> None:
