@@ -24,6 +24,7 @@ from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
 __all__ = [
+    "CLIENT",
     "EXPANDABLE_SEGMENTS",
     "FAILING_EXAMPLES",
     "HCA_FOLDER",
@@ -43,8 +44,8 @@ _PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
 NO_RDMA_FILES: dict[str, str | None] = {
     name: None for name in HEALTHY_FILES if name.startswith("/sys/class/infiniband/")
 }
-_CLIENT = "/sys/kernel/mm/memory_peers/nv_mem/version"
-NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, _CLIENT: None}
+CLIENT = "/sys/kernel/mm/memory_peers/nv_mem/version"
+NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, CLIENT: None}
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats", "devcount")
 }
@@ -103,15 +104,8 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("peermem-symbols", "refused by the kernel"): {
         "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
-    ("peermem-unregistered", "no client"): {
-        "files": {_CLIENT: None, "/sys/kernel/mm/memory_peers/amdkfd/version": "1.0\n"},
-        "working_routes": (),
-    },
-    ("peermem-unregistered", "ib_core is not used"): {
-        "files": {_CLIENT: None, "/sys/module/ib_core/holders/ib_uverbs": "", "/sys/module/ib_uverbs/holders/x": ""},
-        "facts": {"routes": ()},
-    },
-    ("peermem-unregistered", "registration refused"): {"files": {_CLIENT: None}, "working_routes": ()},
+    ("peermem-refused", "no client"): {"files": {CLIENT: None}, "working_routes": ()},
+    ("peermem-refused", "a registered module"): {"working_routes": ()},
     ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
         "facts": {"verbs": None, "routes": ()},
@@ -264,9 +258,14 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
 
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("no-registration-route", "peer memory alone"): {"working_routes": ("peer_memory",), "dmabuf": False},
-    ("peermem-unregistered", "dma-buf instead"): {"files": {_CLIENT: None}, "working_routes": ("dmabuf",)},
-    ("peermem-unregistered", "ib_uverbs is used"): {
-        "files": {_CLIENT: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
+    ("peermem-refused", "dma-buf instead"): {"working_routes": ("dmabuf",)},
+    ("peermem-refused", "a registered module, and nothing was tried"): {"facts": {"routes": ()}},
+    ("peermem-refused", "ib_core is used"): {
+        "files": {CLIENT: None, "/sys/module/ib_core/holders/nvidia_peermem": ""},
+        "facts": {"routes": ()},
+    },
+    ("peermem-refused", "ib_uverbs is used"): {
+        "files": {CLIENT: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
     ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},

@@ -272,7 +272,7 @@ def test_fuzzer_finds_no_defect(importer: str) -> None:
 )
 def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, name: str) -> None:
     machine = captured_machine(read_capture(captures / name))
-    codes = ("peermem-unregistered", "gpu-too-old", "nic-too-old", "kaslr-p2pdma", "cufile-descriptor-0")
+    codes = ("peermem-refused", "gpu-too-old", "nic-too-old", "kaslr-p2pdma", "cufile-descriptor-0")
     verdicts = {rule_of(code).apply(machine).verdict for code in (*codes, "cuda-ipc-refused", "descriptors-low")}
     assert verdicts <= {Verdict.PASS, Verdict.NOT_RUN}
 

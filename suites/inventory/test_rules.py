@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from inventory.healthy_machine import GPU, machine
 from inventory.rule_examples import (
+    CLIENT,
     FAILING_EXAMPLES,
     HCA_FOLDER,
     NO_PEER_MEMORY_FILES,
@@ -103,9 +104,13 @@ def test_call_that_never_returned_shows_no_descriptor_0(tmp_path: Path) -> None:
     assert apply_rule(tmp_path, "cufile-descriptor-0", changes).verdict is Verdict.FAIL
 
 
-def test_registered_module_that_refuses_is_undecided(tmp_path: Path) -> None:
-    finding = apply_rule(tmp_path, "peermem-unregistered", {"working_routes": ()})
-    assert (finding.verdict, "has registered as nv_mem" in finding.text) == (Verdict.UNPROVEN, True)
+@pytest.mark.parametrize("name", ["memory_peers/amdkfd/version", "holders/ib_uverbs", "none"])
+def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, name: str) -> None:
+    """No module was built without peer memory: nv_mem_client_init() of nvidia-peermem.c then returns EINVAL."""
+    path = {"memory_peers/amdkfd/version": "/sys/kernel/mm", "holders/ib_uverbs": "/sys/module/ib_core"}.get(name)
+    changes = {"files": {CLIENT: None} | ({f"{path}/{name}": ""} if path else {}), "facts": {"routes": ()}}
+    finding = apply_rule(tmp_path, "peermem-refused", changes)
+    assert (finding.verdict, "nvidia_peermem is loaded" in finding.text) == (Verdict.UNPROVEN, True), finding.text
 
 
 @pytest.mark.parametrize("facts", [{}, {"routes": ()}])

@@ -89,17 +89,21 @@ def _check_peermem_symbols(context: RuleContext) -> RuleResult:
 
 
 @rule(
-    code="peermem-unregistered",
-    title="nvidia_peermem is loaded, but has not registered with the RDMA stack",
-    why="The module then does nothing: every registration of a GPU address fails with EFAULT. Programs that only look "
-    "for the module, or for CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, report GPUDirect RDMA all the same.",
-    remedy="install the NVIDIA driver again after the RDMA stack whose ib_core has ib_register_peer_memory_client, and "
-    "load nvidia_peermem again; or use dma-buf (open kernel module 515 or newer), which needs no such module",
-    reads="/sys/module/{nvidia_peermem,nv_peer_mem}, /sys/kernel/mm/memory_peers, "
-    "/sys/module/{ib_core,ib_uverbs}/holders; a registration of 64 KiB by peer memory",
-    source="NVIDIA/nccl #1939 and #1537, ofiwg/libfabric #12409; nv_mem_client_init() of nvidia-peermem.c",
+    code="peermem-refused",
+    title="nvidia_peermem is loaded, and the registration of GPU addresses is refused",
+    why="Programs that only look for the module, or for CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, report "
+    "GPUDirect RDMA all the same. The module does not load unless it registers with the RDMA stack, so a loaded module "
+    "shows no reason for the refusal; the error of the registration and the kernel log may.",
+    remedy="look up the errno of the registration, and look for nvidia_peermem, NVRM and the NIC in the kernel log; "
+    "install the NVIDIA driver again after the RDMA stack, and load nvidia_peermem again; or use dma-buf (open kernel "
+    "module 515 or newer), which needs no such module",
+    reads="a registration of 64 KiB by peer memory; /sys/module/{nvidia_peermem,nv_peer_mem}, "
+    "/sys/kernel/mm/memory_peers, /sys/module/{ib_core,ib_uverbs}/holders",
+    source="nv_mem_client_init() of nvidia-peermem.c (an error if the registration fails, or if the module was built "
+    "without peer memory); NVIDIA/nccl #1939 (no entry in memory_peers, and ib_write_bw works with CUDA); "
+    "ofiwg/libfabric #12409 (the attribute of the GPU alone)",
 )
-def _check_peermem_unregistered(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
+def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - one return per result.
     not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
@@ -109,43 +113,27 @@ def _check_peermem_unregistered(context: RuleContext) -> RuleResult:  # noqa: PL
     module, routes = loaded[0], context.working_routes()
     if "peer_memory" in routes:
         return context.passes("registration by peer memory was tried and works")
-    was_refused = any(route.way == "peer_memory" for route in context.facts.routes)
+    if any(route.way == "peer_memory" for route in context.facts.routes):
+        cause = f"{module} is loaded, and registration by peer memory was tried and refused"
+        return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
     registered = _peermem_registration(context, module)
     if registered:
-        if was_refused and "dmabuf" not in routes:
-            return context.unproven(f"{registered}, but a registration by peer memory was tried and refused")
-        return context.passes(registered)
-    cause = _peermem_defect(context, module)
-    if cause is None and was_refused:
-        cause = f"{module} is loaded, and registration by peer memory was tried and refused"
-    if cause is None and context.is_uncaptured(MEMORY_PEERS):
+        return context.passes(f"{registered}; no registration of GPU memory was tried")
+    if context.is_uncaptured(MEMORY_PEERS):
         return context.not_run("the capture does not contain the files of this rule")
-    if cause is None:
-        return context.unproven(f"{module} is loaded, and nothing here shows whether it has registered")
-    return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
+    return context.unproven(f"{module} is loaded, and no registration by peer memory was tried")
 
 
 def _peermem_registration(context: RuleContext, module: str) -> str | None:
-    """Return what shows that a loaded module has registered, or None."""
+    """Return what shows that a loaded module has registered, or None. An RDMA stack may show nothing."""
     clients = set(context.names(MEMORY_PEERS)) & set(PEER_MEMORY_CLIENTS)
     if clients:
         return f"{module} has registered as {' and '.join(sorted(clients))}"
     # A module that calls a function of another one is among its holders. Which of the two RDMA modules has the function
-    # depends on the RDMA stack. nvidia_peermem is not loaded if the call fails.
+    # depends on the RDMA stack.
     for name in _RDMA_MODULES:
         if module in context.names(f"/sys/module/{name}/holders"):
             return f"{module} uses {name}, so it has registered with it"
-    return None
-
-
-def _peermem_defect(context: RuleContext, module: str) -> str | None:
-    """Return what shows that a loaded module has not registered, or None."""
-    clients = context.names(MEMORY_PEERS)
-    if clients:
-        return f"{module} is loaded, but {MEMORY_PEERS} lists only {', '.join(clients)}"
-    # A kernel with built-in RDMA modules has neither folder.
-    if any(context.exists(f"/sys/module/{name}/holders") for name in _RDMA_MODULES):
-        return f"{module} is loaded, but is not among the modules that use ib_core: it was built without peer memory"
     return None
 
 
@@ -304,7 +292,7 @@ def _check_p2p_one_way(context: RuleContext) -> RuleResult:
 RULES = (
     _check_no_registration_route,
     _check_peermem_symbols,
-    _check_peermem_unregistered,
+    _check_peermem_refused,
     _check_no_dmabuf_region,
     _check_no_dmabuf_export,
     _check_no_gpudirect,
