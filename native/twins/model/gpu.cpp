@@ -41,7 +41,8 @@ GpuUuid gpu_uuid(int number) {
 
 std::optional<int> bus_of_pci_address(std::string_view text) {
     int domain = 0, bus = 0, slot = 0, function = 0;
-    if (std::ranges::count(text, ':') == 2 && !parse_hex_field(&text, ':', &domain)) {
+    const bool has_domain = std::ranges::count(text, ':') == 2;
+    if (has_domain && !parse_hex_field(&text, ':', &domain)) {
         return std::nullopt;
     }
     if (!parse_hex_field(&text, ':', &bus)) {
@@ -50,7 +51,7 @@ std::optional<int> bus_of_pci_address(std::string_view text) {
     const bool has_function = text.find('.') != std::string_view::npos;
     const bool is_parsed = has_function ? parse_hex_field(&text, '.', &slot) && parse_hex_field(&text, 0, &function)
                                         : parse_hex_field(&text, 0, &slot);
-    if (!is_parsed) {
+    if (!is_parsed || (!has_domain && !has_function)) {
         return std::nullopt;
     }
     return domain == 0 && slot == 0 && function == 0 ? bus : no_pci_bus;
