@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -33,8 +34,10 @@ DIFFERENCES = {
 PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/self/maps').read())"
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*RUN, sys.executable, *command], capture_output=True, text=True, check=False, timeout=60)
+def run(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*RUN, sys.executable, *command], capture_output=True, text=True, check=False, timeout=60, env=environment
+    )
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
@@ -74,7 +77,7 @@ def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
     [
         ("libcudart.so.12", "libcudart.so.12"),
         ("libcudart-c3a75b33.so.13.0.96", "libcudart.so.13"),
-        ("libcudart.so", "libcudart.so.12"),
+        ("libcudart.so", "libcudart.so.13"),  # its SONAME says so
     ],
 )
 def test_twin_of_the_same_version_replaces_a_runtime(name: str, runtime: str, tmp_path: Path) -> None:
@@ -83,6 +86,31 @@ def test_twin_of_the_same_version_replaces_a_runtime(name: str, runtime: str, tm
     assert process.returncode == 0, process.stderr
     assert f"/{runtime}\n" in process.stdout
     assert str(copy) not in process.stdout
+
+
+def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
+    """The links of a toolkit end at a file whose name has the version."""
+    copy_of_twin("libcudart.so.12", tmp_path / "libcudart.so.13.0.96")
+    (tmp_path / "libcudart.so.13").symlink_to("libcudart.so.13.0.96")
+    (tmp_path / "libcudart.so").symlink_to("libcudart.so.13")
+    (tmp_path / "empty").mkdir()
+    by_path = run("-c", PRINT_MAPS, str(tmp_path / "libcudart.so"))
+    searched = {**os.environ, "LD_LIBRARY_PATH": f"{tmp_path / 'empty'}:{tmp_path}"}
+    by_name = run("-c", PRINT_MAPS, "libcudart.so", environment=searched)
+    for process in (by_path, by_name):
+        assert process.returncode == 0, process.stderr
+        assert "/libcudart.so.13\n" in process.stdout
+        assert str(tmp_path) not in process.stdout
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\x7fELF", b"\x7fELF" + b"\xff" * 4096])
+def test_runtime_of_unknown_version_is_replaced(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "libcudart.so"
+    if content is not None:
+        path.write_bytes(content)
+    process = run("-c", PRINT_MAPS, str(path))
+    assert process.returncode == 0, process.stderr
+    assert "/libcudart.so.12\n" in process.stdout
 
 
 def test_runtime_of_another_version_is_not_replaced(tmp_path: Path) -> None:

@@ -3,10 +3,17 @@
 //
 // LD_LIBRARY_PATH is not enough. The loader searches a DT_RPATH of the program first. Python wheels contain copies with
 // other names (libibverbs-1a2b3c4d.so.1.14.48.0). Some programs open a library by its absolute path.
+#include <elf.h>
+#include <fcntl.h>
 #include <link.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
 
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <string_view>
 
 namespace {
@@ -57,22 +64,124 @@ constexpr std::string_view major_of(std::string_view path) {
 static_assert(major_of("/a/libcudart.so.12") == "12" && major_of("libcudart-c3a75b33.so.12.9.79") == "12");
 static_assert(major_of("libcudart.so").empty());
 
-// Return whether the twin replaces the library. The CUDA runtime has a twin for each of several versions, which differ
-// in their structures. A program that names no version gets the first of them.
-constexpr bool replaces(std::string_view twin, std::string_view library) {
+// The CUDA runtime has a twin for each of several versions, which differ in their structures.
+constexpr bool has_versions(std::string_view library) {
+    return stem_of(library) == "libcudart";
+}
+
+// Return whether the twin replaces a library of this name and this version. If the version is unknown, the first of
+// several twins replaces the library.
+constexpr bool replaces(std::string_view twin, std::string_view library, std::string_view major) {
     const std::string_view stem = stem_of(library);
-    const bool has_other_version = !major_of(library).empty() && major_of(library) != major_of(twin);
-    return !stem.empty() && stem == stem_of(twin) && !(stem == "libcudart" && has_other_version);
+    const bool has_other_version = !major.empty() && major != major_of(twin);
+    return !stem.empty() && stem == stem_of(twin) && !(has_versions(library) && has_other_version);
+}
+constexpr bool replaces(std::string_view twin, std::string_view library) {
+    return replaces(twin, library, major_of(library));
 }
 static_assert(replaces("/t/libcudart.so.13", "/a/libcudart.so.13.0.96") &&
               replaces("/t/libcudart.so.12", "libcudart.so"));
 static_assert(!replaces("/t/libcudart.so.12", "libcudart.so.13") &&
-              !replaces("/t/libcudart.so.12", "libcudart.so.11.0"));
+              !replaces("/t/libcudart.so.12", "libcudart.so.11.0") &&
+              !replaces("/t/libcudart.so.12", "/a/libcudart.so", "13"));
 static_assert(replaces("/t/libcuda.so.1", "/a/libcuda.so.580.65") && replaces("/t/libhl-thunk.so", "libhl-thunk.so.1"));
 static_assert(!replaces("/t/libcuda.so.1", "libcudart.so.12") && !replaces("/t/libcuda.so.1", "/bin/env"));
 
-// Return the path of the twin that replaces this library, or nullptr.
-char* find_twin(std::string_view library) {
+// The bytes of an ELF file, which may be damaged: every access checks its bounds.
+struct ElfFile {
+    const char* bytes;
+    std::size_t length_bytes;
+
+    template <typename Value> bool read(std::uint64_t offset, Value* value) const {
+        if (offset > length_bytes || length_bytes - offset < sizeof(Value)) {
+            return false;
+        }
+        std::memcpy(value, bytes + offset, sizeof(Value));
+        return true;
+    }
+
+    // Find the first program header for which the condition holds.
+    template <typename Condition> bool find_segment(Condition&& condition, ElfW(Phdr) * segment) const {
+        ElfW(Ehdr) header{};
+        if (!read(0, &header) || std::memcmp(header.e_ident, ELFMAG, SELFMAG) != 0) {
+            return false;
+        }
+        for (std::uint64_t index = 0; index < header.e_phnum; ++index) {
+            if (!read(header.e_phoff + index * sizeof *segment, segment)) {
+                return false;
+            }
+            if (condition(*segment)) {
+                return true;
+            }
+        }
+        return false;
+    }
+
+    // Store the SONAME in a buffer. Return false if the file has none, or one that is too long.
+    bool read_soname(char (&buffer)[PATH_MAX]) const {
+        ElfW(Phdr) dynamic{}, strings{};
+        if (!find_segment([](const auto& segment) { return segment.p_type == PT_DYNAMIC; }, &dynamic)) {
+            return false;
+        }
+        ElfW(Dyn) entry{};
+        std::uint64_t names_address = 0, name_offset = 0;
+        for (std::uint64_t at = dynamic.p_offset; read(at, &entry) && entry.d_tag != DT_NULL; at += sizeof entry) {
+            if (entry.d_tag == DT_STRTAB) {
+                names_address = entry.d_un.d_ptr;
+            } else if (entry.d_tag == DT_SONAME) {
+                name_offset = entry.d_un.d_val;
+            }
+        }
+        const auto has_names = [=](const auto& segment) {
+            return segment.p_type == PT_LOAD && names_address - segment.p_vaddr < segment.p_filesz;
+        };
+        if (name_offset == 0 || !find_segment(has_names, &strings)) {
+            return false;
+        }
+        const std::uint64_t begin = strings.p_offset + (names_address - strings.p_vaddr) + name_offset;
+        for (std::size_t index = 0; index < sizeof buffer && read(begin + index, &buffer[index]); ++index) {
+            if (buffer[index] == '\0') {
+                return true;
+            }
+        }
+        return false;
+    }
+};
+
+bool read_soname(const char* path, char (&buffer)[PATH_MAX]) {
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    struct stat status {};
+    void* memory = MAP_FAILED;
+    if (fd >= 0 && fstat(fd, &status) == 0 && S_ISREG(status.st_mode)) {
+        memory = mmap(nullptr, static_cast<std::size_t>(status.st_size), PROT_READ, MAP_PRIVATE, fd, 0);
+    }
+    if (fd >= 0) {
+        close(fd);
+    }
+    if (memory == MAP_FAILED) {
+        return false;
+    }
+    const ElfFile file{static_cast<const char*>(memory), static_cast<std::size_t>(status.st_size)};
+    const bool has_soname = file.read_soname(buffer);
+    munmap(memory, file.length_bytes);
+    return has_soname;
+}
+
+// Return the first number of the version of a library, from its name, else from the name of the file to which links
+// lead, else from its SONAME. The text may be in the buffer.
+std::string_view find_major(const char* library, char (&buffer)[PATH_MAX]) {
+    std::string_view major = major_of(library);
+    if (major.empty() && realpath(library, buffer) != nullptr) {
+        major = major_of(buffer);
+    }
+    if (major.empty() && read_soname(library, buffer)) {
+        major = major_of(buffer);
+    }
+    return major;
+}
+
+// Return the path of the twin that replaces this library, or nullptr. The library may not exist.
+char* find_twin(const char* library) {
     // A copy of the variable that is never freed, with NUL in place of the colons: the loader keeps the C strings that
     // la_objsearch returns.
     static char* const paths = [] {
@@ -84,8 +193,10 @@ char* find_twin(std::string_view library) {
         }
         return copy;
     }();
+    char buffer[PATH_MAX];
+    const std::string_view major = has_versions(library) ? find_major(library, buffer) : std::string_view();
     for (char* path = paths; path != nullptr && *path != '\0'; path += std::string_view(path).size() + 1) {
-        if (replaces(path, library)) {
+        if (replaces(path, library, major)) {
             return path;
         }
     }
@@ -106,9 +217,16 @@ extern "C" {
 // tries. If the requested name has no folder, do not replace it in the first call: the loader would not find its entry
 // for the name when it checks symbol versions. Replace the first path that the loader tries instead.
 [[gnu::visibility("default")]] char* la_objsearch(const char* name, std::uintptr_t*, unsigned flag) {
-    const std::string_view library = name;
-    const bool is_path = library.find('/') != std::string_view::npos;
-    char* const twin = flag == LA_SER_ORIG && !is_path ? nullptr : find_twin(library);
+    const bool is_path = std::strchr(name, '/') != nullptr;
+    if (flag == LA_SER_ORIG && !is_path) {
+        return const_cast<char*>(name);
+    }
+    // Another path of the search may have the file that tells the version. The loader searches its own folders last.
+    const bool is_searched = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
+    if (is_searched && has_versions(name) && major_of(name).empty() && access(name, F_OK) != 0) {
+        return const_cast<char*>(name);
+    }
+    char* const twin = find_twin(name);
     return twin != nullptr ? twin : const_cast<char*>(name);
 }
 
