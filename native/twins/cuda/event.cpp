@@ -47,8 +47,13 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
     }
     if (event->shared) {
         const std::uint32_t number = event->shared->begin_record();
-        enqueue(
-            stream, [shared = event->shared, number] { shared->end_record(number); }, Timing::immediate);
+        try {
+            enqueue(
+                stream, [shared = event->shared, number] { shared->end_record(number); }, Timing::immediate);
+        } catch (...) {
+            event->shared->end_record(number);
+            throw;
+        }
         return success;
     }
     MarkerRef marker = enqueue(stream, {}, Timing::immediate);

@@ -1,4 +1,4 @@
-// Implements the state of an interprocess event by a futex and a lock of its file.
+// Implements the state of an interprocess event by a futex and locks of the bytes of its file.
 #include "cuda/shared_event.hpp"
 
 #include <fcntl.h>
@@ -20,10 +20,13 @@ constexpr std::uint64_t state_bytes = 4096;
 // A waiting thread checks at this interval whether the recording process has ended.
 constexpr timespec check_interval{0, 50'000'000};
 
-struct flock whole_file(short type) {
+// Return a lock of the byte that belongs to a record. The byte may be behind the end of the file.
+struct flock lock_of(std::uint32_t number, short type) {
     struct flock lock {};
     lock.l_type = type;
     lock.l_whence = SEEK_SET;
+    lock.l_start = number;
+    lock.l_len = 1;
     return lock;
 }
 
@@ -55,50 +58,49 @@ SharedEvent::~SharedEvent() {
 
 std::uint32_t SharedEvent::begin_record() {
     std::lock_guard lock(mutex_);
-    if (unfinished_records_++ == 0) {
-        struct flock shared = whole_file(F_RDLCK);
-        fcntl(fd_.get(), F_OFD_SETLK, &shared);
+    std::uint32_t last = state_->begun.load();
+    while (true) {
+        // Lock the byte before another process can see the number.
+        const std::uint32_t number = last + 1;
+        unfinished_.insert(number);
+        set_lock(number, F_RDLCK);
+        if (state_->begun.compare_exchange_strong(last, number)) {
+            return number;
+        }
+        unfinished_.erase(number); // another process has this number
+        set_lock(number, F_UNLCK);
     }
-    return state_->begun.fetch_add(1) + 1;
 }
 
 void SharedEvent::end_record(std::uint32_t number) {
-    std::uint32_t done = state_->done.load();
-    while (!has_reached(number) && !state_->done.compare_exchange_weak(done, number)) {
-    }
-    syscall(SYS_futex, &state_->done, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
-    std::lock_guard lock(mutex_);
-    if (--unfinished_records_ == 0) {
-        struct flock unlocked = whole_file(F_UNLCK);
-        fcntl(fd_.get(), F_OFD_SETLK, &unlocked);
-    }
-}
-
-bool SharedEvent::has_reached(std::uint32_t number) const {
-    // The numbers may wrap around.
-    return static_cast<std::int32_t>(state_->done.load() - number) >= 0;
-}
-
-bool SharedEvent::is_being_recorded() {
     {
         std::lock_guard lock(mutex_);
-        if (unfinished_records_ != 0) {
-            return true;
-        }
+        unfinished_.erase(number);
+        set_lock(number, F_UNLCK);
     }
-    struct flock conflicting = whole_file(F_WRLCK);
-    return fcntl(fd_.get(), F_OFD_GETLK, &conflicting) == 0 && conflicting.l_type != F_UNLCK;
+    state_->ended.fetch_add(1);
+    syscall(SYS_futex, &state_->ended, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+void SharedEvent::set_lock(std::uint32_t number, short type) {
+    struct flock lock = lock_of(number, type);
+    fcntl(fd_.get(), F_OFD_SETLK, &lock);
 }
 
 bool SharedEvent::is_done(std::uint32_t number) {
-    // A process locks the file before it numbers a record, and unlocks it after the record is done. So if no process
-    // has the lock, all processes with unfinished records have ended.
-    return has_reached(number) || !is_being_recorded();
+    {
+        std::lock_guard lock(mutex_);
+        if (unfinished_.contains(number)) {
+            return false;
+        }
+    }
+    struct flock conflicting = lock_of(number, F_WRLCK);
+    return fcntl(fd_.get(), F_OFD_GETLK, &conflicting) != 0 || conflicting.l_type == F_UNLCK;
 }
 
 void SharedEvent::wait_until_done(std::uint32_t number) {
-    for (std::uint32_t done = state_->done.load(); !is_done(number); done = state_->done.load()) {
-        syscall(SYS_futex, &state_->done, FUTEX_WAIT, done, &check_interval, nullptr, 0);
+    for (std::uint32_t ended = state_->ended.load(); !is_done(number); ended = state_->ended.load()) {
+        syscall(SYS_futex, &state_->ended, FUTEX_WAIT, ended, &check_interval, nullptr, 0);
     }
 }
 

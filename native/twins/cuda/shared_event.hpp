@@ -5,13 +5,14 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <set>
 
 #include "model/sockets.hpp"
 
 namespace gdrkit::twin::cuda {
 
 // Records of the event are numbered from 1 on, in all processes together. A record is done when the work before it in
-// its stream is done, or when its process has ended.
+// its stream is done, or when its process has ended. Records in different streams may be done in any order.
 class SharedEvent {
 public:
     // Make the state of a new event. Return null if the system has no memory or no descriptors left.
@@ -36,21 +37,20 @@ public:
 
 private:
     struct State {
-        std::atomic<std::uint32_t> begun, done; // the numbers of the last record, and of the last one that is done
+        std::atomic<std::uint32_t> begun, ended; // the number of the last record, and how many records have ended
     };
     static_assert(std::atomic<std::uint32_t>::is_always_lock_free);
 
     SharedEvent(Fd fd, State* state) : fd_(std::move(fd)), state_(state) {}
     static std::shared_ptr<SharedEvent> map(Fd fd);
-    [[nodiscard]] bool has_reached(std::uint32_t number) const;
-    [[nodiscard]] bool is_being_recorded();
+    void set_lock(std::uint32_t number, short type);
 
-    // Processes share the file, but not its open description. While this process records, its description has a shared
-    // lock of the file, which the kernel releases when the process ends.
+    // Processes share the file, but not its open description. Until a record ends, the description of its process has a
+    // shared lock of the byte with the number of the record. The kernel releases the lock when the process ends.
     Fd fd_;
     State* state_;
     std::mutex mutex_;
-    std::uint32_t unfinished_records_ = 0; // of this process
+    std::set<std::uint32_t> unfinished_; // records of this process, whose locks do not conflict with its own queries
 };
 
 } // namespace gdrkit::twin::cuda

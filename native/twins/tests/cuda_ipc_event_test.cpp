@@ -1,5 +1,9 @@
 // Tests of interprocess events. Another process makes the event, and both processes record it and wait for it.
+#include <pthread.h>
+
 #include <atomic>
+#include <chrono>
+#include <future>
 
 #include "cuda_peer.hpp"
 #include "model/dmabuf.hpp"
@@ -128,6 +132,51 @@ void test_event_without_record_is_done() {
     EXPECT_SUCCESS("cuEventDestroy_v2", event);
 }
 
+// A wait for a record does not end with a later record in another stream.
+void test_records_are_done_in_any_order() {
+    const Handle event = create_event(interprocess);
+    Handle slow = 0, idle = 0, waiting = 0;
+    for (Handle* const stream : {&slow, &idle, &waiting}) {
+        EXPECT_SUCCESS("cuStreamCreate", stream, unsigned{stream_non_blocking});
+    }
+    Gate gate(slow);
+    EXPECT_SUCCESS("cuEventRecord", event, slow);
+    EXPECT_SUCCESS("cuStreamWaitEvent", waiting, event, 0U);
+    std::promise<void> is_reached;
+    EXPECT_SUCCESS(
+        "cuLaunchHostFunc", waiting, +[](void* reached) { static_cast<std::promise<void>*>(reached)->set_value(); },
+        static_cast<void*>(&is_reached));
+    EXPECT_SUCCESS("cuEventRecord", event, idle);
+    EXPECT_SUCCESS("cuEventSynchronize", event);
+    auto reached = is_reached.get_future();
+    CHECK(reached.wait_for(std::chrono::milliseconds(300)) == std::future_status::timeout);
+    gate.open();
+    reached.wait();
+    EXPECT_SUCCESS("cuEventQuery", event);
+    EXPECT_SUCCESS("cuEventDestroy_v2", event);
+    for (const Handle stream : {slow, idle, waiting}) {
+        EXPECT_SUCCESS("cuStreamSynchronize", stream);
+        EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+    }
+}
+
+// If the system has no thread for the stream, the record fails, and nothing waits for it.
+void test_failed_record_is_ended() {
+    const Handle event = create_event(interprocess);
+    Handle stream = 0;
+    EXPECT_SUCCESS("cuStreamCreate", &stream, 0U);
+    pthread_attr_t usual, huge;
+    CHECK(pthread_getattr_default_np(&usual) == 0 && pthread_attr_init(&huge) == 0);
+    CHECK(pthread_attr_setstacksize(&huge, std::size_t{1} << 60) == 0 && pthread_setattr_default_np(&huge) == 0);
+    EXPECT_RESULT(operating_system_error, "cuEventRecord", event, stream);
+    CHECK(pthread_setattr_default_np(&usual) == 0);
+    EXPECT_SUCCESS("cuEventQuery", event);
+    EXPECT_SUCCESS("cuEventRecord", event, stream);
+    EXPECT_SUCCESS("cuEventSynchronize", event);
+    EXPECT_SUCCESS("cuEventDestroy_v2", event);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
 } // namespace
 
 int main(int argument_count, char** arguments) {
@@ -137,4 +186,6 @@ int main(int argument_count, char** arguments) {
     test_processes_wait_for_each_other();
     test_invalid_arguments_are_refused();
     test_event_without_record_is_done();
+    test_records_are_done_in_any_order();
+    test_failed_record_is_ended();
 }
