@@ -12,7 +12,11 @@ bool is_empty(const CopyRequest& request) {
 }
 
 Result resolve_operands(const ContextRef& context, const CopyRequest& request, Operand* to, Operand* from) {
-    const Result result = resolve(request.to, *context, request.to_memory, Access::write, to);
+    // Check the source first: the number of rows may be too large for a list of the rows of the destination.
+    Result result = check(request.from, *context, request.from_memory, Access::read);
+    if (result == success) {
+        result = resolve(request.to, *context, request.to_memory, Access::write, to);
+    }
     return result != success ? result : resolve(request.from, *context, request.from_memory, Access::read, from);
 }
 
@@ -75,7 +79,14 @@ Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle t
     }
     synchronise(to);
     synchronise(from);
-    return copy_synchronous(context, request);
+    const Result result = copy_synchronous(context, request);
+    if (result == success) {
+        // Later work of both contexts waits for the copy too, which may not be done yet.
+        const MarkerRef marker = enqueue(legacy_stream(context), {}, Timing::immediate);
+        enqueue(legacy_stream(to), {}, Timing::immediate, {marker});
+        enqueue(legacy_stream(from), {}, Timing::immediate, {marker});
+    }
+    return result;
 }
 
 Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,

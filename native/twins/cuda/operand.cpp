@@ -80,17 +80,16 @@ bool extent_of(const Layout& layout, std::uint64_t* length_bytes) {
 
 } // namespace
 
-Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand) {
+Result check(const Layout& layout, const Context& context, AllowedMemory allowed, Access access) {
+    // All rows must be in one allocation, so check the range that contains them.
     std::uint64_t length_bytes = 0;
-    if (!extent_of(layout, &length_bytes)) {
-        return invalid_value;
-    }
-    if (layout.height == 1 && layout.depth == 1) {
-        return resolve_row(layout.address, length_bytes, context, allowed, access, operand);
-    }
-    // All rows must be in one allocation, so check the range that contains them first.
     Operand all;
-    Result result = resolve_row(layout.address, length_bytes, context, allowed, access, &all);
+    return extent_of(layout, &length_bytes) ? resolve_row(layout.address, length_bytes, context, allowed, access, &all)
+                                            : invalid_value;
+}
+
+Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand) {
+    Result result = check(layout, context, allowed, access);
     for (std::uint64_t slice = 0; result == success && slice < layout.depth; ++slice) {
         std::uint64_t address = layout.address + slice * layout.slice_bytes;
         for (std::uint64_t row = 0; result == success && row < layout.height; ++row, address += layout.pitch_bytes) {

@@ -40,6 +40,9 @@ struct Operand {
 // Find the memory of a layout. Fails with invalid_value if it is not allocated, not accessible or not allowed.
 Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand);
 
+// Check a layout as resolve() does, at a cost that does not depend on the number of rows.
+Result check(const Layout& layout, const Context& context, AllowedMemory allowed, Access access);
+
 // Copy the bytes of an operand to another one of the same size.
 void copy_spans(const Operand& to, const Operand& from);
 

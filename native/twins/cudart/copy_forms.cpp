@@ -106,64 +106,112 @@ Error convert(const Copy3d* copy, cuda::Copy3d* converted) {
     return success;
 }
 
-// The memory of both devices has one address space, so a copy between devices needs no further parameters.
+// Convert a copy between devices. The driver orders it with the work of the primary contexts of both.
 Error convert(const PeerCopy3d* copy, cuda::Copy3d* converted) {
     if (copy == nullptr) {
         return invalid_value;
     }
-    if (const Error error = check_device(copy->from_device); error != success) {
-        return error;
-    }
-    if (const Error error = check_device(copy->to_device); error != success) {
-        return error;
-    }
     const Copy3d plain{copy->from_array, copy->from_position, copy->from, copy->to_array, copy->to_position,
                        copy->to,         copy->extent,        inferred};
-    return convert(&plain, converted);
+    Error error = check_device(copy->from_device);
+    if (error == success) {
+        error = check_device(copy->to_device);
+    }
+    if (error == success) {
+        error = convert(&plain, converted);
+    }
+    if (error == success) {
+        error = primary_context_of(copy->from_device, &converted->from.context);
+    }
+    if (error == success) {
+        error = primary_context_of(copy->to_device, &converted->to.context);
+    }
+    return error;
 }
 
-template <typename Copy> Error copy_volume(const Copy* copy) {
+// Convert a copy and run it by `run`, a call of the driver. Empty copies succeed.
+template <typename Copy, typename Run> Error convert_and_run(const Copy* copy, Run&& run) {
     cuda::Copy3d converted{};
     const Error error = convert(copy, &converted);
     if (error != success || converted.width_bytes == 0 || converted.height == 0 || converted.depth == 0) {
         return error;
     }
-    const cuda::Copy3d* const parameters = &converted;
-    return is_per_thread ? finish(call(&Driver::cuMemcpy3DAsync_v2, parameters, per_thread_stream))
-                         : call(&Driver::cuMemcpy3D_v2, parameters);
-}
-
-template <typename Copy> Error copy_volume_in_stream(const Copy* copy, Handle stream) {
-    cuda::Copy3d converted{};
-    const Error error = convert(copy, &converted);
-    if (error != success || converted.width_bytes == 0 || converted.height == 0 || converted.depth == 0) {
-        return error;
-    }
-    const cuda::Copy3d* const parameters = &converted;
-    return call(&Driver::cuMemcpy3DAsync_v2, parameters, stream);
+    return run(static_cast<const cuda::Copy3d*>(&converted));
 }
 
 unsigned char byte_of(int value) {
     return static_cast<unsigned char>(value);
 }
 
-// Fill a volume, one slice after the other.
-Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent, Handle stream) {
+// A volume to fill: its rows have equal distances, and so have its slices.
+struct Volume {
+    Address to;
+    std::size_t pitch, slice_bytes;
+    Extent extent;
+    unsigned char value;
+};
+
+// Check that all bytes of a volume are allocated. The driver checks each slice more strictly when it fills the slice.
+Error check_allocated(const Volume& volume) {
+    Address end = 0, rows_bytes = 0, slices_bytes = 0;
+    if (__builtin_mul_overflow(volume.extent.height - 1, volume.pitch, &rows_bytes) ||
+        __builtin_mul_overflow(volume.extent.depth - 1, volume.slice_bytes, &slices_bytes) ||
+        __builtin_add_overflow(volume.to, volume.extent.width, &end) || __builtin_add_overflow(end, rows_bytes, &end) ||
+        __builtin_add_overflow(end, slices_bytes, &end)) {
+        return invalid_value;
+    }
+    // A program may map memory side by side.
+    for (Address position = volume.to; position < end;) {
+        Address base = 0;
+        std::size_t length_bytes = 0;
+        if (call(&Driver::cuMemGetAddressRange_v2, &base, &length_bytes, position) != success) {
+            return invalid_value;
+        }
+        position = base + length_bytes;
+    }
+    return success;
+}
+
+// Fill a volume by `fill_rows`, a call of the driver, after a check of the whole volume.
+template <typename FillRows>
+Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent, FillRows&& fill_rows) {
     if (extent.width > memory.pitch) {
         return invalid_pitch_value;
     }
-    if (extent.width == 0 || extent.height == 0) {
+    if (extent.width == 0 || extent.height == 0 || extent.depth == 0) {
         return success;
     }
-    for (std::size_t slice = 0; slice < extent.depth; ++slice) {
-        const Address to = address_of(memory.pointer) + slice * memory.y_size * memory.pitch;
-        if (const Error error =
-                call(&Driver::cuMemsetD2D8Async, to, memory.pitch, byte_of(value), extent.width, extent.height, stream);
-            error != success) {
-            return error;
-        }
+    Volume volume{address_of(memory.pointer), memory.pitch, 0, extent, byte_of(value)};
+    // The height of the memory counts only with several slices.
+    if (extent.depth > 1 &&
+        (extent.height > memory.y_size || __builtin_mul_overflow(memory.y_size, memory.pitch, &volume.slice_bytes))) {
+        return invalid_value;
     }
-    return success;
+    if (extent.height == memory.y_size || extent.depth == 1) {
+        // All rows have the same distance, so the driver checks and fills them in one call.
+        return __builtin_mul_overflow(extent.height, extent.depth, &volume.extent.height) ? invalid_value
+                                                                                          : fill_rows(volume);
+    }
+    Error error = check_allocated(volume);
+    for (std::size_t slice = 0; error == success && slice < extent.depth; ++slice) {
+        error = fill_rows(volume);
+        volume.to += volume.slice_bytes;
+    }
+    return error;
+}
+
+Error fill_volume_in_stream(const PitchedPointer& memory, int value, const Extent& extent, Handle stream) {
+    return fill_volume(memory, value, extent, [&](const Volume& rows) {
+        return call(&Driver::cuMemsetD2D8Async, rows.to, rows.pitch, rows.value, rows.extent.width, rows.extent.height,
+                    stream);
+    });
+}
+
+// The synchronous function of the driver waits for memory of the host.
+Error fill_volume_synchronously(const PitchedPointer& memory, int value, const Extent& extent) {
+    return fill_volume(memory, value, extent, [](const Volume& rows) {
+        return call(&Driver::cuMemsetD2D8_v2, rows.to, rows.pitch, rows.value, rows.extent.width, rows.extent.height);
+    });
 }
 
 } // namespace
@@ -203,19 +251,35 @@ GDRKIT_STREAM_FORM(cudaMemcpy2DAsync)
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy3D)(const Copy3d* copy) {
-    return entry_in_context([&] { return copy_volume(copy); });
+    return entry_in_context([&] {
+        return convert_and_run(copy, [](const cuda::Copy3d* converted) {
+            return is_per_thread ? finish(call(&Driver::cuMemcpy3DAsync_v2, converted, per_thread_stream))
+                                 : call(&Driver::cuMemcpy3D_v2, converted);
+        });
+    });
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy3DAsync)(const Copy3d* copy, Handle stream) {
-    return entry_in_context([&] { return copy_volume_in_stream(copy, resolved(stream)); });
+    return entry_in_context([&] {
+        return convert_and_run(copy, [&](const cuda::Copy3d* converted) {
+            return call(&Driver::cuMemcpy3DAsync_v2, converted, resolved(stream));
+        });
+    });
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy3DPeer)(const PeerCopy3d* copy) {
-    return entry_in_context([&] { return copy_volume(copy); });
+    return entry_in_context([&] {
+        return convert_and_run(copy,
+                               [](const cuda::Copy3d* converted) { return call(&Driver::cuMemcpy3DPeer, converted); });
+    });
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy3DPeerAsync)(const PeerCopy3d* copy, Handle stream) {
-    return entry_in_context([&] { return copy_volume_in_stream(copy, resolved(stream)); });
+    return entry_in_context([&] {
+        return convert_and_run(copy, [&](const cuda::Copy3d* converted) {
+            return call(&Driver::cuMemcpy3DPeerAsync, converted, resolved(stream));
+        });
+    });
 }
 
 GDRKIT_SYNC_FORM(cudaMemset)(void* to, int value, std::size_t length_bytes) {
@@ -250,13 +314,13 @@ GDRKIT_STREAM_FORM(cudaMemset2DAsync)
 
 GDRKIT_SYNC_FORM(cudaMemset3D)(PitchedPointer memory, int value, Extent extent) {
     return entry_in_context([&] {
-        const Error error = fill_volume(memory, value, extent, resolved(0));
-        return is_per_thread ? finish(error) : error;
+        return is_per_thread ? finish(fill_volume_in_stream(memory, value, extent, per_thread_stream))
+                             : fill_volume_synchronously(memory, value, extent);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemset3DAsync)(PitchedPointer memory, int value, Extent extent, Handle stream) {
-    return entry_in_context([&] { return fill_volume(memory, value, extent, resolved(stream)); });
+    return entry_in_context([&] { return fill_volume_in_stream(memory, value, extent, resolved(stream)); });
 }
 
 #if GDRKIT_CUDART_MAJOR == 12

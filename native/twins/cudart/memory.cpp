@@ -82,8 +82,12 @@ GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
         if (pointer == nullptr) {
             return invalid_value;
         }
+        std::size_t row_count = 0;
+        if (__builtin_mul_overflow(extent.height, extent.depth, &row_count)) {
+            return memory_allocation;
+        }
         PitchedPointer made{nullptr, 0, extent.width, extent.height};
-        const Error error = allocate_pitched(&made.pointer, &made.pitch, extent.width, extent.height * extent.depth);
+        const Error error = allocate_pitched(&made.pointer, &made.pitch, extent.width, row_count);
         if (error == success) {
             *pointer = made;
         }

@@ -88,6 +88,23 @@ void test_volume_is_copied_between_devices() {
     EXPECT_SUCCESS("cuMemFree_v2", from);
 }
 
+// A copy between devices that is not done yet is ordered before later work of both, in any context.
+void test_later_work_of_a_peer_waits() {
+    const Handle first = init_device(0);
+    const u64 from = allocate(width);
+    write_device(from, pattern(width, 4));
+    const Handle second = init_device(1);
+    const u64 to = allocate(width);
+    write_device(to, std::vector(width, canary));
+    EXPECT_SUCCESS("cuCtxSetCurrent", first);
+    EXPECT_SUCCESS("cuMemcpyPeer", to, second, from, first, width);
+    EXPECT_SUCCESS("cuCtxSetCurrent", second);
+    CHECK(read_device(to, width) == pattern(width, 4));
+    EXPECT_SUCCESS("cuMemFree_v2", to);
+    EXPECT_SUCCESS("cuCtxSetCurrent", first);
+    EXPECT_SUCCESS("cuMemFree_v2", from);
+}
+
 // When an asynchronous copy returns, its pageable source has been read, and its pageable destination is written.
 void test_pageable_rows_are_staged() {
     const u64 memory = allocate(pitch * rows);
@@ -126,6 +143,8 @@ void test_invalid_rows_are_refused() {
     copy = valid;
     copy.height = ~u64{0};
     expect(invalid_value, copy);
+    // The source is too short for 16 GiB of rows, which the driver finds out before it lists the rows.
+    expect(invalid_value, {device_rows(memory, 1), host_rows(host.data(), 1), 1, u64{1} << 34});
     copy = valid;
     copy.to.memory_type = memory_array;
     expect(not_supported, copy);
@@ -202,6 +221,7 @@ int main() {
     init_device();
     test_rows_are_copied_exactly();
     test_volume_is_copied_between_devices();
+    test_later_work_of_a_peer_waits();
     test_pageable_rows_are_staged();
     test_invalid_rows_are_refused();
     test_invalid_volumes_are_refused();

@@ -164,6 +164,77 @@ void test_rows_and_volumes_are_copied() {
     EXPECT_OK("cudaFree", volume.pointer);
 }
 
+// A memset of a volume that does not fit changes nothing, and one of host memory is done when the call returns.
+void test_volumes_are_filled() {
+    PitchedPointer volume{};
+    EXPECT_OK("cudaMalloc3D", &volume, Extent{30, 4, 3});
+    const u64 length_bytes = volume.pitch * 4 * 3;
+    const std::vector<unsigned char> before(length_bytes, canary);
+    write_memory(volume.pointer, before);
+    for (const char* symbol : {"cudaMemset3D", "cudaMemset3D_ptds"}) {
+        for (const Extent extent : {Extent{30, 4, 4}, Extent{30, 2, 4}, Extent{30, 5, 2}, Extent{30, 1, u64{1} << 62},
+                                    Extent{30, u64{1} << 63, 4}}) {
+            EXPECT_ERROR(invalid_value, symbol, volume, 7, extent);
+        }
+        PitchedPointer flat = volume;
+        flat.y_size = 0;
+        EXPECT_ERROR(invalid_value, symbol, flat, 7, Extent{30, 1, u64{1} << 40});
+        EXPECT_OK(symbol, volume, 7, Extent{30, 0, u64{1} << 40});
+        flat = volume;
+        flat.pitch = u64{1} << 61;
+        EXPECT_ERROR(invalid_value, symbol, flat, 7, Extent{30, 1, 2});
+        CHECK(read_memory(volume.pointer, length_bytes) == before);
+    }
+    EXPECT_OK("cudaMemset3D", volume, 7, Extent{30, 2, 3});
+    const auto bytes = read_memory(volume.pointer, length_bytes);
+    for (u64 at = 0; at < length_bytes; ++at) {
+        CHECK(bytes[at] == (at % volume.pitch < 30 && at / volume.pitch % 4 < 2 ? 7 : canary));
+    }
+    EXPECT_OK("cudaFree", volume.pointer);
+    void* host = nullptr;
+    EXPECT_OK("cudaMallocHost", &host, u64{24});
+    std::memset(host, canary, 24);
+    EXPECT_OK("cudaMemset3D", PitchedPointer{host, 2, 2, 4}, 7, Extent{2, 4, 3});
+    CHECK(std::all_of(static_cast<unsigned char*>(host), static_cast<unsigned char*>(host) + 24,
+                      [](unsigned char byte) { return byte == 7; }));
+    EXPECT_OK("cudaFreeHost", host);
+}
+
+// A copy of a volume between devices waits for earlier work of both devices, and later work of both waits for it.
+void test_volumes_are_ordered_between_devices() {
+    void* const first = allocate(8);
+    write_memory(first, pattern(8, 6));
+    u64 stream = 0;
+    EXPECT_OK("cudaSetDevice", 1);
+    void* const second = allocate(8);
+    void* pinned = nullptr;
+    EXPECT_OK("cudaMallocHost", &pinned, u64{8});
+    std::memset(pinned, canary, 8);
+    EXPECT_OK("cudaStreamCreateWithFlags", &stream, 1U);
+    PeerCopy3d copy{};
+    copy.from = {first, 2, 2, 2};
+    copy.to = {second, 2, 2, 2};
+    copy.to_device = 1;
+    copy.extent = {2, 2, 2};
+    for (const char* symbol : {"cudaMemcpy3DPeer", "cudaMemcpy3DPeer_ptds"}) {
+        Gate gate("cudaLaunchHostFunc", stream);
+        EXPECT_OK("cudaMemcpyAsync", second, static_cast<const void*>(pinned), u64{8}, int{inferred}, stream);
+        EXPECT_OK("cudaSetDevice", 0);
+        std::thread opener([&] { gate.open(); });
+        EXPECT_OK(symbol, static_cast<const PeerCopy3d*>(&copy));
+        opener.join();
+        EXPECT_OK("cudaSetDevice", 1);
+        CHECK(read_memory(second, 8) == pattern(8, 6));
+    }
+    copy.from_device = 2;
+    EXPECT_ERROR(invalid_device, "cudaMemcpy3DPeer", static_cast<const PeerCopy3d*>(&copy));
+    EXPECT_OK("cudaStreamDestroy", stream);
+    EXPECT_OK("cudaFreeHost", pinned);
+    EXPECT_OK("cudaFree", second);
+    EXPECT_OK("cudaSetDevice", 0);
+    EXPECT_OK("cudaFree", first);
+}
+
 void test_devices_copy_to_each_other() {
     void* const first = allocate(100);
     write_memory(first, pattern(100, 3));
@@ -191,6 +262,9 @@ void test_empty_allocations_succeed() {
     EXPECT_OK("cudaFreeHost", pointer);
     EXPECT_ERROR(memory_allocation, "cudaMalloc", &pointer, u64{1} << 60);
     EXPECT_ERROR(invalid_value, "cudaMalloc", static_cast<void**>(nullptr), u64{1});
+    // The number of rows is 0 modulo 2^64.
+    PitchedPointer volume{};
+    EXPECT_ERROR(memory_allocation, "cudaMalloc3D", &volume, Extent{64, u64{1} << 33, u64{1} << 31});
     EXPECT_ERROR(invalid_value, "cudaFree", static_cast<void*>(&pointer));
 }
 
@@ -416,7 +490,9 @@ int main(int argument_count, char** arguments) {
     test_properties_fill_the_structure();
     test_ranges_are_copied();
     test_rows_and_volumes_are_copied();
+    test_volumes_are_filled();
     test_devices_copy_to_each_other();
+    test_volumes_are_ordered_between_devices();
     test_empty_allocations_succeed();
     test_pointer_attributes_tell_the_type();
     EXPECT_ERROR(invalid_value, "cudaGetLastError");
