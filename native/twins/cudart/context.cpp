@@ -21,11 +21,11 @@ namespace {
 // The device that this thread selected. It counts only while the thread has no current context.
 thread_local Device selected_device = 0;
 
-// A primary context that the twin has created. Its handle stays the same if cudaDeviceReset destroys it and a later
-// call creates it again.
+// A primary context that the twin has retained. Its handle stays the same if a reset destroys it and a later call
+// creates it again. Only the driver knows whether it exists, because the program may reset it by the driver.
 struct Primary {
     Handle context = 0;
-    bool is_retained = false;
+    bool is_retained = false; // by the twin, since its last reset
 };
 
 struct Primaries {
@@ -53,18 +53,59 @@ Error select_device(Device device) {
     return error;
 }
 
-// Return whether the current context is a primary context that cudaDeviceReset, of any thread, has destroyed, and store
-// its device.
+bool is_active(Device device) {
+    unsigned flags = 0;
+    int active = 0;
+    return call(&Driver::cuDevicePrimaryCtxGetState, device, &flags, &active) == success && active != 0;
+}
+
+// Return whether the context is a primary context that was reset, by any thread, and store its device.
 bool was_reset(Handle context, Device* device) {
     Primaries& state = primaries();
     std::lock_guard lock(state.mutex);
     for (std::size_t ordinal = 0; ordinal < state.of_device.size(); ++ordinal) {
         if (state.of_device[ordinal].context == context) {
-            *device = static_cast<Device>(ordinal);
-            return !state.of_device[ordinal].is_retained;
+            const auto found = static_cast<Device>(ordinal);
+            if (is_active(found)) {
+                return false;
+            }
+            *device = found;
+            return true;
         }
     }
     return false;
+}
+
+// Return whether the context is the primary context of the device, which exists.
+bool is_primary(Handle context, Device device) {
+    Handle primary = 0;
+    if (call(&Driver::cuDevicePrimaryCtxRetain, &primary, device) != success) {
+        return false;
+    }
+    call(&Driver::cuDevicePrimaryCtxRelease_v2, device);
+    return primary == context;
+}
+
+Error reset_device() {
+    Device device = 0;
+    Handle context = 0;
+    current_device(&device);
+    if (!is_active(device)) {
+        return success;
+    }
+    // If the current context is not a primary one, the real function destroys only the state of the runtime for that
+    // context, and the twin has none.
+    if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !is_primary(context, device)) {
+        return success;
+    }
+    // The reset waits for host functions of the program, so it must not hold the lock.
+    const Error error = call(&Driver::cuDevicePrimaryCtxReset_v2, device);
+    Primaries& state = primaries();
+    std::lock_guard lock(state.mutex);
+    if (error == success && static_cast<std::size_t>(device) < state.of_device.size()) {
+        state.of_device[static_cast<std::size_t>(device)].is_retained = false;
+    }
+    return error;
 }
 
 } // namespace
@@ -99,7 +140,7 @@ Error primary_context_of(Device device, Handle* context) {
         state.of_device.resize(ordinal + 1);
     }
     Primary& primary = state.of_device[ordinal];
-    if (!primary.is_retained) {
+    if (!primary.is_retained || !is_active(device)) {
         if (const Error error = call(&Driver::cuDevicePrimaryCtxRetain, &primary.context, device); error != success) {
             return error;
         }
@@ -124,7 +165,7 @@ Error ensure_context() {
 Error current_device(Device* device) {
     Handle context = 0;
     *device = selected_device;
-    if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0) {
+    if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !was_reset(context, device)) {
         Device of_context = 0;
         if (call(&Driver::cuCtxGetDevice, &of_context) == success) {
             *device = of_context;
@@ -156,16 +197,7 @@ GDRKIT_CUDART_ENTRY Error cudaGetDevice(Device* device) {
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceReset() {
-    return entry([&] {
-        Device device = 0;
-        current_device(&device);
-        Primaries& state = primaries();
-        std::lock_guard lock(state.mutex);
-        if (static_cast<std::size_t>(device) < state.of_device.size()) {
-            state.of_device[static_cast<std::size_t>(device)].is_retained = false;
-        }
-        return call(&Driver::cuDevicePrimaryCtxReset_v2, device);
-    });
+    return entry([] { return reset_device(); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceSynchronize() {
@@ -194,11 +226,12 @@ GDRKIT_CUDART_ENTRY Error cudaGetDeviceFlags(unsigned* flags) {
         if (flags == nullptr) {
             return invalid_value;
         }
-        if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0) {
+        Device device = selected_device;
+        if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !was_reset(context, &device)) {
             return call(&Driver::cuCtxGetFlags, flags);
         }
-        int is_active = 0;
-        return call(&Driver::cuDevicePrimaryCtxGetState, selected_device, flags, &is_active);
+        int active = 0;
+        return call(&Driver::cuDevicePrimaryCtxGetState, device, flags, &active);
     });
 }
 

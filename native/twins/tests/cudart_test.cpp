@@ -2,7 +2,9 @@
 // threads, IPC, and kernels, which are refused.
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstring>
+#include <future>
 #include <thread>
 
 #include "cudart_library.hpp"
@@ -419,6 +421,71 @@ void test_reset_destroys_the_context() {
     EXPECT_OK("cudaSetDevice", 0);
 }
 
+bool is_active(int device) {
+    unsigned flags = 0;
+    int active = 0;
+    CHECK(cuda::cu("cuDevicePrimaryCtxGetState", device, &flags, &active) == 0);
+    return active != 0;
+}
+
+// A reset waits for host functions. Meanwhile, other threads can use other devices.
+void test_reset_does_not_block_other_threads() {
+    EXPECT_OK("cudaSetDevice", 1);
+    u64 stream = 0;
+    EXPECT_OK("cudaStreamCreate", &stream);
+    Gate gate("cudaLaunchHostFunc", stream);
+    std::thread resetter([] {
+        EXPECT_OK("cudaSetDevice", 1);
+        EXPECT_OK("cudaDeviceReset");
+    });
+    while (is_active(1)) {
+        std::this_thread::yield();
+    }
+    std::promise<void> is_done;
+    std::thread user([&] {
+        EXPECT_OK("cudaFree", allocate(100));
+        is_done.set_value();
+    });
+    CHECK(is_done.get_future().wait_for(std::chrono::seconds(20)) == std::future_status::ready);
+    gate.open();
+    user.join();
+    resetter.join();
+    EXPECT_OK("cudaSetDevice", 0);
+}
+
+// The runtime asks the driver whether a primary context exists, because the program may reset it by the driver.
+void test_reset_by_the_driver_is_noticed() {
+    EXPECT_OK("cudaSetDevice", 1);
+    unsigned flags = 9, expected = 9;
+    CHECK(cuda::cu("cuDevicePrimaryCtxReset_v2", 1) == 0);
+    CHECK(selected_device() == 1);
+    EXPECT_OK("cudaFree", allocate(100));
+    CHECK(is_active(1));
+    EXPECT_OK("cudaDeviceReset");
+    CHECK(!is_active(1));
+    int active = 9;
+    CHECK(cuda::cu("cuDevicePrimaryCtxGetState", 1, &expected, &active) == 0);
+    EXPECT_OK("cudaGetDeviceFlags", &flags);
+    CHECK(flags == expected && !is_active(1));
+    EXPECT_OK("cudaSetDevice", 0);
+}
+
+// A reset in a context that is not a primary one destroys neither that context nor the primary one.
+void test_reset_keeps_other_contexts() {
+    EXPECT_OK("cudaSetDevice", 1);
+    void* const memory = allocate(100);
+    std::thread([] {
+        Handle context = 0;
+        CHECK(cuda::cu("cuCtxCreate_v2", &context, 0U, 1) == 0);
+        void* const other = allocate(100);
+        EXPECT_OK("cudaDeviceReset");
+        EXPECT_OK("cudaFree", other);
+        CHECK(cuda::cu("cuCtxDestroy_v2", context) == 0);
+    }).join();
+    EXPECT_OK("cudaFree", memory);
+    EXPECT_OK("cudaSetDevice", 0);
+}
+
 // The runtime uses a context that the program made current by the driver. The selected device belongs to a thread.
 void test_current_context_is_used() {
     std::thread([] {
@@ -502,6 +569,9 @@ int main(int argument_count, char** arguments) {
     test_errors_belong_to_threads();
     test_launch_is_refused();
     test_reset_destroys_the_context();
+    test_reset_does_not_block_other_threads();
+    test_reset_by_the_driver_is_noticed();
+    test_reset_keeps_other_contexts();
     test_current_context_is_used();
     test_forked_child_cannot_use_the_driver();
     test_processes_share_memory_and_events();
