@@ -69,7 +69,8 @@ def drop_write_capabilities() -> None:
     """Do without CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
 
     Then the kernel treats writes of root as writes of any user: it clears the set-user-ID and set-group-ID bits of a
-    file that is written, and it enforces the disk quotas and the reserved blocks of the file system.
+    file that is written, and it enforces the disk quotas of the file system. Blocks that ext4 reserves
+    for root stay usable, because the user of the thread is still root.
 
     Raises
     ------

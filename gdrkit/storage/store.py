@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.handles import Handle, ReleaseStack
-from gdrkit.host import PrivateFolder, acting_as, allow_set_group_id, separate_umask
+from gdrkit.host import PrivateFolder, acting_as, allow_set_group_id, drop_write_capabilities, separate_umask
 from gdrkit.storage._native import engine
 from gdrkit.storage.messages import FileStat, FolderEntry, ListReply, StatfsReply
 from gdrkit.storage.token import PRIVATE_FOLDER, checked_token
@@ -102,12 +102,10 @@ class FileStore:
         """
         if os.geteuid() != 0:
             raise OSError(errno.EPERM, f"only a server of root acts as other users, and this one is of {os.geteuid()}")
-        with acting_as(user.uid, user.gid, user.groups):
+        with _acting_as(user):
             pass
         if self._user is None:
             separate_umask()
-            # Only the threads that transfer data must do without this right of root.
-            allow_set_group_id()
         self._thread_state.user = user
 
     def open(self, path: str, *, flags: int, mode: int = 0) -> Any:  # noqa: ANN401 - native object.
@@ -309,7 +307,7 @@ class FileStore:
 
     def _as_user(self) -> AbstractContextManager[None]:
         user = self._user
-        return contextlib.nullcontext() if user is None else acting_as(user.uid, user.gid, user.groups)
+        return contextlib.nullcontext() if user is None else _acting_as(user)
 
     def _open_to_change_times(self, path: str, user: SetUser) -> Any:  # noqa: ANN401 - native object.
         """Open a file whose times a user may change: it is the user's, or the user may write to it."""
@@ -385,6 +383,22 @@ class FileStore:
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@contextlib.contextmanager
+def _acting_as(user: SetUser) -> Iterator[None]:
+    """Use paths with the rights of a user until the block ends, and change files without CAP_FSETID afterwards.
+
+    In the block, root may set the set-group-ID bit of any folder. Outside of it, a truncation or a hole clears the
+    set-user-ID bit of a file, as if the user had made it.
+    """
+    allow_set_group_id()
+    try:
+        with acting_as(user.uid, user.gid, user.groups):
+            yield
+    finally:
+        # When a thread becomes root for files again, the kernel gives CAP_FSETID back to it.
+        drop_write_capabilities()
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import functools
@@ -409,6 +410,70 @@ def test_new_session_reopens_files_as_their_user() -> None:
 
                 wait_until(ask, "the agent has a new session", timeout_s=30)
                 assert results[-1] == -errno.EACCES
+
+
+def shorten(folder: Path, connection: Connection) -> None:
+    """Shorten programs of another user, each by another call, and send the errno of each call."""
+
+    def punch() -> None:
+        fd = os.open(folder / "punch", os.O_RDWR)
+        ranges = virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999)
+        fcntl.ioctl(fd, virtual.PUNCH_HOLE, bytearray(ranges))
+
+    def open_empty() -> None:
+        os.close(os.open(folder / "open", os.O_WRONLY | os.O_TRUNC))
+
+    connection.send({"open": errno_of(open_empty), "punch": errno_of(punch)})
+
+
+def test_truncation_clears_the_set_user_id_bits(folders: tuple[Path, Path]) -> None:
+    mount, _plain = folders
+    stored = mount.parent / "store"
+    for name in ("open", "punch"):
+        (stored / name).write_bytes(bytes(64 * KIB))
+        os.chown(stored / name, ALICE, GROUP)
+        (stored / name).chmod(0o6777)
+    with UserProcess(BOB, lambda pipe: shorten(mount, pipe)) as bob:
+        results = bob.receive()
+    modes = {name: oct((stored / name).stat().st_mode & 0o7777) for name in results}
+    assert (results, modes) == (dict.fromkeys(results, 0), dict.fromkeys(results, oct(0o777)))
+
+
+def use_ioctls_without_capabilities(mount: Path, connection: Connection) -> None:
+    """Give up all capabilities of root, and send the errno of each ioctl that names an entry of a folder."""
+    # linux/capability.h: version 3, and the effective, permitted and inheritable sets of this thread.
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, sets) == 0
+    root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+    inode = os.fstat(root_fd).st_ino
+    requests = {
+        virtual.MOVE: virtual.MOVE_ARGUMENT.pack(inode, b"private", inode, b"taken", 0),
+        virtual.REMOVE: virtual.REMOVE_ARGUMENT.pack(inode, b"private", 1),
+        virtual.RECURSIVE_RM: bytes(4),
+        virtual.HARDLINK: virtual.HARDLINK_ARGUMENT.pack(inode, b"linked"),
+    }
+    results = {}
+    with (mount / "readable").open("rb") as file:
+        folder_fd = os.open(mount / "open", os.O_RDONLY | os.O_DIRECTORY)
+        fds = {virtual.RECURSIVE_RM: folder_fd, virtual.HARDLINK: file.fileno()}
+        for request, argument in requests.items():
+            action = functools.partial(fcntl.ioctl, fds.get(request, root_fd), request, bytearray(argument))
+            results[request] = errno_of(action)
+        remove = functools.partial((mount / "3fs-virt" / "rm-rf" / "x").symlink_to, mount / "open")
+        results[0] = errno_of(remove)
+    connection.send(list(results.values()))
+
+
+def test_root_without_capabilities_cannot_use_paths_by_ioctls(folders: tuple[Path, Path]) -> None:
+    mount, _plain = folders
+    for name in ("private", "open"):
+        (mount / name).mkdir()
+        os.chown(mount / name, ALICE, ALICE)
+    (mount / "readable").write_bytes(b"content")
+    with UserProcess(0, lambda pipe: use_ioctls_without_capabilities(mount, pipe)) as root:
+        assert root.receive() == [errno.EPERM] * 5
+    assert (mount / "private").exists()
+    assert (mount / "open").exists()
 
 
 # The kernel takes a capability from root at exec if it is not in the bounding set: PR_CAPBSET_DROP, CAP_SETUID.

@@ -13,7 +13,7 @@ import importlib.util
 import logging
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from gdrkit.remedies import pip_install, system_install
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Caller", "FuseSession", "caller", "copy_in", "copy_out", "missing_dependency", "omit_result"]
+__all__ = ["Caller", "FuseSession", "caller", "check_root", "copy_in", "copy_out", "missing_dependency", "omit_result"]
 
 _REPLY_LIBRARY = Path(__file__).resolve().parents[1] / "lib" / "libgdrkit_fuse.so"
 _LIBRARY_NAME_VARIABLE = "FUSE_LIBRARY_NAME"
@@ -35,6 +35,8 @@ _READY_POLL_S = 0.05
 _THREADS_MAX = 10
 _WRITE_BYTES_MAX = 1 << 20
 _LIBFUSE_MAJOR = 3
+# linux/capability.h.
+_CAP_DAC_OVERRIDE = 1
 _log = logging.getLogger(__name__)
 
 # Names of callbacks in struct fuse_operations of libfuse.
@@ -69,6 +71,22 @@ class Caller(NamedTuple):
 def caller() -> Caller:
     """Return the sender of the request that this thread executes."""
     return Caller(*_import_mfusepy().fuse_get_context())
+
+
+def check_root() -> None:
+    """Raise EPERM if root sent the request without CAP_DAC_OVERRIDE, for example in a container.
+
+    The kernel does not check the names in an ioctl, and the storage server would use them with all rights of root.
+    """
+    sender = caller()
+    if sender.uid != 0:
+        return
+    effective = 0
+    with suppress(OSError):
+        status = Path(f"/proc/{sender.thread_id}/status").read_text()
+        effective = next(int(line.split()[1], 16) for line in status.splitlines() if line.startswith("CapEff:"))
+    if not effective & 1 << _CAP_DAC_OVERRIDE:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
 
 def copy_in(address: int, length_bytes: int) -> bytes:

@@ -9,10 +9,13 @@ from pathlib import Path
 from gdrkit.errors import ApiError
 from gdrkit.storage import messages
 from gdrkit.usrbio import virtual
-from gdrkit.usrbio.fuse._mfusepy import copy_in, copy_out, omit_result
+from gdrkit.usrbio.fuse._mfusepy import check_root, copy_in, copy_out, omit_result
 from gdrkit.usrbio.fuse.operations import Operations
 
 __all__ = ["MountOperations"]
+
+# The requests that use names which the kernel has not checked.
+_REQUESTS_WITH_PATHS = {virtual.RECURSIVE_RM, virtual.HARDLINK, virtual.MOVE, virtual.REMOVE}
 
 
 class MountOperations(Operations):
@@ -21,6 +24,8 @@ class MountOperations(Operations):
     def ioctl(self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
         """Execute an ioctl, whose argument or result is at the address `data`. Raise ENOTTY if it is unknown."""
         request &= 0xFFFFFFFF
+        if request in _REQUESTS_WITH_PATHS:
+            check_root()
         if result := self._result(request):
             copy_out(data, result)
         elif request == virtual.FSYNC:

@@ -17,7 +17,7 @@ import zlib
 from typing import TYPE_CHECKING
 
 from gdrkit.storage import messages
-from gdrkit.usrbio.fuse._mfusepy import caller
+from gdrkit.usrbio.fuse._mfusepy import caller, check_root
 from gdrkit.usrbio.virtual import VIRTUAL_FOLDER
 
 if TYPE_CHECKING:
@@ -141,6 +141,7 @@ class VirtualFolder:
 
     def _remove_all(self, target: str) -> None:
         """Remove the file or folder that the link `target` names, with its contents."""
+        check_root()
         prefix = f"{self._mount}/"
         # A relative path is refused: the kernel passes only the text of the link, and not the folder of its process.
         if not target.startswith(prefix) or os.path.normpath(target) != target.rstrip("/"):
