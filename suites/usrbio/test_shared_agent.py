@@ -21,7 +21,9 @@ from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import host, needs, verbs
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.protocol import AgentRequest
+from gdrkit.usrbio.agent.quota import MemoryQuota
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -278,6 +280,16 @@ def test_client_library_works_for_every_user(mount: Path) -> None:
     for uid in (0, ALICE, BOB):
         with UserProcess(uid, lambda pipe: pipe.send(usrbio.read_file(path, str(mount)))) as user:
             pattern.check(user.receive(), seed=6)
+
+
+def test_small_iovs_cost_a_page_of_the_quota() -> None:
+    quota = MemoryQuota(2 * os.sysconf("SC_PAGESIZE"))
+    releases = [quota.charge(ALICE, 1) for _ in range(2)]
+    with pytest.raises(AgentError, match="EDQUOT"):
+        quota.charge(ALICE, 1)
+    releases[0]()
+    quota.charge(ALICE, 1)
+    quota.charge(BOB, 1)
 
 
 def test_memory_limit_without_shared_is_refused(tmp_path: Path) -> None:

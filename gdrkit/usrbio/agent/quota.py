@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["MemoryQuota"]
+
+_PAGE_BYTES = os.sysconf("SC_PAGESIZE")
 
 
 class MemoryQuota:
@@ -29,13 +32,16 @@ class MemoryQuota:
         self._bytes_by_user: dict[int, int] = {}
 
     def charge(self, uid: int, length_bytes: int) -> Callable[[], None]:
-        """Count memory of a user, and return the function that ends this.
+        """Count memory of a user in whole pages, and return the function that ends this.
+
+        The smallest publication costs a page, as in the kernel. So the limit also limits the number of publications.
 
         Raises
         ------
         AgentError
             EDQUOT: the user would exceed the limit.
         """
+        length_bytes = -(-length_bytes // _PAGE_BYTES) * _PAGE_BYTES
         with self._lock:
             total_bytes = self._bytes_by_user.get(uid, 0) + length_bytes
             if self._user_bytes_max is not None and total_bytes > self._user_bytes_max:
