@@ -279,18 +279,25 @@ def test_real_machine_has_no_cause_of_age_or_processes(captures: Path, name: str
 
 @NEEDS_CAPTURES
 @pytest.mark.parametrize(
-    ("file", "content", "verdict"),
+    ("pattern", "content", "verdict"),
     [
-        ("fw_ver", "28.41.1000", Verdict.PASS),
-        ("hca_type", "MT4103", Verdict.FAIL),
-        ("fw_ver", "28.34.1002", Verdict.UNPROVEN),
+        ("mlx5_4/fw_ver", "28.41.1000", Verdict.PASS),
+        ("*/hca_type", "MT4103", Verdict.FAIL),
+        ("mlx5_4/hca_type", "MT4103", Verdict.UNPROVEN),
+        ("mlx5_4/fw_ver", "28.34.1002", Verdict.UNPROVEN),
     ],
 )
 def test_old_nic_in_a_real_tree_is_found(
-    captures: Path, tmp_path: Path, file: str, content: str, verdict: Verdict
+    captures: Path, tmp_path: Path, pattern: str, content: str, verdict: Verdict
 ) -> None:
-    tree = tmp_path / "infiniband"
-    shutil.copytree(captures / "gpud" / "sys-class-infiniband-h100.0", tree)
-    (tree / "mlx5_4" / file).write_text(content)
-    finding = rule_of("nic-too-old").apply(captured_machine(read_capture(tree)))
+    devices = tmp_path / "sys" / "class" / "infiniband"
+    shutil.copytree(captures / "gpud" / "sys-class-infiniband-h100.0", devices)
+    for path in devices.glob(pattern):
+        path.write_text(content)
+    # The captured folder has no PCI functions, and the rule needs a GPU.
+    gpu = tmp_path / "sys" / "bus" / "pci" / "devices" / "0000:19:00.0"
+    gpu.mkdir(parents=True)
+    for name, text in {"vendor": "0x10de\n", "device": "0x2330\n", "class": "0x030200\n"}.items():
+        (gpu / name).write_text(text)
+    finding = rule_of("nic-too-old").apply(captured_machine(read_capture(tmp_path)))
     assert (finding.verdict, "mlx5_4" in finding.text) == (verdict, verdict is not Verdict.PASS)
