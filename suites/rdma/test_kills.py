@@ -5,6 +5,7 @@ GDRKIT_TWIN_KILLS_S is the duration of the kills in seconds: 4 by default, and 6
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import secrets
@@ -55,29 +56,51 @@ class Pair:
         self._process.poll()
         return processes_with(self._marker)
 
+    def is_complete(self) -> bool:
+        """Return whether `gdrkit run` and both writing processes run, and no other process of the pair."""
+        commands = [read_process_file(process_id, "cmdline") for process_id in self.processes()]
+        return len(commands) == 3 and any(command.endswith(b"\0second\0") for command in commands)
+
     def kill_one(self, rng: random.Random) -> None:
         """Kill one process of the pair.
 
-        Require that the other processes then end by themselves and without an error.
+        Require that the other processes then end by themselves and without an error. A pair goes on without a program
+        that `gdrkit run` has started to write the tree of devices. Another process is then killed.
         """
-        running_ids = self.processes()
-        victim = rng.choice(running_ids)
-        os.kill(victim, signal.SIGKILL)
-        wait_until(lambda: not self.processes(), "the end of a pair whose process was killed", timeout_s=END_S)
+        while running_ids := self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rng.choice(running_ids), signal.SIGKILL)
+            wait_until(
+                lambda: not self.processes() or self.is_complete(),
+                "the end of a pair whose process was killed",
+                timeout_s=END_S,
+            )
         assert self._process.wait() in {0, -signal.SIGKILL}
+
+    def close(self) -> None:
+        """End all processes of the pair."""
+        for process_id in self.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process_id, signal.SIGKILL)
+        self._process.wait()
 
 
 def processes_with(variable: str) -> list[int]:
     """Return the process IDs whose environment has this variable with this value, ``NAME=VALUE``."""
     process_ids = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (folder / "environ").read_bytes()
-        except OSError:
-            continue
-        if variable.encode() in environment.split(b"\0"):
-            process_ids.append(int(folder.name))
+        process_id = int(folder.name)
+        if variable.encode() in read_process_file(process_id, "environ").split(b"\0"):
+            process_ids.append(process_id)
     return process_ids
+
+
+def read_process_file(process_id: int, name: str) -> bytes:
+    """Return the content of a file of /proc, or nothing if the process has ended."""
+    try:
+        return Path("/proc", str(process_id), name).read_bytes()
+    except OSError:
+        return b""
 
 
 def left_behind(domain: str, temporary: Path) -> list[str]:
@@ -93,18 +116,23 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
     rng = random.Random(seed)
     domain = f"kills-{secrets.token_hex(6)}"
     environ = {**suites_environ(), "GDRKIT_TWINS_DOMAIN": domain, "TMPDIR": str(tmp_path)}
-    pairs = [Pair(environ) for _ in range(PAIR_COUNT)]
-    end_s = time.monotonic() + KILLS_S
     kills_count = 0
-    while time.monotonic() < end_s:
-        # The kill comes at any time of the start or of the transfers.
-        threading.Event().wait(rng.uniform(0, 2))
-        number = rng.randrange(PAIR_COUNT)
-        pairs[number].kill_one(rng)
-        pairs[number] = Pair(environ)
-        kills_count += 1
-    for pair in pairs:
-        pair.kill_one(rng)
+    with contextlib.ExitStack() as cleanup:
+
+        def start_pair() -> Pair:
+            return cleanup.enter_context(contextlib.closing(Pair(environ)))
+
+        pairs = [start_pair() for _ in range(PAIR_COUNT)]
+        end_s = time.monotonic() + KILLS_S
+        while time.monotonic() < end_s:
+            # The kill comes at any time of the start or of the transfers.
+            threading.Event().wait(rng.uniform(0, 2))
+            number = rng.randrange(PAIR_COUNT)
+            pairs[number].kill_one(rng)
+            pairs[number] = start_pair()
+            kills_count += 1
+        for pair in pairs:
+            pair.kill_one(rng)
     # The next gdrkit run removes the folder of a gdrkit run that was killed.
     subprocess.run([*RUN, "true"], env=environ, check=True)
     assert processes_with(f"GDRKIT_TWINS_DOMAIN={domain}") == []
