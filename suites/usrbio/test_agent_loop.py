@@ -6,9 +6,9 @@ No NIC moves data here. The case reads the requests of the loop from a socket, a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import socket
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import pytest
@@ -31,7 +31,7 @@ EVENTS_TIMEOUT_MS = 10_000
 SUBMISSION_HEAD, COMPLETION_TAIL = 0, 3
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class ServedRing:
     """A loop that serves one ring.
 
@@ -122,6 +122,31 @@ def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_
         assert served.event_names() == ["disconnected"]
         assert not served.loop.disconnect()
         assert served.results(1) == [-errno.EREMOTEIO]
+
+
+@pytest.mark.parametrize("new_handle", [0, 9], ids=["not-opened-again", "opened-again"])
+def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: int) -> None:
+    """A handle of the old session would name the file of another client."""
+    with served_ring(tmp_path) as served, contextlib.closing(RawIov(MIB)) as refused_iov:
+        served.submit(INODE)
+        kept = served.operation()
+        served.loop.add_buffer(
+            CLIENT, refused_iov.id.bytes, length=MIB, block_bytes=0, keys=[(2 << 20, 8)], preferred_nics=[]
+        )
+        served.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
+        served.ring.submit()
+        # A NIC has refused the memory of the second operation. The first operation outlives the session.
+        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag, -errno.EREMOTEIO)]))
+        assert "disconnected" in served.event_names()
+        assert served.loop.disconnect()
+        assert served.results(1) == [-errno.EREMOTEIO]
+        if new_handle:
+            served.loop.set_file(CLIENT, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False)
+        server, data_connection = socket.socketpair()
+        with server:
+            served.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
+            again = dataclasses.replace(served, server=server).operation()
+        assert (kept.handle, again.handle) == (1, new_handle)
 
 
 def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> None:

@@ -252,6 +252,11 @@ bool Loop::disconnect() {
         is_connected_ = false;
         connection_.reset();
         unsent_requests_.clear();
+        // The next session numbers its files from 1 again. With the old handle, an operation on a file that the agent does
+        // not open again would go to the file of another client. The server answers EBADF to the handle 0.
+        for (const auto& [number, client] : clients_)
+            for (const auto& [inode, file] : client->files)
+                file->spec.read_handle = file->spec.write_handle = 0;
         for (std::uint32_t index = 0; index < in_flight_.size(); ++index)
             if (in_flight_[index].ring != nullptr && (!has_refusal_ || in_flight_[index].buffer->is_refused))
                 complete_operation(index, -EREMOTEIO);
