@@ -367,8 +367,8 @@ def start_load_files(
                 layout = layout_of(header, select)
                 for one in devices:
                     one.place(layout)
+        is_shared = len(indices) > 1 and (_shares_are_faster(files, indices, access) if share is None else share)
         opened.pop_all()
-    is_shared = len(indices) > 1 and (_shares_are_faster(files, indices) if share is None else share)
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:
@@ -415,7 +415,7 @@ def _check_names(files: Sequence[File], headers: Sequence[Header]) -> None:
                 raise UsageError(message, what_to_do="load these files one at a time")
 
 
-def _shares_are_faster(files: Sequence[File], indices: Sequence[int]) -> bool:
+def _shares_are_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
     """Return whether reads of shares and copies between the devices take less time than reads of everything by each.
 
     If n devices read everything, they read n times as many bytes as by shares. By shares, the other bytes are copied.
@@ -430,7 +430,9 @@ def _shares_are_faster(files: Sequence[File], indices: Sequence[int]) -> bool:
     key = frozenset(indices)
     if _copy_rates.get(key, math.inf) >= _read_rates.get(key, 0.0):
         return True
-    return files[0].cached_share(length_bytes=min(files[0].size_bytes, _CACHE_QUERY_BYTES)) < _CACHED_SHARE_MIN
+    return access == "direct" or any(
+        file.cached_share(length_bytes=min(file.size_bytes, _CACHE_QUERY_BYTES)) < _CACHED_SHARE_MIN for file in files
+    )
 
 
 def _copy_to_peers(loads: Sequence[DeviceLoad]) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from models.model_files import EVERY_TYPE, ModelFile, packed, write_model
 from support.faults import faults
+from support.gds import drop_from_cache
 
 from gdrkit import gds, handles
 from gdrkit.cuda import borrow
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from gdrkit.cuda import Device
+    from gdrkit.gds import Access
 
 DEVICES = [
     pytest.param("cpu", id="host"),
@@ -181,17 +183,28 @@ def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) 
 @needs(cuda.device(count_min=2), software("cuda"))
 def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> None:
     length_bytes = 32 * MIB
-    model = write_model(tmp_path / "model", [("a", "U8", (length_bytes,))], seed=seed)
+    models = [write_model(tmp_path / name, [(name, "U8", (length_bytes // 2,))], seed=seed) for name in ("a", "b")]
+    expected = models[0].tensors | models[1].tensors
 
-    def copied_bytes() -> int:
-        loaded = load_file(model.path, ["cuda:0", "cuda:1"], framework="dlpack")
-        assert [contents(tensors) for tensors in loaded] == [model.tensors] * 2
+    def copied_bytes(access: Access = "automatic") -> int:
+        paths = [model.path for model in models]
+        loaded = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", access=access)
+        assert [contents(tensors) for tensors in loaded] == [expected] * 2
         peer_bytes: int = loaded[0].report.peer_bytes
         return peer_bytes
 
-    with faults(Api.CUDA, "cuMemcpyPeerAsync call=1 delay_us=1500000"):
+    # A load is timed only if it is not over when its result is asked for, so its first read is late too.
+    delays = ["cuMemcpyHtoDAsync_v2 call=1 delay_us=200000", "cuMemcpyPeerAsync call=1 delay_us=1000000"]
+    with faults(Api.CUDA, *delays):
         assert copied_bytes() == length_bytes, "the first load is shared, because no rates are known"
-        assert copied_bytes() == 0, "copies were slower than reads"
+    assert copied_bytes() == 0, "copies were slower than reads"
+    with faults(Api.CUDA, *delays):
+        assert copied_bytes("direct") == length_bytes, "each byte comes from the disk once"
+    assert copied_bytes() == 0, "both files are cached"
+    drop_from_cache(models[1].path)
+    with faults(Api.CUDA, *delays):
+        assert copied_bytes() == length_bytes, "the second file is not cached"
+    models[1].path.read_bytes()
     with faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
         assert copied_bytes() == 0, "the rates of the last loads count"
     assert copied_bytes() == length_bytes, "reads were slower than copies"
