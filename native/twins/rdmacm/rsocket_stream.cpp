@@ -112,7 +112,7 @@ void StreamSocket::on_received(const ibv_wc& wc) {
     default:
         return end(Stage::failed, EPROTO);
     }
-    if (stage_ == Stage::connected && !peer_left_) {
+    if ((stage_ == Stage::connecting || stage_ == Stage::connected) && !peer_left_) {
         repost_receive(slot);
     }
 }
@@ -161,7 +161,10 @@ int StreamSocket::wait_for_connection(SocketLock* lock, int flags) {
         return 0;
     }
     const int error = wait(lock, is_nonblocking(flags), [this] { return stage_ != Stage::connecting; });
-    return error == 0 && stage_ == Stage::refused ? error_ : error;
+    if (error != 0 || (stage_ != Stage::refused && stage_ != Stage::failed)) {
+        return error;
+    }
+    return error_ != 0 ? error_ : ECONNREFUSED; // another thread may have taken the error by SO_ERROR
 }
 
 bool StreamSocket::can_send() const {
@@ -300,9 +303,11 @@ void StreamSocket::end_directions(SocketLock* lock, int how) {
     if (post_message(is_last ? Kind::disconnect : Kind::end_of_data, nullptr, 0) != 0) {
         return;
     }
-    // Before the connection ends, wait until the peer has received all sent bytes.
+    // Before the connection ends, wait until the peer has received all sent bytes, also if the peer ends the connection
+    // too.
     wait(
-        lock, false, [this] { return sends_in_flight_ == 0 || stage_ != Stage::connected; }, close_timeout_ms);
+        lock, false, [this] { return sends_in_flight_ == 0 || stage_ == Stage::failed || peer_left_; },
+        close_timeout_ms);
     if (is_last && stage_ == Stage::connected) {
         end(Stage::disconnected);
     }

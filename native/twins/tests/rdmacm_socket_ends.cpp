@@ -22,7 +22,7 @@ constexpr int wait_ms = 30'000;
 
 // The commands to the second process.
 constexpr char shut_reads = 'r', shut_writes = 'w', shut_both = 'b', close_socket = 'c', send_data = 's',
-               receive_byte = '1', query_events = 'p', is_done = 'd';
+               receive_byte = '1', query_events = 'p', send_and_end = 'e', receive_data = 'D', is_done = 'd';
 
 // Query the events that rpoll reports at once. All of POLLIN, POLLOUT, POLLHUP and POLLERR can come.
 short events_of(int socket) {
@@ -106,6 +106,14 @@ int run_peer(int control) {
             break;
         case send_data:
             CHECK(rsend(socket, data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
+            break;
+        case send_and_end:
+            CHECK(rsend(socket, data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
+            CHECK(rshutdown(socket, SHUT_WR) == 0);
+            break;
+        case receive_data:
+            expect_data(socket);
+            expect_end_of_data(socket);
             break;
         case receive_byte:
             CHECK(rrecv(socket, &byte, 1, 0) == 1);
@@ -192,6 +200,21 @@ void test_end_of_the_peers_writes_is_not_a_hangup() {
     CHECK(events_of(stream.client) == (POLLIN | POLLOUT | POLLHUP));
     stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
     stream.expect_disconnected();
+}
+
+void test_ends_of_both_directions_at_once_lose_no_data() {
+    std::vector<std::uint8_t> data(data_bytes);
+    fill_pattern(data.data(), data.size());
+    for (int round = 0; round < 20; ++round) {
+        Stream stream;
+        send_value(stream.process.socket.get(), send_and_end);
+        CHECK(rsend(stream.client, data.data(), data.size(), 0) == static_cast<ssize_t>(data.size()));
+        CHECK(rshutdown(stream.client, SHUT_WR) == 0);
+        CHECK(receive_value<char>(stream.process.socket.get()) == is_done);
+        expect_data(stream.client);
+        expect_end_of_data(stream.client);
+        stream.tell(receive_data);
+    }
 }
 
 void test_own_end_of_writes_lets_the_peer_send() {
@@ -355,6 +378,7 @@ int main(int argument_count, char** arguments) {
         return run_peer(std::atoi(arguments[1]));
     }
     test_end_of_the_peers_writes_is_not_a_hangup();
+    test_ends_of_both_directions_at_once_lose_no_data();
     test_own_end_of_writes_lets_the_peer_send();
     test_peer_does_not_learn_of_an_end_of_reads();
     test_hangup_comes_together_with_data(shut_both);
