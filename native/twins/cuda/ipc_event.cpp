@@ -1,5 +1,4 @@
 // CUDA IPC of events: handles of interprocess events.
-#include <mutex>
 
 #include "cuda/entry.hpp"
 #include "cuda/event.hpp"
@@ -59,8 +58,12 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
         if (!find_exportable(event)) {
             return invalid_handle;
         }
-        static std::once_flag is_registered;
-        std::call_once(is_registered, [] { register_handler(request_cuda_ipc_event, serve_event); });
+        // std::call_once() is not used, because libstdc++ keeps its state in thread-local variables. The initial-exec
+        // model of this library would need them in static TLS, and libstdc++ may have been loaded by dlopen() before.
+        [[maybe_unused]] static const bool is_registered = [] {
+            register_handler(request_cuda_ipc_event, serve_event);
+            return true;
+        }();
         HandleMessage message{};
         message.object_id = event;
         write_handle(event_magic, message, handle);
