@@ -250,6 +250,17 @@ def test_other_user_is_refused_by_the_kernel() -> None:
     assert "PermissionError" in result.stderr
 
 
+@needs(host.capability("CAP_SYS_ADMIN"), host.program("unshare", "--mount", "echo", "allowed"))
+def test_agent_ends_although_a_container_has_its_mount(folders: tuple[Path, Path]) -> None:
+    mount, store = folders
+    with AgentProcess(mount, "--store", str(store), "--fuse") as agent:
+        command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", "echo ready; read line"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as container:
+            assert container.stdout is not None
+            assert container.stdout.readline() == "ready\n"
+            assert agent.terminate() == 0, agent.error_output
+
+
 def test_mount_of_a_killed_agent_is_replaced(folders: tuple[Path, Path]) -> None:
     with start_agent(folders) as killed_agent:
         semaphores = submit_semaphores(folders[0])

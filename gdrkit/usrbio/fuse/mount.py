@@ -133,7 +133,7 @@ class FuseMount:
                 errno=errno.EBUSY,
                 arguments={"path": str(self.path)},
                 reason=Reason.BUSY,
-                what_to_do="end the processes that use the mount",
+                what_to_do="end the processes that use the mount, also in other mount namespaces (containers)",
             )
         self._session = None
         self._operations.close()
@@ -181,9 +181,13 @@ def _mounts() -> list[tuple[str, str]]:
 
 
 def _unmount(path: Path) -> None:
-    """Unmount. A mount that is in use is detached at once, and operations on its open files fail."""
+    """Unmount. A mount that is in use is detached at once, and operations on its open files fail.
+
+    With -f, the kernel ends the FUSE connection even if another mount namespace, for example of a container, has a copy
+    of the mount. FUSE writes dirty pages when a file is closed or unmapped, so none are lost.
+    """
     if os.geteuid() == 0:
-        commands = [["umount", "-i", str(path)], ["umount", "-i", "-f", "-l", str(path)]]
+        commands = [["umount", "-i", "-f", "-l", str(path)], ["umount", "-i", "-l", str(path)]]
     else:
         commands = [["fusermount3", "-u", str(path)], ["fusermount3", "-u", "-z", str(path)]]
     result = _run(commands[0])
