@@ -29,7 +29,7 @@ mapped = lambda: {line.split()[-1] for line in Path("/proc/self/maps").read_text
 with AgentProcess(mount) as agent:
     fd = os.open(mount / "file", os.O_RDONLY)
     usrbio.register_fd(fd)
-    with Application(mount, kind="host", length_bytes=200_000) as application:
+    with Application(mount, memory_kind="host", length_bytes=200_000) as application:
         assert application.read((fd, 77, 3, 100_000)) == [100_000]
         application.check(77, 100_000, seed=7, file_offset=3)
     usrbio.deregister_fd(fd)
