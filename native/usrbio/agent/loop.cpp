@@ -252,8 +252,8 @@ bool Loop::disconnect() {
         is_connected_ = false;
         connection_.reset();
         unsent_requests_.clear();
-        // The next session numbers its files from 1 again. With the old handle, an operation on a file that the agent does
-        // not open again would go to the file of another client. The server answers EBADF to the handle 0.
+        // The next session numbers its files from 1 again. With the old handle, an operation on a file that the agent
+        // does not open again would go to the file of another client. The server answers EBADF to the handle 0.
         for (const auto& [number, client] : clients_)
             for (const auto& [inode, file] : client->files)
                 file->spec.read_handle = file->spec.write_handle = 0;
