@@ -9,7 +9,8 @@ import os
 import traceback
 from typing import TYPE_CHECKING, Any, Self
 
-from support.raw_usrbio import RawClient, RawIov, RawRing, Refusal
+from support.other_user import folder_for_all_users
+from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal
 
 from gdrkit import pattern
 from gdrkit.units import KIB
@@ -19,7 +20,17 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from pathlib import Path
 
-__all__ = ["ALICE", "BOB", "GROUP", "UserProcess", "errno_of", "published", "read_on_demand", "transfer"]
+__all__ = [
+    "ALICE",
+    "BOB",
+    "GROUP",
+    "UserProcess",
+    "errno_of",
+    "published",
+    "read_on_demand",
+    "shared_mount",
+    "transfer",
+]
 
 ALICE, BOB, GROUP = 65533, 65532, 65531
 _FORK = multiprocessing.get_context("fork")
@@ -127,3 +138,17 @@ def errno_of(action: Callable[[], object]) -> int:
     except OSError as error:
         return error.errno or -1
     return 0
+
+
+@contextlib.contextmanager
+def shared_mount() -> Iterator[tuple[AgentProcess, Path, Path]]:
+    """Run an agent, and yield it with its FUSE mount and a plain folder, in which every user can create files."""
+    with folder_for_all_users() as folder:
+        mount, store, plain = folder / "mount", folder / "store", folder / "plain"
+        for path in (mount, store, plain):
+            path.mkdir()
+        for path in (store, plain):
+            path.chmod(0o1777)
+        with AgentProcess(mount, "--store", str(store), "--fuse", "--shared") as agent:
+            yield agent, mount, plain
+            assert agent.terminate() == 0, agent.error_output

@@ -1,0 +1,166 @@
+"""Attacks on an agent that root shares with all users by a FUSE mount: renames, renewed sessions, lost capabilities."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import pytest
+from support.processes import wait_until
+from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, published, shared_mount, transfer
+
+from gdrkit import pattern
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.units import KIB
+from gdrkit.usrbio import virtual
+from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.protocol import AgentRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from multiprocessing.connection import Connection
+    from pathlib import Path
+
+pytestmark = needs(verbs.nic(), host.fuse, host.capability("CAP_SETUID"))
+
+
+@pytest.fixture
+def mount() -> Iterator[Path]:
+    """Yield a shared FUSE mount in which every user can create files. Its store is the folder `store` beside it."""
+    with shared_mount() as (_agent, mount, _plain):
+        yield mount
+
+
+def attack_by_rename(mount: Path, connection: Connection) -> None:
+    """Put the private folder of another user at the path of an own open file, and register the file."""
+    folder = mount / "group"
+    (folder / "own").mkdir()
+    (folder / "own" / "key").write_bytes(bytes(64 * KIB))
+    fd = os.open(folder / "own" / "key", os.O_RDWR)
+    folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    inode = os.fstat(folder_fd).st_ino
+    for name, new_name in ((b"own", b"away"), (b"private", b"own")):
+        # The kernel of the client does not see this rename, so it still looks for the open file at the old path.
+        argument = virtual.MOVE_ARGUMENT.pack(inode, name, inode, new_name, 0)
+        fcntl.ioctl(folder_fd, virtual.MOVE, bytearray(argument))
+    with published(mount) as (client, _iov, _ring):
+        hole = protocol.pack_punch(0, ((0, 64 * KIB),))
+        connection.send(
+            [
+                errno_of(lambda: client.register_file(fd)),
+                errno_of(lambda: client.request(AgentRequest.PUNCH_HOLE, hole, [fd])),
+            ]
+        )
+
+
+def test_renamed_private_folder_gives_no_access(mount: Path) -> None:
+    group, private = mount / "group", mount / "group" / "private"
+    group.mkdir()
+    os.chown(group, 0, GROUP)
+    group.chmod(0o775)
+    private.mkdir()
+    (private / "key").write_bytes(pattern.payload(64 * KIB, seed=7))
+    (private / "key").chmod(0o600)
+    os.chown(private / "key", ALICE, ALICE)
+    os.chown(private, ALICE, ALICE)
+    private.chmod(0o700)
+    with UserProcess(BOB, lambda pipe: attack_by_rename(mount, pipe), groups=[GROUP]) as bob:
+        assert bob.receive() == [errno.EACCES, errno.EACCES]
+    assert (group / "own" / "key").read_bytes() == pattern.payload(64 * KIB, seed=7)
+
+
+def read_registered(mount: Path, path: Path, connection: Connection) -> None:
+    """Register a file, and read it once for each question."""
+    with published(mount) as (client, iov, ring), path.open("rb") as file:
+        inode = client.register_file(file.fileno())
+        while True:
+            connection.send(transfer(ring, iov.id.bytes, inode))
+            connection.recv()
+
+
+def test_new_session_reopens_files_as_their_user() -> None:
+    with shared_mount() as (agent, mount, _plain):
+        path, stored = mount / "file", mount.parent / "store" / "file"
+        path.write_bytes(bytes(64 * KIB))
+        stored.chmod(0o644)
+        with UserProcess(BOB, lambda pipe: read_registered(mount, path, pipe), groups=[GROUP]) as bob:
+            assert bob.receive() == 4 * KIB
+            # The second mode would allow the access that the server has refused.
+            for mode in (0o600, 0o644):
+                stored.chmod(mode)
+                os.kill(agent.server_process_id(), signal.SIGKILL)
+                results = [-errno.EREMOTEIO]
+
+                def ask(results: list[int] = results) -> bool:
+                    results.append(bob.ask())
+                    return results[-1] != -errno.EREMOTEIO
+
+                wait_until(ask, "the agent has a new session", timeout_s=30)
+                assert results[-1] == -errno.EACCES
+
+
+def shorten(folder: Path, connection: Connection) -> None:
+    """Shorten programs of another user, each by another call, and send the errno of each call."""
+
+    def punch() -> None:
+        fd = os.open(folder / "punch", os.O_RDWR)
+        ranges = virtual.PUNCH_HOLE_ARGUMENT.pack(1, 0, *[0] * 1000, 4096, *[0] * 999)
+        fcntl.ioctl(fd, virtual.PUNCH_HOLE, bytearray(ranges))
+
+    def open_empty() -> None:
+        os.close(os.open(folder / "open", os.O_WRONLY | os.O_TRUNC))
+
+    connection.send({"open": errno_of(open_empty), "punch": errno_of(punch)})
+
+
+def test_truncation_clears_the_set_user_id_bits(mount: Path) -> None:
+    stored = mount.parent / "store"
+    for name in ("open", "punch"):
+        (stored / name).write_bytes(bytes(64 * KIB))
+        os.chown(stored / name, ALICE, GROUP)
+        (stored / name).chmod(0o6777)
+    with UserProcess(BOB, lambda pipe: shorten(mount, pipe)) as bob:
+        results = bob.receive()
+    modes = {name: oct((stored / name).stat().st_mode & 0o7777) for name in results}
+    assert (results, modes) == (dict.fromkeys(results, 0), dict.fromkeys(results, oct(0o777)))
+
+
+def use_ioctls_without_capabilities(mount: Path, connection: Connection) -> None:
+    """Give up all capabilities of root, and send the errno of each ioctl that names an entry of a folder."""
+    # linux/capability.h: version 3, and the effective, permitted and inheritable sets of this thread.
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(header, sets) == 0
+    root_fd = os.open(mount, os.O_RDONLY | os.O_DIRECTORY)
+    inode = os.fstat(root_fd).st_ino
+    requests = {
+        virtual.MOVE: virtual.MOVE_ARGUMENT.pack(inode, b"private", inode, b"taken", 0),
+        virtual.REMOVE: virtual.REMOVE_ARGUMENT.pack(inode, b"private", 1),
+        virtual.RECURSIVE_RM: bytes(4),
+        virtual.HARDLINK: virtual.HARDLINK_ARGUMENT.pack(inode, b"linked"),
+    }
+    results = {}
+    with (mount / "readable").open("rb") as file:
+        folder_fd = os.open(mount / "open", os.O_RDONLY | os.O_DIRECTORY)
+        fds = {virtual.RECURSIVE_RM: folder_fd, virtual.HARDLINK: file.fileno()}
+        for request, argument in requests.items():
+            action = functools.partial(fcntl.ioctl, fds.get(request, root_fd), request, bytearray(argument))
+            results[request] = errno_of(action)
+        remove = functools.partial((mount / "3fs-virt" / "rm-rf" / "x").symlink_to, mount / "open")
+        results[0] = errno_of(remove)
+    connection.send(list(results.values()))
+
+
+def test_root_without_capabilities_cannot_use_paths_by_ioctls(mount: Path) -> None:
+    for name in ("private", "open"):
+        (mount / name).mkdir()
+        os.chown(mount / name, ALICE, ALICE)
+    (mount / "readable").write_bytes(b"content")
+    with UserProcess(0, lambda pipe: use_ioctls_without_capabilities(mount, pipe)) as root:
+        assert root.receive() == [errno.EPERM] * 5
+    assert (mount / "private").exists()
+    assert (mount / "open").exists()
