@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import tracemalloc
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ from gdrkit.inventory import (
     rule_of,
     write_capture,
 )
+from gdrkit.units import MIB
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -89,6 +92,22 @@ def test_bar1_beyond_the_direct_map_is_undecided(tmp_path: Path) -> None:
     finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": changes})
     # 2 TiB of memory and 40 TiB of padding end where BAR1 begins.
     assert (finding.verdict, "first 42 TiB" in finding.text) == (Verdict.UNPROVEN, True), finding.text
+
+
+def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> None:
+    """A capture may hold 64 MiB of text in 64 KiB of gzip data."""
+    text = b"CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n" + bytes(64 * MIB)
+    changes = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(text)}
+    files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | changes
+    correct_host = machine(tmp_path, files=files)
+    tracemalloc.start()
+    try:
+        finding = rule_of("kaslr-p2pdma").apply(correct_host)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert "first 42 TiB" in finding.text
+    assert peak_bytes < 32 * MIB
 
 
 def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from gdrkit.host import (
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.facts import EXPANDABLE_SEGMENTS_VARIABLES
 from gdrkit.inventory.gpu_processes import GPU_PROCESSES, NOT_READABLE, GpuProcess
+from gdrkit.units import MIB
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -170,12 +171,11 @@ def rule(
 
 
 def _decompress(data: bytes | None) -> str:
-    """Return the text of gzip data; empty if there is no valid data or more than 1 MiB of it."""
-    import gzip
-
+    """Return at most 4 MiB of the text of gzip data; empty if there is no valid data. A capture may have any data."""
+    decompressor = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)  # 16: with the header of gzip
     try:
-        return gzip.decompress(data)[: 4 << 20].decode("utf-8", "replace") if data and len(data) < 1 << 20 else ""
-    except (OSError, EOFError, zlib.error):
+        return decompressor.decompress(data, max_length=4 * MIB).decode("utf-8", "replace") if data else ""
+    except zlib.error:
         return ""
 
 
