@@ -35,7 +35,7 @@ _RENAME_NOREPLACE = 1
 _PR_SET_PDEATHSIG = 1
 # linux/capability.h: version 3, whose two words each have an effective, a permitted and an inheritable set.
 _CAPABILITY_VERSION = 0x20080522
-_CAP_FSETID, _CAP_SYS_RESOURCE = 4, 24
+_CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH, _CAP_FSETID, _CAP_SYS_RESOURCE = 1, 2, 4, 24
 # asm/unistd.h: setgroups(2). The function of the C library changes the groups of all threads.
 _SYS_SETGROUPS = {"x86_64": 116, "aarch64": 159}
 # linux/sched.h.
@@ -91,8 +91,8 @@ def allow_set_group_id() -> None:
     _change_effective(add=1 << _CAP_FSETID)
 
 
-def _change_effective(*, add: int = 0, remove: int = 0) -> None:
-    """Change the effective capabilities of this thread."""
+def _change_effective(*, add: int = 0, remove: int = 0) -> int:
+    """Change the effective capabilities of this thread, and return the result for the capabilities 0 to 31."""
     library = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     # The effective, permitted and inheritable sets, first of the capabilities 0 to 31.
@@ -102,6 +102,7 @@ def _change_effective(*, add: int = 0, remove: int = 0) -> None:
     if not is_known or library.capset(header, sets) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
+    return sets[0]
 
 
 @contextlib.contextmanager
@@ -109,7 +110,7 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
     """Let this thread of root use files with the rights of another user until the block ends: setfsuid(2).
 
     Other threads keep their rights. For a user other than root, the kernel also takes away the capabilities of root for
-    files.
+    files, unless SECBIT_NO_SETUID_FIXUP is set (prctl(2), SecureBits= of systemd). Then this function refuses.
 
     Raises
     ------
@@ -121,6 +122,8 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
     try:
         _set_thread_groups(groups)
         _set_file_ids(uid, gid)
+        if uid != 0 and _change_effective() & (1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH):
+            raise OSError(errno.EPERM, f"acting as user {uid}, this thread keeps the capabilities of root")
         yield
     finally:
         _set_file_ids(previous_uid, previous_gid)

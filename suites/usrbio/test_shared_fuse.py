@@ -325,18 +325,23 @@ def test_ring_has_the_files_of_its_user_only(folders: tuple[Path, Path]) -> None
         assert user.receive() == [4 * KIB, -errno.EBADF]
 
 
-# The kernel takes a capability from root at exec if it is not in the bounding set: PR_CAPBSET_DROP, CAP_SETUID.
-WITHOUT_SETUID = """
+# The arguments of a call of prctl(2) that has an effect on the server, which is started by exec.
+# PR_CAPBSET_DROP, CAP_SETUID: the kernel takes a capability from root at exec if it is not in the bounding set.
+WITHOUT_SETUID = "24, 7"
+# PR_SET_SECUREBITS, SECBIT_NO_SETUID_FIXUP: a thread that acts as another user keeps the capabilities of root.
+WITH_CAPABILITIES_OF_ROOT = "28, 4"
+SERVER = """
 import ctypes, os, sys
-assert ctypes.CDLL(None).prctl(24, 7, 0, 0, 0) == 0
+assert ctypes.CDLL(None).prctl({}, 0, 0, 0) == 0
 os.execv(sys.executable, [sys.executable, "-m", "gdrkit", *sys.argv[1:]])
 """
 
 
-def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prctl", [WITHOUT_SETUID, WITH_CAPABILITIES_OF_ROOT], ids=["setuid", "securebits"])
+def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path, prctl: str) -> None:
     store, mount = tmp_path / "store", tmp_path / "mount"
     mount.mkdir()
-    program = [sys.executable, "-c", WITHOUT_SETUID]
+    program = [sys.executable, "-c", SERVER.format(prctl)]
     with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0", program=program) as server:
         options = ("--server", server.address, "--token-file", str(store / ".gdrkit" / "token"), "--shared")
         with pytest.raises(AssertionError, match=r"cannot serve several users: .*user 65534"):
