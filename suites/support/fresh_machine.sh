@@ -118,12 +118,15 @@ if [ -n "${IMAGE:-}" ]; then
     command -v buildah >/dev/null || { echo "Install buildah: apt-get install buildah"; exit 3; }
     tool=(buildah --root "$work/storage" --runroot "$work/run" --storage-driver vfs)
     git clone --quiet "$project" "$work/project"
+    echo "== base image"
     container=$("${tool[@]}" from scratch)
     "${tool[@]}" copy --quiet "$container" "$root" /
     "${tool[@]}" commit --quiet "$container" debian-root
+    echo "== image"
     # In a chroot, the build needs no network or user namespace of its own.
     "${tool[@]}" bud --isolation chroot --build-arg BASE=localhost/debian-root -t gdrkit -f "$work/project/deploy/Containerfile" "$work/project"
     container=$("${tool[@]}" from localhost/gdrkit)
+    echo "== qualification"
     "${tool[@]}" run --isolation chroot --cap-add CAP_IPC_LOCK "$container" -- gdrkit qualify --software --output /root/report
     echo "== units"
     boot_units "$("${tool[@]}" mount "$container")"
