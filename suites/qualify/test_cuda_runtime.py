@@ -25,7 +25,7 @@ CALLS = Path(__file__).with_name("cuda_runtime_calls.py")
 DIFFERENCES = {
     "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
     "cudaDeviceGetAttribute: value of 89": "the twin refuses managed memory that host and device use at the same time",
-    "cudaDeviceGetAttribute: value of 119": "pools that processes share are not implemented",
+    "cudaDeviceGetAttribute: value of 119": "the machine of the twins has no fabric, by which an H200 shares pools too",
     "cudaStreamBeginCapture: legacy": "captures are not implemented",
     "cudaGetSymbolAddress: unknown": "symbols are not implemented",
     "cudaFuncGetAttributes: unknown": "the real runtime has no module in this program, and says so instead",

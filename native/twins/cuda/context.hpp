@@ -13,6 +13,7 @@
 
 namespace gdrkit::twin::cuda {
 
+struct Marker;
 struct Stream;
 
 struct Context {
@@ -30,6 +31,8 @@ struct Context {
     std::shared_ptr<Stream> legacy_stream;
     std::vector<std::shared_ptr<Stream>> streams;
     std::map<std::thread::id, std::shared_ptr<Stream>> thread_streams;
+    // Marker of the last copy between contexts, after which all later work of this context runs, or null.
+    std::shared_ptr<Marker> barrier;
 };
 using ContextRef = std::shared_ptr<Context>;
 

@@ -27,7 +27,11 @@ CopyRequest contiguous(std::uint64_t to, std::uint64_t from, std::uint64_t lengt
     return {{to, length_bytes}, {from, length_bytes}, to_memory, from_memory};
 }
 
-Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
+namespace {
+
+// Queue a copy by `queue_work`, and wait for it if the real driver does.
+template <typename QueueWork>
+Result copy_and_wait(const ContextRef& context, const CopyRequest& request, QueueWork&& queue_work) {
     if (is_empty(request)) {
         return success;
     }
@@ -39,13 +43,20 @@ Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
         to.is_host || from.is_host || to.has_sync_memops || from.has_sync_memops || syncs_memops(*context);
     // Delay the copy only if the call returns before the copy is done. The delay then exposes a program that uses the
     // data too early.
-    const MarkerRef marker = enqueue(
-        legacy_stream(context), [to = std::move(to), from = std::move(from)] { copy_spans(to, from); },
-        must_wait ? Timing::immediate : Timing::delayed);
+    const MarkerRef marker = queue_work([to = std::move(to), from = std::move(from)] { copy_spans(to, from); },
+                                        must_wait ? Timing::immediate : Timing::delayed);
     if (must_wait) {
         wait_until_done(marker);
     }
     return success;
+}
+
+} // namespace
+
+Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
+    return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
+        return enqueue(legacy_stream(context), std::move(run), timing);
+    });
 }
 
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle) {
@@ -77,16 +88,9 @@ Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle t
     if (find_context(to_context, &to) != success || find_context(from_context, &from) != success) {
         return invalid_context;
     }
-    synchronise(to);
-    synchronise(from);
-    const Result result = copy_synchronous(context, request);
-    if (result == success) {
-        // Later work of both contexts waits for the copy too, which may not be done yet.
-        const MarkerRef marker = enqueue(legacy_stream(context), {}, Timing::immediate);
-        enqueue(legacy_stream(to), {}, Timing::immediate, {marker});
-        enqueue(legacy_stream(from), {}, Timing::immediate, {marker});
-    }
-    return result;
+    return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
+        return enqueue_barrier(legacy_stream(context), std::move(run), timing, {context, to, from});
+    });
 }
 
 Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,

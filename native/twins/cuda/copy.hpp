@@ -23,7 +23,8 @@ CopyRequest contiguous(std::uint64_t to, std::uint64_t from, std::uint64_t lengt
 // within device memory is done, unless SYNC_MEMOPS is set.
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request);
 
-// Carry out a synchronous copy between two contexts, after all earlier work and before all later work of both.
+// Carry out a copy between two contexts, after all earlier work and before all later work of both and of the current
+// context. As with the real driver, the call returns before a copy within device memory is done.
 Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context);
 
 // Queue a copy in a stream. Pageable memory is host memory that is neither allocated by CUDA nor registered. When this

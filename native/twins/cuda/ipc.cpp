@@ -109,33 +109,6 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* d
     return Memory::adopt(std::move(fds[0]), reply_message->memory_bytes, *device, memory);
 }
 
-Result map_imported_memory(const ContextRef& context, const HandleMessage& message, RangeRef* mapped) {
-    MemoryRef memory;
-    Device device = 0;
-    ReplyMessage reply_message{};
-    if (const Result result = request_memory(message, &memory, &device, &reply_message); result != success) {
-        return result;
-    }
-    // The slot begins at a page, so that the range has the same offset in its page as in the owner.
-    const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));
-    if (slot.base == 0) {
-        return out_of_memory;
-    }
-    auto range = std::make_shared<Range>();
-    range->kind = MemoryKind::ipc;
-    range->base = slot.base + reply_message.memory_offset;
-    range->slot = slot;
-    range->memory = std::move(memory);
-    range->memory_offset = reply_message.memory_offset;
-    range->length_bytes = reply_message.length_bytes;
-    range->buffer_id = new_buffer_id();
-    range->device = device;
-    range->context = context->handle;
-    add_range(range);
-    *mapped = std::move(range);
-    return success;
-}
-
 Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcHandle& handle, unsigned flags) {
     HandleMessage message{};
     if (pointer == nullptr || flags != ipc_lazy_enable_peer_access || !read_handle(memory_magic, handle, &message) ||
@@ -165,9 +138,11 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
         }
     }
     RangeRef range;
-    if (const Result result = map_imported_memory(context, message, &range); result != success) {
+    if (const Result result = map_imported_memory(message, MemoryKind::ipc, &range); result != success) {
         return result;
     }
+    range->context = context->handle;
+    add_range(range);
     std::lock_guard lock(state.mutex);
     state.imported[key] = {range, 1};
     *pointer = range->base;
@@ -192,25 +167,55 @@ bool drop_reference(const RangeRef& range) {
 
 } // namespace
 
+Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped) {
+    MemoryRef memory;
+    Device device = 0;
+    ReplyMessage reply_message{};
+    if (const Result result = request_memory(message, &memory, &device, &reply_message); result != success) {
+        return result;
+    }
+    // The slot begins at a page, so that the range has the same offset in its page as in the owner.
+    const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));
+    if (slot.base == 0) {
+        return out_of_memory;
+    }
+    auto range = std::make_shared<Range>();
+    range->kind = kind;
+    range->base = slot.base + reply_message.memory_offset;
+    range->slot = slot;
+    range->memory = std::move(memory);
+    range->memory_offset = reply_message.memory_offset;
+    range->length_bytes = reply_message.length_bytes;
+    range->buffer_id = new_buffer_id();
+    range->device = device;
+    *mapped = std::move(range);
+    return success;
+}
+
+HandleMessage export_memory(const RangeRef& range) {
+    HandleMessage message{};
+    message.object_id = range->buffer_id;
+    message.length_bytes = range->length_bytes;
+    message.physical = physical_of(range->device);
+    message.pool = range->pool;
+    Ipc& state = ipc();
+    std::lock_guard lock(state.mutex);
+    if (!state.handler_registered) {
+        register_handler(request_cuda_ipc, serve_memory);
+        state.handler_registered = true;
+    }
+    std::erase_if(state.exported, [](const auto& entry) { return entry.second.expired(); });
+    state.exported[range->buffer_id] = range;
+    return message;
+}
+
 GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcHandle* handle, DevicePointer pointer) {
     return entry_in_context("cuIpcGetMemHandle", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (handle == nullptr || !range || range->kind != MemoryKind::device) {
             return invalid_value;
         }
-        HandleMessage message{};
-        message.object_id = range->buffer_id;
-        message.length_bytes = range->length_bytes;
-        message.physical = physical_of(range->device);
-        Ipc& state = ipc();
-        std::lock_guard lock(state.mutex);
-        if (!state.handler_registered) {
-            register_handler(request_cuda_ipc, serve_memory);
-            state.handler_registered = true;
-        }
-        std::erase_if(state.exported, [](const auto& entry) { return entry.second.expired(); });
-        state.exported[range->buffer_id] = range;
-        write_handle(memory_magic, message, handle);
+        write_handle(memory_magic, export_memory(range), handle);
         return success;
     });
 }

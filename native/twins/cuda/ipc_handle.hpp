@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "cuda/cuda_abi.hpp"
+#include "cuda/memory.hpp"
 #include "model/sockets.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -19,12 +20,15 @@ struct HandleMessage {
     std::uint64_t object_id;    // id of the object in the owning process
     std::uint64_t length_bytes; // of memory
     std::int32_t physical;      // of memory: the number of the device, as in visible_devices.hpp
-    std::uint32_t reserved[5];  // zero
+    std::uint32_t reserved;     // zero
+    Handle pool;                // of memory in a pool, or of a pool: the handle of the pool in the owning process
+    std::uint64_t reserved_too; // zero
     std::uint64_t checksum;     // of all bytes before this field
 };
 static_assert(sizeof(HandleMessage) == sizeof(IpcHandle) && offsetof(HandleMessage, checksum) == 56);
 
-inline constexpr std::string_view memory_magic = "gdrkitIP", event_magic = "gdrkitIE";
+inline constexpr std::string_view memory_magic = "gdrkitIP", event_magic = "gdrkitIE", pool_magic = "gdrkitMP",
+                                  pool_memory_magic = "gdrkitPP";
 
 inline std::uint64_t checksum_of(const HandleMessage& message) {
     std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
@@ -46,10 +50,16 @@ inline void write_handle(std::string_view magic, HandleMessage message, IpcHandl
 // Read the message of a handle. Return false if the handle is malformed or belongs to an object of another type.
 inline bool read_handle(std::string_view magic, const IpcHandle& handle, HandleMessage* message) {
     std::memcpy(message, &handle, sizeof *message);
-    constexpr std::uint32_t zeros[5] = {};
     return std::memcmp(message->magic, magic.data(), sizeof message->magic) == 0 &&
-           message->checksum == checksum_of(*message) && std::memcmp(message->reserved, zeros, sizeof zeros) == 0;
+           message->checksum == checksum_of(*message) && message->reserved == 0 && message->reserved_too == 0;
 }
+
+// Describe a range to another process, which maps its memory by map_imported_memory (ipc.cpp).
+HandleMessage export_memory(const RangeRef& range);
+
+// Map memory that another process owns. Fails if that process has ended or has freed the memory. The caller sets the
+// other members of the range and adds it to the address space.
+Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped);
 
 // Open a separate descriptor for the other process. While it is open, the memory counts as referenced.
 inline Fd reopen(int fd) {

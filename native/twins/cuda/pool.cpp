@@ -3,9 +3,7 @@
 #include "cuda/pool.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cstring>
-#include <mutex>
 #include <span>
 
 #include "cuda/device.hpp"
@@ -16,39 +14,6 @@
 
 namespace gdrkit::twin::cuda {
 namespace {
-
-struct Pool {
-    Handle handle = 0;
-    Device device = 0;
-    std::uint64_t size_max_bytes = 0; // 0: limited by the device only
-    std::mutex mutex;
-    std::array<int, 4> reuse{0, 1, 1, 1}; // reuse attributes; index: attribute number, 1 to 3
-    std::uint64_t release_threshold_bytes = 0;
-    std::uint64_t used_bytes = 0, used_high_bytes = 0;
-    std::map<Device, int> access;
-
-    int access_of(Device accessing_device) {
-        std::lock_guard lock(mutex);
-        const auto found = access.find(accessing_device);
-        const int default_access = accessing_device == device ? access_read_write : access_none;
-        return found == access.end() ? default_access : found->second;
-    }
-    // Count the bytes as used. Return false if the pool would exceed its maximum size.
-    bool charge(std::uint64_t length_bytes) {
-        std::lock_guard lock(mutex);
-        if (size_max_bytes != 0 && length_bytes > size_max_bytes - std::min(size_max_bytes, used_bytes)) {
-            return false;
-        }
-        used_bytes += length_bytes;
-        used_high_bytes = std::max(used_high_bytes, used_bytes);
-        return true;
-    }
-    void uncharge(std::uint64_t length_bytes) {
-        std::lock_guard lock(mutex);
-        used_bytes -= length_bytes;
-    }
-};
-using PoolRef = std::shared_ptr<Pool>;
 
 Registry<Pool>& created_pools() {
     static auto* const instance = new Registry<Pool>("cuda_memory_pool");
@@ -96,27 +61,9 @@ bool is_default_pool(Handle handle) {
     return std::ranges::any_of(state.defaults, [=](const auto& entry) { return entry.second->handle == handle; });
 }
 
-PoolRef find_pool(Handle handle) {
-    if (PoolRef pool = created_pools().find(handle)) {
-        return pool;
-    }
-    DevicePools& state = device_pools();
-    std::lock_guard lock(state.mutex);
-    for (const auto& [device, pool] : state.defaults) {
-        if (pool->handle == handle) {
-            return pool;
-        }
-    }
-    return nullptr;
-}
-
-Result allocate_from_pool(const ContextRef& context, const PoolRef& pool, DevicePointer* pointer,
-                          std::uint64_t length_bytes, Handle stream_handle) {
-    StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
-        return result;
-    }
-    if (pointer == nullptr || !pool) {
+// An imported pool has only the memory that its owner has allocated.
+Result allocate_from_pool(const PoolRef& pool, DevicePointer* pointer, std::uint64_t length_bytes) {
+    if (pointer == nullptr || !pool || pool->is_imported()) {
         return invalid_value;
     }
     if (length_bytes == 0) {
@@ -134,6 +81,7 @@ Result allocate_from_pool(const ContextRef& context, const PoolRef& pool, Device
     }
     range->pool = pool->handle;
     range->owner = pool;
+    range->handle_types = pool->handle_types;
     add_range(range);
     *pointer = range->base;
     return success;
@@ -196,7 +144,57 @@ Result get_attribute(Pool* pool, int attribute, void* value) {
     }
 }
 
+// Allocate memory in a stream, from the pool that `pool_of` returns for the stream.
+template <typename PoolOf>
+Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes,
+                          Handle stream_handle, PoolOf&& pool_of) {
+    StreamRef stream;
+    const Result result = find_stream(stream_handle, context, &stream);
+    return result == success ? allocate_from_pool(pool_of(*stream), pointer, length_bytes) : result;
+}
+
 } // namespace
+
+int Pool::access_of(Device accessing_device) {
+    std::lock_guard lock(mutex);
+    const auto found = access.find(accessing_device);
+    const int default_access = accessing_device == device ? access_read_write : access_none;
+    return found == access.end() ? default_access : found->second;
+}
+
+bool Pool::charge(std::uint64_t length_bytes) {
+    std::lock_guard lock(mutex);
+    if (size_max_bytes != 0 && length_bytes > size_max_bytes - std::min(size_max_bytes, used_bytes)) {
+        return false;
+    }
+    used_bytes += length_bytes;
+    used_high_bytes = std::max(used_high_bytes, used_bytes);
+    return true;
+}
+
+void Pool::uncharge(std::uint64_t length_bytes) {
+    std::lock_guard lock(mutex);
+    used_bytes -= length_bytes;
+}
+
+PoolRef find_pool(Handle handle) {
+    if (PoolRef pool = created_pools().find(handle)) {
+        return pool;
+    }
+    DevicePools& state = device_pools();
+    std::lock_guard lock(state.mutex);
+    for (const auto& [device, pool] : state.defaults) {
+        if (pool->handle == handle) {
+            return pool;
+        }
+    }
+    return nullptr;
+}
+
+void add_pool(const PoolRef& pool) {
+    pool->handle = new_handle();
+    created_pools().add(pool->handle, pool);
+}
 
 void record_pool_free(Handle handle, std::uint64_t length_bytes) {
     if (const PoolRef pool = find_pool(handle)) {
@@ -222,7 +220,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
             return invalid_device;
         }
         const PoolRef pool = find_pool(handle);
-        if (!pool || pool->device != device) {
+        if (!pool || pool->device != device || pool->is_imported()) {
             return invalid_value;
         }
         DevicePools& state = device_pools();
@@ -238,19 +236,19 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
             (properties->allocation_type != allocation_pinned && properties->allocation_type != allocation_managed)) {
             return invalid_value;
         }
-        // An H200 has no pools of managed memory.
+        // An H200 has no pools of managed memory. The twin's machine has no fabric.
         if (properties->allocation_type == allocation_managed || properties->location.type != location_device ||
-            properties->handle_types != handle_none || properties->usage != 0) {
+            (properties->handle_types & ~handle_posix_fd) != 0 || properties->usage != 0) {
             return not_supported;
         }
         if (!device_exists(properties->location.id)) {
             return invalid_device;
         }
         auto pool = std::make_shared<Pool>();
-        pool->handle = new_handle();
         pool->device = properties->location.id;
         pool->size_max_bytes = properties->size_max_bytes;
-        created_pools().add(pool->handle, pool);
+        pool->handle_types = static_cast<std::uint32_t>(properties->handle_types);
+        add_pool(pool);
         *handle = pool->handle;
         return success;
     });
@@ -327,14 +325,16 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Loc
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocAsync(DevicePointer* pointer, std::size_t length_bytes, Handle stream) {
     return entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
-        return allocate_from_pool(context, current_pool(context->device), pointer, length_bytes, stream);
+        return allocate_in_stream(context, pointer, length_bytes, stream,
+                                  [](const Stream& of_call) { return current_pool(of_call.device); });
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocFromPoolAsync(DevicePointer* pointer, std::size_t length_bytes, Handle pool,
                                                  Handle stream) {
     return entry_in_context("cuMemAllocFromPoolAsync", [&](const ContextRef& context) {
-        return allocate_from_pool(context, find_pool(pool), pointer, length_bytes, stream);
+        return allocate_in_stream(context, pointer, length_bytes, stream,
+                                  [&](const Stream&) { return find_pool(pool); });
     });
 }
 

@@ -1,12 +1,45 @@
-// Memory pools. Each allocation of a pool has separate memory; the pool only counts its bytes.
+// Memory pools (pool.cpp), and pools of other processes (pool_ipc.cpp). Each allocation of a pool has separate memory;
+// the pool only counts its bytes.
 #pragma once
 
+#include <array>
 #include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
 
 #include "cuda/cuda_abi.hpp"
 #include "cuda/memory.hpp"
 
 namespace gdrkit::twin::cuda {
+
+struct Pool {
+    Handle handle = 0;
+    Device device = 0;
+    std::uint64_t size_max_bytes = 0; // 0: limited by the device only
+    std::uint32_t handle_types = 0;   // CUmemAllocationHandleType bits with which the pool can be exported
+    // Of a pool that was imported: the control service of the owning process, and the pool's handle there. Else 0.
+    std::uint64_t owner = 0;
+    Handle handle_in_owner = 0;
+    std::mutex mutex;
+    std::array<int, 4> reuse{0, 1, 1, 1}; // reuse attributes; index: attribute number, 1 to 3
+    std::uint64_t release_threshold_bytes = 0;
+    std::uint64_t used_bytes = 0, used_high_bytes = 0;
+    std::map<Device, int> access;
+
+    [[nodiscard]] bool is_imported() const { return owner != 0; }
+    int access_of(Device accessing_device);
+    // Count the bytes as used. Return false if the pool would exceed its maximum size.
+    bool charge(std::uint64_t length_bytes);
+    void uncharge(std::uint64_t length_bytes);
+};
+using PoolRef = std::shared_ptr<Pool>;
+
+// Find the default pool of a device, or a pool that was created or imported; null if none has this handle.
+PoolRef find_pool(Handle handle);
+
+// Give the pool a handle, under which find_pool finds it.
+void add_pool(const PoolRef& pool);
 
 // Count an allocation of a pool as freed.
 void record_pool_free(Handle pool, std::uint64_t length_bytes);

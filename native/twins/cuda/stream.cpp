@@ -126,22 +126,40 @@ StreamRef thread_stream(const ContextRef& context) {
     return stream;
 }
 
-MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing,
-                  std::vector<MarkerRef> dependencies) {
-    StreamEngine& state = engine();
-    std::lock_guard lock(state.mutex);
-    Work work{std::move(run), std::move(dependencies), std::make_shared<Marker>(), timing == Timing::delayed};
-    if (const ContextRef context = stream->context.lock()) {
-        if (stream == context->legacy_stream) {
-            for (const StreamRef& other : context->streams) {
-                if (other->is_blocking()) {
-                    add_unfinished_locked(other, &work.dependencies);
-                }
-            }
-        } else if (stream->is_blocking()) {
-            add_unfinished_locked(context->legacy_stream, &work.dependencies);
-        }
+namespace {
+
+void add_barrier_locked(const ContextRef& context, std::vector<MarkerRef>* markers) {
+    if (context->barrier && context->barrier->is_done) {
+        context->barrier.reset();
     }
+    if (context->barrier) {
+        markers->push_back(context->barrier);
+    }
+}
+
+// Add the work that a stream waits for without being told: the legacy stream and the blocking streams of a context wait
+// for each other, and all wait for a copy between contexts.
+void add_implicit_dependencies_locked(const StreamRef& stream, std::vector<MarkerRef>* dependencies) {
+    const ContextRef context = stream->context.lock();
+    if (!context) {
+        return;
+    }
+    if (stream == context->legacy_stream) {
+        for (const StreamRef& other : context->streams) {
+            if (other->is_blocking()) {
+                add_unfinished_locked(other, dependencies);
+            }
+        }
+    } else if (stream->is_blocking()) {
+        add_unfinished_locked(context->legacy_stream, dependencies);
+    }
+    add_barrier_locked(context, dependencies);
+}
+
+MarkerRef enqueue_locked(StreamEngine* state, const StreamRef& stream, std::function<void()> run, Timing timing,
+                         std::vector<MarkerRef> dependencies) {
+    Work work{std::move(run), std::move(dependencies), std::make_shared<Marker>(), timing == Timing::delayed};
+    add_implicit_dependencies_locked(stream, &work.dependencies);
     if (!stream->has_thread) {
         start_signal_blocking_thread([stream] { run_stream_thread(stream); }).detach();
         stream->has_thread = true;
@@ -149,7 +167,39 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing tim
     MarkerRef marker = work.marker;
     stream->last_marker = marker;
     stream->queue.push_back(std::move(work));
-    state.changed.notify_all();
+    state->changed.notify_all();
+    return marker;
+}
+
+void add_unfinished_of_context_locked(const ContextRef& context, std::vector<MarkerRef>* markers) {
+    add_barrier_locked(context, markers);
+    add_unfinished_locked(context->legacy_stream, markers);
+    for (const StreamRef& stream : context->streams) {
+        add_unfinished_locked(stream, markers);
+    }
+}
+
+} // namespace
+
+MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing,
+                  std::vector<MarkerRef> dependencies) {
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    return enqueue_locked(&state, stream, std::move(run), timing, std::move(dependencies));
+}
+
+MarkerRef enqueue_barrier(const StreamRef& stream, std::function<void()> run, Timing timing,
+                          const std::vector<ContextRef>& contexts) {
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    std::vector<MarkerRef> dependencies;
+    for (const ContextRef& context : contexts) {
+        add_unfinished_of_context_locked(context, &dependencies);
+    }
+    MarkerRef marker = enqueue_locked(&state, stream, std::move(run), timing, std::move(dependencies));
+    for (const ContextRef& context : contexts) {
+        context->barrier = marker;
+    }
     return marker;
 }
 
@@ -166,6 +216,7 @@ std::vector<MarkerRef> unfinished_markers(const StreamRef& stream) {
     add_unfinished_locked(stream, &markers);
     const ContextRef context = stream->context.lock();
     if (context && stream == context->legacy_stream) {
+        add_barrier_locked(context, &markers);
         for (const StreamRef& other : context->streams) {
             if (other->is_blocking()) {
                 add_unfinished_locked(other, &markers);
@@ -195,10 +246,7 @@ void synchronise(const ContextRef& context) {
     std::vector<MarkerRef> markers;
     {
         std::lock_guard lock(engine().mutex);
-        add_unfinished_locked(context->legacy_stream, &markers);
-        for (const StreamRef& stream : context->streams) {
-            add_unfinished_locked(stream, &markers);
-        }
+        add_unfinished_of_context_locked(context, &markers);
     }
     wait_until_done(markers);
 }

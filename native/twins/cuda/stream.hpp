@@ -68,6 +68,10 @@ enum class Timing { delayed, immediate };
 MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing timing,
                   std::vector<MarkerRef> dependencies = {});
 
+// Queue work in a stream that runs after all earlier work, and before all later work, of every stream of the contexts.
+MarkerRef enqueue_barrier(const StreamRef& stream, std::function<void()> run, Timing timing,
+                          const std::vector<ContextRef>& contexts);
+
 void wait_until_done(const MarkerRef& marker);
 void wait_until_done(const std::vector<MarkerRef>& markers);
 std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker);

@@ -183,6 +183,22 @@ GDRKIT_CUDART_ENTRY Error cudaMemPoolTrimTo(Handle pool, std::size_t kept_bytes)
     return call_in_context(&Driver::cuMemPoolTrimTo, pool, kept_bytes);
 }
 
+GDRKIT_CUDART_ENTRY Error cudaMemPoolExportToShareableHandle(void* handle, Handle pool, int type, unsigned flags) {
+    return call_in_context(&Driver::cuMemPoolExportToShareableHandle, handle, pool, type, std::uint64_t{flags});
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolImportFromShareableHandle(Handle* pool, void* handle, int type, unsigned flags) {
+    return call_in_context(&Driver::cuMemPoolImportFromShareableHandle, pool, handle, type, std::uint64_t{flags});
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolExportPointer(cuda::IpcHandle* data, void* pointer) {
+    return call_in_context(&Driver::cuMemPoolExportPointer, data, address_of(pointer));
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemPoolImportPointer(void** pointer, Handle pool, const cuda::IpcHandle* data) {
+    return call_in_context(&Driver::cuMemPoolImportPointer, reinterpret_cast<Address*>(pointer), pool, data);
+}
+
 GDRKIT_CUDART_ENTRY Error cudaIpcGetMemHandle(cuda::IpcHandle* handle, void* pointer) {
     return call_in_context(&Driver::cuIpcGetMemHandle, static_cast<void*>(handle), address_of(pointer));
 }

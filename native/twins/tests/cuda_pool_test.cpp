@@ -100,7 +100,7 @@ void test_created_pool_has_size_limit_and_access() {
     EXPECT_SUCCESS("cuMemPoolDestroy", pool);
     EXPECT_SUCCESS("cuDeviceGetMemPool", &current, 0);
     CHECK(current != pool);
-    properties.handle_types = handle_posix_fd;
+    properties.handle_types = handle_fabric;
     EXPECT_RESULT(not_supported, "cuMemPoolCreate", &pool, &properties);
     properties.handle_types = handle_none;
     properties.allocation_type = allocation_managed;
@@ -109,10 +109,29 @@ void test_created_pool_has_size_limit_and_access() {
     EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
 }
 
+// The memory comes from the pool of the stream's device, even if another device is current.
+void test_pool_is_that_of_the_stream() {
+    Handle second_context = 0, popped = 0, stream = 0;
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second_context, 1);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second_context);
+    EXPECT_SUCCESS("cuStreamCreate", &stream, 1U);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &popped);
+    u64 pointer = 0;
+    EXPECT_SUCCESS("cuMemAllocAsync", &pointer, u64{1000}, stream);
+    int device = -1;
+    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&device), static_cast<int>(pointer_device_ordinal),
+                   pointer);
+    CHECK(device == 1);
+    EXPECT_SUCCESS("cuMemFreeAsync", pointer, stream);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 1);
+}
+
 } // namespace
 
 int main() {
     init_device();
+    test_pool_is_that_of_the_stream();
     test_default_pool_allocates_in_stream_order();
     test_created_pool_has_size_limit_and_access();
 }

@@ -272,6 +272,46 @@ void test_destroyed_stream_finishes() {
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
 
+// A copy between two contexts runs after all earlier work, and before all later work, of the current context and of
+// both contexts, also in streams that do not wait for the default stream. The call does not wait for the copy.
+void test_peer_copy_waits_for_all_streams() {
+    constexpr u64 length_bytes = 100;
+    Handle first = 0, second = 0;
+    EXPECT_SUCCESS("cuCtxGetCurrent", &first);
+    const Handle stream = create_stream(stream_non_blocking);
+    const u64 from = allocate(length_bytes);
+    EXPECT_SUCCESS("cuMemsetD8_v2", from, static_cast<unsigned char>(1), length_bytes);
+    EXPECT_SUCCESS("cuCtxSynchronize");
+    Gate gate(stream);
+    EXPECT_SUCCESS("cuMemsetD8Async", from, static_cast<unsigned char>(2), length_bytes, stream);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRetain", &second, 1);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", second);
+    const Handle reader = create_stream(stream_non_blocking);
+    const u64 to = allocate(length_bytes);
+    void* bytes = nullptr;
+    EXPECT_SUCCESS("cuMemHostAlloc", &bytes, length_bytes, 0U);
+    EXPECT_SUCCESS("cuCtxSetCurrent", first);
+    EXPECT_SUCCESS("cuMemcpyPeer", to, second, from, second, length_bytes);
+    EXPECT_SUCCESS("cuCtxSetCurrent", second);
+    EXPECT_SUCCESS("cuMemcpyDtoHAsync_v2", bytes, to, length_bytes, reader);
+    // Without the order, the reader would be done in this time.
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(50);
+    while (std::chrono::steady_clock::now() < deadline) {
+        EXPECT_RESULT(not_ready, "cuStreamQuery", reader);
+    }
+    gate.open();
+    EXPECT_SUCCESS("cuStreamSynchronize", reader);
+    CHECK(static_cast<unsigned char*>(bytes)[length_bytes - 1] == 2);
+    EXPECT_SUCCESS("cuMemFreeHost", bytes);
+    EXPECT_SUCCESS("cuMemFree_v2", to);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", reader);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &second);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", first);
+    EXPECT_SUCCESS("cuMemFree_v2", from);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 1);
+}
+
 // A call stores its mode in the thread and returns the earlier mode. New threads begin in the global mode.
 void test_capture_mode_belongs_to_the_thread() {
     int mode = capture_mode_relaxed;
@@ -304,5 +344,6 @@ int main() {
     test_stream_queries_return_properties();
     test_stream_waits_for_a_value();
     test_destroyed_stream_finishes();
+    test_peer_copy_waits_for_all_streams();
     test_capture_mode_belongs_to_the_thread();
 }

@@ -1,0 +1,125 @@
+// Memory pools that processes share: cuMemPoolExportToShareableHandle and related functions.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/ipc_handle.hpp"
+#include "cuda/pool.hpp"
+#include "cuda/visible_devices.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+constexpr int pool_seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
+
+// A shareable handle is a sealed memfd that contains the message which names the pool.
+Result export_pool(const Pool& pool, int* shareable) {
+    HandleMessage message{};
+    message.pool = pool.handle;
+    message.physical = physical_of(pool.device);
+    IpcHandle handle{};
+    write_handle(pool_magic, message, &handle);
+    Fd fd(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    if (!fd || write(fd.get(), &handle, sizeof handle) != static_cast<ssize_t>(sizeof handle) ||
+        fcntl(fd.get(), F_ADD_SEALS, pool_seals) != 0) {
+        return operating_system_error;
+    }
+    *shareable = fd.release();
+    return success;
+}
+
+Result import_pool(int shareable, Handle* imported) {
+    IpcHandle handle{};
+    HandleMessage message{};
+    struct stat status {};
+    if (fstat(shareable, &status) != 0) {
+        return errno == EBADF ? unknown_error : invalid_value;
+    }
+    if (fcntl(shareable, F_GET_SEALS) != pool_seals || status.st_size != sizeof handle ||
+        pread(shareable, &handle, sizeof handle, 0) != static_cast<ssize_t>(sizeof handle) ||
+        !read_handle(pool_magic, handle, &message)) {
+        return invalid_value;
+    }
+    const auto device = ordinal_of(message.physical);
+    if (!device) {
+        return invalid_device;
+    }
+    auto pool = std::make_shared<Pool>();
+    pool->device = *device;
+    pool->owner = message.owner;
+    pool->handle_in_owner = message.pool;
+    add_pool(pool);
+    *imported = pool->handle;
+    return success;
+}
+
+Result import_memory(const PoolRef& pool, const IpcHandle& data, DevicePointer* pointer) {
+    HandleMessage message{};
+    if (!read_handle(pool_memory_magic, data, &message) || message.owner != pool->owner ||
+        message.pool != pool->handle_in_owner || message.length_bytes == 0) {
+        return invalid_value;
+    }
+    RangeRef range;
+    if (const Result result = map_imported_memory(message, MemoryKind::pool, &range); result != success) {
+        return result;
+    }
+    pool->charge(range->length_bytes);
+    range->pool = pool->handle;
+    range->owner = pool;
+    add_range(range);
+    *pointer = range->base;
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolExportToShareableHandle(void* shareable, Handle handle, int handle_type,
+                                                          unsigned long long flags) {
+    return entry("cuMemPoolExportToShareableHandle", [&] {
+        const PoolRef pool = find_pool(handle);
+        if (shareable == nullptr || !pool || flags != 0 || handle_type != handle_posix_fd ||
+            (pool->handle_types & handle_posix_fd) == 0) {
+            return invalid_value;
+        }
+        return export_pool(*pool, static_cast<int*>(shareable));
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolImportFromShareableHandle(Handle* handle, void* shareable, int handle_type,
+                                                            unsigned long long flags) {
+    return entry("cuMemPoolImportFromShareableHandle", [&] {
+        if (handle == nullptr || handle_type != handle_posix_fd || flags != 0) {
+            return invalid_value;
+        }
+        return import_pool(static_cast<int>(reinterpret_cast<std::intptr_t>(shareable)), handle);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolExportPointer(IpcHandle* data, DevicePointer pointer) {
+    return entry("cuMemPoolExportPointer", [&] {
+        const RangeRef range = find_range(pointer);
+        if (data == nullptr || !range || range->kind != MemoryKind::pool ||
+            (range->handle_types & handle_posix_fd) == 0) {
+            return invalid_value;
+        }
+        write_handle(pool_memory_magic, export_memory(range), data);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPoolImportPointer(DevicePointer* pointer, Handle handle, const IpcHandle* data) {
+    return entry_in_context("cuMemPoolImportPointer", [&](const ContextRef&) {
+        const PoolRef pool = find_pool(handle);
+        if (pointer == nullptr || data == nullptr || !pool || !pool->is_imported()) {
+            return invalid_value;
+        }
+        return import_memory(pool, *data, pointer);
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,150 @@
+// Tests of memory pools that two processes share. Another process owns the pool and this process imports it.
+#include <fcntl.h>
+#include <sys/mman.h>
+
+#include <array>
+
+#include "cuda_peer.hpp"
+
+using namespace gdrkit::twin;
+using namespace gdrkit::twin::cuda;
+
+namespace {
+
+// Messages between the owner and the importer.
+constexpr char importer_has_written = 'w', owner_has_freed = 'f', importer_has_freed = 'd';
+
+Handle create_pool(int handle_types) {
+    PoolProperties properties{};
+    properties.allocation_type = allocation_pinned;
+    properties.location = {location_device, 1};
+    properties.handle_types = handle_types;
+    Handle pool = 0;
+    EXPECT_SUCCESS("cuMemPoolCreate", &pool, &properties);
+    return pool;
+}
+
+int export_pool(Handle pool) {
+    int fd = -1;
+    EXPECT_SUCCESS("cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool, int{handle_posix_fd}, 0ULL);
+    return fd;
+}
+
+void* as_handle(int fd) {
+    return reinterpret_cast<void*>(static_cast<std::intptr_t>(fd));
+}
+
+Handle import_pool(int fd) {
+    Handle pool = 0;
+    EXPECT_SUCCESS("cuMemPoolImportFromShareableHandle", &pool, as_handle(fd), int{handle_posix_fd}, 0ULL);
+    return pool;
+}
+
+u64 allocate_from(Handle pool, u64 length_bytes) {
+    u64 pointer = 0;
+    EXPECT_SUCCESS("cuMemAllocFromPoolAsync", &pointer, length_bytes, pool, Handle{0});
+    return pointer;
+}
+
+IpcHandle export_pointer(u64 pointer) {
+    IpcHandle data{};
+    EXPECT_SUCCESS("cuMemPoolExportPointer", &data, pointer);
+    return data;
+}
+
+// Body of the owning process.
+int run_owner(int socket) {
+    init_device(1);
+    const Handle pool = create_pool(handle_posix_fd);
+    const u64 pointer = allocate_from(pool, 70000);
+    write_device(pointer, pattern(70000, 1));
+    const int fd = export_pool(pool);
+    CHECK(send_fds(socket, std::array{fd}));
+    close(fd);
+    send_value(socket, export_pointer(pointer));
+    CHECK(receive_value<char>(socket) == importer_has_written);
+    CHECK(read_device(pointer + 7, 100) == pattern(100, 2));
+    CHECK(receive_value<char>(socket) == importer_has_freed);
+    EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
+    EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
+    EXPECT_SUCCESS("cuMemPoolDestroy", pool);
+    send_value(socket, owner_has_freed);
+    return 0;
+}
+
+void test_imported_pool_has_memory_of_its_owner() {
+    Peer owner;
+    init_device(1);
+    std::vector<Fd> fds;
+    CHECK(recv_fds(owner.socket(), 1, &fds));
+    const auto data = receive_value<IpcHandle>(owner.socket());
+    const Handle pool = import_pool(fds[0].get());
+    u64 pointer = 0, other = 0;
+    EXPECT_SUCCESS("cuMemPoolImportPointer", &pointer, pool, &data);
+    int device = -1;
+    EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&device), static_cast<int>(pointer_device_ordinal),
+                   pointer);
+    CHECK(device == 1);
+    CHECK(read_device(pointer, 70000) == pattern(70000, 1));
+    write_device(pointer + 7, pattern(100, 2));
+    send_value(owner.socket(), importer_has_written);
+    // An imported pool allocates nothing, cannot be the pool of a device, and is not exported again.
+    EXPECT_RESULT(invalid_value, "cuMemAllocFromPoolAsync", &other, u64{100}, pool, Handle{0});
+    EXPECT_RESULT(invalid_value, "cuDeviceSetMemPool", 1, pool);
+    int fd = -1;
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool,
+                  int{handle_posix_fd}, 0ULL);
+    IpcHandle exported{};
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &exported, pointer);
+    EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
+    EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
+    send_value(owner.socket(), importer_has_freed);
+    CHECK(receive_value<char>(owner.socket()) == owner_has_freed);
+    EXPECT_SUCCESS("cuMemPoolDestroy", pool);
+}
+
+void test_malformed_handles_of_pools_are_refused() {
+    const Handle pool = create_pool(handle_posix_fd), other_pool = create_pool(handle_posix_fd),
+                 private_pool = create_pool(handle_none);
+    Handle imported = 0;
+    int fd = -1;
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), private_pool,
+                  int{handle_posix_fd}, 0ULL);
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool,
+                  int{handle_posix_fd}, 1ULL);
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportToShareableHandle", static_cast<void*>(&fd), pool, int{handle_fabric},
+                  0ULL);
+    const Fd forged(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING)), shareable(export_pool(pool)),
+        other_shareable(export_pool(other_pool));
+    CHECK(ftruncate(forged.get(), 64) == 0);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportFromShareableHandle", &imported, as_handle(forged.get()),
+                  int{handle_posix_fd}, 0ULL);
+    EXPECT_RESULT(unknown_error, "cuMemPoolImportFromShareableHandle", &imported, as_handle(-1), int{handle_posix_fd},
+                  0ULL);
+    // Memory belongs to one pool, and only the data of cuMemPoolExportPointer describes it.
+    u64 pointer = allocate_from(pool, 100), private_pointer = allocate_from(private_pool, 100), mapped = 0;
+    IpcHandle data = export_pointer(pointer), ignored{};
+    EXPECT_RESULT(invalid_value, "cuMemPoolExportPointer", &ignored, private_pointer);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, import_pool(other_shareable.get()), &data);
+    imported = import_pool(shareable.get());
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, pool, &data);
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, imported, &ignored);
+    for (std::size_t at = 0; at < sizeof data.reserved; ++at) {
+        data.reserved[at] ^= 0x40;
+        EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, imported, &data);
+        data.reserved[at] ^= 0x40;
+    }
+    EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
+    EXPECT_RESULT(invalid_value, "cuMemPoolImportPointer", &mapped, imported, &data);
+    EXPECT_SUCCESS("cuMemFreeAsync", private_pointer, Handle{0});
+}
+
+} // namespace
+
+int main(int argument_count, char** arguments) {
+    if (argument_count == 3) {
+        return run_owner(std::atoi(arguments[2]));
+    }
+    test_imported_pool_has_memory_of_its_owner();
+    test_malformed_handles_of_pools_are_refused();
+}
