@@ -1,0 +1,253 @@
+"""Run cuda-python's own tests: ``cuda_python_child.py FOLDER RESULTS [--jobs N] [--only TEXT]``.
+
+FOLDER has the folders ``cuda_core/tests``, ``cuda_bindings/tests``, ``cuda_bindings/cuda/bindings/_test_helpers`` and
+``cuda_python_test_helpers`` of cuda-python. This file needs only pytest and its plugins beside the tested packages, so
+it also runs on a GPU machine without this project. Each module of tests runs in a process of its own.
+
+The first line of RESULTS describes the machine. Each further line is the JSON of a case: its outcome, and what it needs
+according to its source. The compilers (nvrtc, nvvm, nvJitLink, nvFatbin) are hidden, so that a case that compiles ends
+in the same way on each machine. A case that did not end has the outcome ``crash``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import contextlib
+import functools
+import importlib
+import inspect
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import types
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Environment variables of a child process: the file to which it appends its results, and FOLDER.
+_RESULTS, _FOLDER = "GDRKIT_CUDA_PYTHON_RESULTS", "GDRKIT_CUDA_PYTHON_FOLDER"
+_CASE_LIMIT_S, _MODULE_LIMIT_S, _STARTS_MAX = 30.0, 300.0, 12
+# These folders need a compiler for C, packages that the samples use, or a device without a twin.
+_LEFT_OUT = {"cython", "example_tests", "cudla", "legacy_api"}
+_COMPILERS = ("nvrtc", "nvvm", "nvJitLink", "nvfatbin")
+_KERNELS, _STATIC_RUNTIME = "kernels", "static runtime"
+_KERNEL_WORDS = re.compile(
+    r"cuLaunch|cuModule(Load|Get)|cuLibrary(Load|Get)|cuKernel|cuFunc|cuLink|cuOccupancy|AddKernelNode|LaunchKernel"
+    r"|\blaunch\b|\bKernel\b|\bLaunchConfig\b|\bnvrtc\b|\bnvvm\b|\bnvjitlink\b|\bnvfatbin\b|\bProgram\b|\bLinker\b"
+    r"|\bObjectCode\b|\bget_saxpy",
+    re.IGNORECASE,
+)
+
+
+class _Recorder:
+    """A plugin of pytest that appends the outcome of each case to the results file."""
+
+    def __init__(self, results: Path) -> None:
+        self._results = results
+        self._ended = {line["test"] for line in _read(results)}
+        self._outcomes: dict[str, str] = {}
+
+    def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:  # noqa: ANN401 - pytest's type.
+        """Leave out the cases that an earlier process of this module has started."""
+        ended = [item for item in items if item.nodeid in self._ended]
+        items[:] = [item for item in items if item.nodeid not in self._ended]
+        config.hook.pytest_deselected(items=ended)
+
+    def pytest_runtest_protocol(self, item: Any) -> None:  # noqa: ANN401 - pytest's type.
+        """Write that a case has started, and what its source needs."""
+        self._write({"test": item.nodeid, "outcome": "crash", "needs": _find_needs(item)})
+
+    def pytest_runtest_logreport(self, report: Any) -> None:  # noqa: ANN401 - pytest's type.
+        """Write the outcome of a case after its teardown."""
+        if report.failed:
+            crash = getattr(report.longrepr, "reprcrash", None)
+            text = crash.message if crash else str(report.longrepr)
+            self._outcomes.setdefault(report.nodeid, f"fail: {report.when}: {text[-600:]}")
+        elif report.skipped:
+            reason = getattr(report, "wasxfail", None) or report.longrepr[2]
+            self._outcomes.setdefault(report.nodeid, f"skip: {reason}")
+        if report.when == "teardown":
+            self._write({"test": report.nodeid, "outcome": self._outcomes.pop(report.nodeid, "pass")})
+
+    def _write(self, line: dict[str, object]) -> None:
+        with self._results.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def pytest_configure(config: Any) -> None:  # noqa: ANN401 - pytest's type.
+    """Register the recorder. pytest loads this module with its option -p."""
+    config.pluginmanager.register(_Recorder(Path(os.environ[_RESULTS])))
+
+
+def _hide_compilers() -> None:
+    """Let this process find no compiler. cuda.bindings takes the function from pathfinder when it is imported."""
+    pathfinder: Any = importlib.import_module("cuda.pathfinder")
+    load = pathfinder.load_nvidia_dynamic_lib
+
+    @functools.wraps(load)
+    def load_unless_hidden(name: str) -> Any:  # noqa: ANN401 - the type of pathfinder.
+        if name in _COMPILERS:
+            message = f"{name} is hidden, so that no case compiles"
+            raise pathfinder.DynamicLibNotFoundError(message)
+        return load(name)
+
+    pathfinder.load_nvidia_dynamic_lib = load_unless_hidden
+
+
+def _add_test_helpers() -> None:
+    """Let the tests import cuda.bindings._test_helpers, which newer wheels do not contain."""
+    bindings = importlib.import_module("cuda.bindings")
+    bindings.__path__.append(str(Path(os.environ[_FOLDER], "cuda_bindings", "cuda", "bindings")))
+
+
+def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
+    """Return what the source of a case, of its fixtures and of the functions of the tests that they call needs."""
+    definitions = item._fixtureinfo.name2fixturedefs  # noqa: SLF001 - pytest has no public list of the fixtures.
+    fixtures = [overriding[-1].func for overriding in definitions.values()]
+    needs = set()
+    for function in _called_functions([item.obj, *fixtures]):
+        names = set(_names_of(function.__code__))
+        values = [function.__globals__.get(name) for name in names]
+        modules = {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in values}
+        modules |= {value.__name__ for value in values if isinstance(value, types.ModuleType)}
+        if "cuda.bindings.runtime" in modules:
+            needs.add(_STATIC_RUNTIME)
+        if _KERNEL_WORDS.search(" ".join(names)):
+            needs.add(_KERNELS)
+    return sorted(needs)
+
+
+def _called_functions(functions: list[Any]) -> Iterator[types.FunctionType]:
+    """Yield the functions, and the functions and methods of the tests' own modules that they refer to."""
+    seen: set[types.FunctionType] = set()
+    waiting = list(functions)
+    while waiting:
+        value = waiting.pop()
+        value = inspect.unwrap(value) if callable(value) else value
+        value = getattr(value, "__func__", value)
+        if isinstance(value, type):
+            waiting += [entry for entry in vars(value).values() if isinstance(entry, types.FunctionType)]
+        elif isinstance(value, types.FunctionType) and value not in seen and _is_of_tests(value.__code__.co_filename):
+            seen.add(value)
+            yield value
+            named = (value.__globals__.get(name) for name in _names_of(value.__code__))
+            waiting += [entry for entry in named if isinstance(entry, types.FunctionType | type)]
+
+
+def _is_of_tests(file_name: str) -> bool:
+    return file_name.startswith(os.environ[_FOLDER])
+
+
+def _names_of(code: types.CodeType) -> Iterator[str]:
+    """Yield the names that a function, and the functions inside it, refer to."""
+    yield from (*code.co_names, *code.co_varnames, *code.co_freevars)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_of(constant)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _run_module(folder: Path, module: Path, results: Path) -> list[dict[str, Any]]:
+    """Run the cases of a module, and return their results. After a case that ends the process, start another one."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-c",
+        str(folder / "pytest.ini"),
+        f"--rootdir={folder}",
+        "-o",
+        "addopts=",
+    ]
+    command += ["-p", Path(__file__).stem, "-p", "no:randomly", "-p", "no:cacheprovider", "-q", "--tb=line"]
+    command += ["--benchmark-disable", f"--timeout={_CASE_LIMIT_S}", "--timeout-method=thread", str(module)]
+    environ = {**os.environ, _RESULTS: str(results), _FOLDER: str(folder)}
+    environ["PYTHONPATH"] = str(Path(__file__).resolve().parent)
+    output = ""
+    for _ in range(_STARTS_MAX):
+        count = len(_read(results))
+        with results.with_suffix(".log").open("w+") as log:
+            process = subprocess.Popen(
+                command, cwd=results.parent, env=environ, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_MODULE_LIMIT_S)
+            # Some cases start processes that do not end with them.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            log.seek(0)
+            output = log.read()
+        if 0 <= code <= 5 or len(_read(results)) == count:  # noqa: PLR2004 - pytest's exit codes.
+            break
+    outcomes: dict[str, dict[str, Any]] = {}
+    for line in _read(results):
+        outcomes.setdefault(line["test"], {}).update(line)
+    name = str(module.relative_to(folder))
+    not_collected = {"test": name, "outcome": f"not collected: {output[-600:]}", "needs": []}
+    return list(outcomes.values()) or [not_collected]
+
+
+def _describe() -> dict[str, str]:
+    """Return the versions of the packages, and the name and number of the devices and the version of the driver."""
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    driver.cuInit(0)
+    name = driver.cuDeviceGetName(64, driver.cuDeviceGet(0)[1])[1].partition(b"\0")[0].decode()
+    versions = {package: metadata.version(package) for package in ("cuda-core", "cuda-bindings", "cuda-pathfinder")}
+    count, version = driver.cuDeviceGetCount()[1], driver.cuDriverGetVersion()[1]
+    return {**versions, "device": name, "devices": str(count), "driver": str(version)}
+
+
+def main() -> int:
+    """Run all modules and return 0, whatever the outcomes of the cases are."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("results", type=Path)
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="modules at a time")
+    parser.add_argument("--only", default="", help="run only the modules whose path contains this text")
+    options = parser.parse_args()
+    folder, results = options.folder.resolve(), options.results.resolve()
+    modules = [
+        path
+        for package in ("cuda_bindings", "cuda_core")
+        for path in sorted((folder / package / "tests").rglob("test_*.py"))
+        if not _LEFT_OUT & set(path.parts) and options.only in str(path)
+    ]
+    work = results.with_suffix(".work")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    with results.open("w") as file, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        lock = threading.Lock()
+
+        def run(number: int, module: Path) -> None:
+            cases = _run_module(folder, module, work / f"{number}.jsonl")
+            words = [case["outcome"].partition(":")[0] for case in cases]
+            counts = ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+            with lock:
+                file.writelines(json.dumps(case) + "\n" for case in cases)
+                file.flush()
+                print(f"{module.relative_to(folder)}: {counts}", flush=True)  # noqa: T201 - the output of a program.
+
+        file.write(json.dumps({"machine": _describe()}) + "\n")
+        for future in [pool.submit(run, number, module) for number, module in enumerate(modules)]:
+            future.result()
+    return 0
+
+
+if _RESULTS in os.environ:
+    _hide_compilers()
+    _add_test_helpers()
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Send a file from one process's tensor to another's by RDMA: ``torch_rdma.py [--length-bytes N]``.
+
+gdrkit.gds reads the file into a CUDA tensor of torch. The second process registers a CUDA tensor of its own with the
+NIC. The first process writes its tensor into that tensor by RDMA, and the second process compares every byte with the
+file. This program needs torch, gdrkit and pyverbs, and runs on a real GPU as well as on the software twins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from gdrkit import cuda, gds, verbs
+from gdrkit.registration import register
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+_DEVICE = 0
+_TIMEOUT_MS = 30_000
+
+
+def receive(connection: Connection, path: str, length_bytes: int) -> None:
+    """Offer a tensor to the sender, wait for its write, and send the number of wrong bytes."""
+    tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
+    tensor.copy_(torch.full((length_bytes,), 0xA5, dtype=torch.uint8))
+    torch.cuda.synchronize()
+    with (
+        cuda.Device(_DEVICE) as device,
+        verbs.open_active_nics(count_max=1)[0] as nic,
+        cuda.wrap(tensor, device=device) as memory,
+        register(memory, [nic]) as registration,
+        verbs.CompletionQueue(nic, depth=16, events=False) as completions,
+        nic.queue_pair(completions) as pair,
+    ):
+        connection.send((pair.endpoint(), registration.remote(nic)))
+        pair.connect(connection.recv())
+        connection.send("connected")
+        connection.recv()
+        expected = torch.frombuffer(bytearray(Path(path).read_bytes()), dtype=torch.uint8)
+        connection.send((registration.route.value, int((tensor.cpu() != expected).sum())))
+
+
+def send(path: Path, length_bytes: int) -> None:
+    """Read the file into a tensor, write it into the other process' tensor, and print the result."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    receiver = context.Process(target=receive, args=(other, str(path), length_bytes), daemon=True)
+    receiver.start()
+    other.close()
+    tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
+    with gds.File(path, direct="never") as file:
+        done = file.read_into(tensor)
+    with (
+        cuda.Device(_DEVICE) as device,
+        verbs.open_active_nics(count_max=1)[0] as nic,
+        cuda.wrap(tensor, device=device) as memory,
+        register(memory, [nic]) as registration,
+        verbs.CompletionQueue(nic, depth=16, events=False) as completions,
+        nic.queue_pair(completions) as pair,
+    ):
+        endpoint, remote = connection.recv()
+        pair.connect(endpoint)
+        connection.send(pair.endpoint())
+        connection.recv()
+        pair.post_write(registration.region(nic), remote, work_id=1)
+        pair.wait(timeout_ms=_TIMEOUT_MS).expect(verbs.Status.SUCCESS)
+        connection.send("written")
+        route, wrong_count = connection.recv()
+    receiver.join()
+    gds.close_engines()
+    if done.bytes != length_bytes or wrong_count:
+        message = f"{done.bytes} of {length_bytes} bytes were read, and {wrong_count} bytes arrived wrong"
+        raise SystemExit(message)
+    name = torch.cuda.get_device_name(_DEVICE)
+    print(  # noqa: T201 - the output of a program.
+        f"{name}: {length_bytes} bytes: file -> tensor by {done.route.value}, tensor -> tensor by RDMA ({route}): right"
+    )
+
+
+def main() -> None:
+    """Run both processes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--length-bytes", type=int, default=(8 << 20) + 12345, help="size of the file")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "data")
+        path.write_bytes(os.urandom(options.length_bytes))
+        send(path, options.length_bytes)
+
+
+if __name__ == "__main__":
+    main()
