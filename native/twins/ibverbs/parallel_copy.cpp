@@ -11,6 +11,8 @@
 #include <chrono>
 #include <utility>
 
+#include "ibverbs/link.hpp"
+
 namespace gdrkit::twin::verbs {
 namespace {
 
@@ -20,12 +22,13 @@ constexpr std::size_t piece_bytes = 128U << 10;
 // Size of the part that is copied last.
 constexpr std::size_t tail_bytes = 64;
 
-using Clock = std::chrono::steady_clock;
 // A yield or the copy of a piece takes longer than this only if other threads use the processor. A thread that helps
 // then would keep the copy waiting.
 constexpr std::chrono::microseconds longest_yield{50}, longest_piece{200};
 constexpr std::chrono::milliseconds help_pause{20};
-thread_local Clock::time_point help_again_at{};
+thread_local std::chrono::steady_clock::time_point help_again_at{};
+// No thread waits longer than this before it begins a piece.
+constexpr std::chrono::microseconds longest_gap{10};
 
 PeerCopy part_of(const PeerCopy& copy, std::size_t offset, std::size_t size) {
     return {copy.process_id, copy.reads, copy.local + offset, copy.remote_address + offset, size};
@@ -78,6 +81,8 @@ bool ParallelCopy::run(const PeerCopy& copy) {
     }
     while (copy_next_piece(false)) {
     }
+    // A helper ends its last piece soon, and to be woken would take longer than the piece.
+    spin_until([this] { return active_count_ == 0; });
     for (int count = active_count_; count != 0; count = active_count_) {
         active_count_.wait(count);
     }
@@ -103,6 +108,7 @@ void ParallelCopy::yield_processor() {
 
 bool ParallelCopy::copy_next_piece(bool from_end) {
     PeerCopy piece{};
+    Clock::time_point begin_at;
     {
         std::lock_guard lock(mutex_);
         const std::size_t size = std::min(piece_bytes, end_offset_ - begin_offset_);
@@ -113,12 +119,20 @@ bool ParallelCopy::copy_next_piece(bool from_end) {
         (from_end ? end_offset_ : begin_offset_) += from_end ? -size : size;
         has_free_pieces_ = begin_offset_ != end_offset_;
         ++active_count_;
+        begin_at = std::max(Clock::now(), next_begin_at_);
+        next_begin_at_ = begin_at + gap_;
     }
-    if (!copy_with_peer(piece)) {
-        has_failed_ = true;
+    while (Clock::now() < begin_at) {
+    }
+    const bool has_copied = copy_with_peer(piece);
+    {
         std::lock_guard lock(mutex_);
-        end_offset_ = begin_offset_;
-        has_free_pieces_ = false;
+        gap_ = std::min<Clock::duration>((Clock::now() - begin_at) / 2, longest_gap);
+        if (!has_copied) {
+            has_failed_ = true;
+            end_offset_ = begin_offset_;
+            has_free_pieces_ = false;
+        }
     }
     --active_count_;
     active_count_.notify_one();

@@ -5,6 +5,7 @@
 #include <sys/uio.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
@@ -43,14 +44,22 @@ public:
     static void yield_processor();
 
 private:
+    using Clock = std::chrono::steady_clock;
+
     // The thread that runs the copy takes pieces from the begin of the range, and other threads take them from the end.
     // So if a buffer is copied many times, each processor copies the same part of it again, which is still in its
     // cache.
+    //
+    // The kernel first pins all pages of a piece, and takes the lock of their page table for each page. If two threads
+    // do this at the same time, a copy takes longer than with one thread. So a thread begins a piece when the other
+    // thread is halfway through its own.
     bool copy_next_piece(bool from_end);
 
     std::mutex mutex_;
     PeerCopy copy_{};
     std::size_t begin_offset_ = 0, end_offset_ = 0; // the part that no thread has taken
+    Clock::time_point next_begin_at_{};             // the earliest time at which a thread begins the next piece
+    Clock::duration gap_{};                         // half of the time that the last piece took
     std::atomic<bool> has_free_pieces_{false};
     std::atomic<bool> has_failed_{false};
     std::atomic<int> active_count_{0}; // number of threads that copy a piece
