@@ -26,7 +26,7 @@ from gdrkit.observe.observation import (
 )
 from gdrkit.observe.routes import derive_routes
 from gdrkit.report.substrate import is_twin
-from gdrkit.twin_run import read_usage, supervise
+from gdrkit.twin_run import block_signals, read_usage, supervise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -413,9 +413,11 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
     """
     marker = f"GDRKIT_OBSERVATION={os.getpid()}.{secrets.token_hex(8)}"
     name, _, value = marker.partition("=")
+    # The observer starts NVML, and NVML starts a thread.
+    command_mask = block_signals()
     with tempfile.TemporaryDirectory(prefix="gdrkit-observe-") as folder, Observer(marker=marker.encode()) as observer:
         environment = {**os.environ, name: value, **(logs.switched_on(Path(folder)) if with_logs else {})}
-        status = supervise(command, environment, observer.sample, interval_s_max=_SAMPLE_S)
+        status = supervise(command, environment, observer.sample, signal_mask=command_mask, interval_s_max=_SAMPLE_S)
         return observer.finish(command, os.waitstatus_to_exitcode(status)), status
 
 

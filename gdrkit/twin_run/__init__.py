@@ -11,7 +11,7 @@ that the processes have mapped (`loaded`).
 from __future__ import annotations
 
 from gdrkit.twin_run.command import run_on_twins
-from gdrkit.twin_run.supervisor import exit_like, supervise
+from gdrkit.twin_run.supervisor import block_signals, exit_like, supervise
 from gdrkit.twin_run.usage import ProcessUse, read_usage, twin_dmabufs
 
-__all__ = ["ProcessUse", "exit_like", "read_usage", "run_on_twins", "supervise", "twin_dmabufs"]
+__all__ = ["ProcessUse", "block_signals", "exit_like", "read_usage", "run_on_twins", "supervise", "twin_dmabufs"]

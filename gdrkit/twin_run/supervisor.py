@@ -22,7 +22,7 @@ from gdrkit.host import die_with_parent
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-__all__ = ["exit_like", "supervise"]
+__all__ = ["block_signals", "exit_like", "supervise"]
 
 # SIGKILL and SIGSTOP cannot be blocked.
 _SIGNALS = signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}
@@ -34,14 +34,24 @@ _OBSERVE_FIRST_INTERVAL_S, _OBSERVE_INTERVAL_S_MAX = 0.02, 2.0
 _EXEC_FAILED = 127
 
 
+def block_signals() -> set[signal.Signals | int]:
+    """Block all signals in this thread and in the threads that it creates later. Return the mask from before.
+
+    The kernel may give a signal of the process to any thread that does not block it. A thread with the old mask would
+    discard SIGCHLD, and SIGTERM in it would end this process, although :func:`supervise` waits for both.
+    """
+    return set(signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS))
+
+
 def supervise(
     command: Sequence[str],
     environment: Mapping[str, str],
     observe: Callable[[int], None],
     *,
+    signal_mask: set[signal.Signals | int] | None = None,
     interval_s_max: float = _OBSERVE_INTERVAL_S_MAX,
 ) -> int:
-    """Run a command and return its wait status, as os.waitpid does.
+    """Run a command and return its wait status, as os.waitpid does. The signals stay blocked.
 
     Parameters
     ----------
@@ -52,6 +62,9 @@ def supervise(
     observe : callable
         Called with the process ID of the command while it runs: first after 20 ms, then at intervals that double up to
         `interval_s_max`, and once when a child has ended, before this process reads its status.
+    signal_mask : set of Signals, optional
+        The signal mask of the command. A process that has threads calls :func:`block_signals` before it creates them,
+        and passes the mask that this function returned. Without it, the command gets the mask of this thread.
     interval_s_max : float
         The longest interval between two calls of `observe`, in seconds.
 
@@ -62,18 +75,18 @@ def supervise(
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    old_mask = signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNALS)
+    command_mask = block_signals() if signal_mask is None else signal_mask
     error_reader, error_writer = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
-        _execute(command, environment, parent, old_mask, error_writer)
+        _execute(command, environment, parent, command_mask, error_writer)
     os.close(error_writer)
     with os.fdopen(error_reader, "rb") as reader:
         error_text = reader.read()
     if error_text:
         os.waitpid(child, 0)
-        signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
+        signal.pthread_sigmask(signal.SIG_SETMASK, command_mask)
         error_number = int(error_text)
         raise ApiError(
             api=Api.KERNEL,
@@ -110,14 +123,14 @@ def _wait(child: int, observe: Callable[[int], None], interval_s_max: float) -> 
     next_observation_s = time.monotonic() + interval_s
     while True:
         details = signal.sigtimedwait(_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
-        if details is None:
+        if details is None or details.si_signo == signal.SIGCHLD:
             observe(child)
-            interval_s = min(2 * interval_s, interval_s_max)
-            next_observation_s = time.monotonic() + interval_s
-        elif details.si_signo == signal.SIGCHLD:
-            observe(child)
+            # This is also done without SIGCHLD, because a thread of a library may have taken the signal.
             if (status := _collect(child)) is not None:
                 return status
+            if details is None:
+                interval_s = min(2 * interval_s, interval_s_max)
+                next_observation_s = time.monotonic() + interval_s
         elif details.si_code != _SI_KERNEL:
             # The command may have ended meanwhile.
             with contextlib.suppress(ProcessLookupError):

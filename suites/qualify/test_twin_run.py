@@ -146,6 +146,37 @@ def test_end_by_a_signal_is_passed_on() -> None:
     assert process.returncode == -signal.SIGTERM
 
 
+def test_end_is_seen_although_a_thread_took_sigchld() -> None:
+    program = """
+import os, signal, threading
+from gdrkit.twin_run import supervise
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+def wait_for_end(child):
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    while signal.SIGCHLD in signal.sigpending():
+        pass
+print(supervise(["sleep", "0.2"], os.environ, wait_for_end))
+"""
+    run_python = [sys.executable, "-c", program]
+    process = subprocess.run(run_python, capture_output=True, text=True, timeout=30, check=False)
+    assert process.stdout == "0\n", process.stderr
+
+
+def test_later_threads_do_not_take_signals(tmp_path: Path) -> None:
+    program = """
+import os, signal, sys, threading
+from gdrkit.twin_run import block_signals, supervise
+mask = block_signals()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+end = lambda child: os.path.exists(sys.argv[1]) and os.kill(os.getpid(), signal.SIGTERM)
+command = ["sh", "-c", "trap 'exit 7' TERM; : >$0; while :; do sleep 0.05; done", sys.argv[1]]
+print(os.waitstatus_to_exitcode(supervise(command, os.environ, end, signal_mask=mask)))
+"""
+    run_python = [sys.executable, "-c", program, str(tmp_path / "ready")]
+    process = subprocess.run(run_python, capture_output=True, text=True, timeout=30, check=False)
+    assert process.stdout == "7\n", process.stderr
+
+
 def test_kill_of_gdrkit_kills_the_command() -> None:
     process = start("sh", "-c", "echo $$; exec sleep 60")
     assert process.stdout is not None
