@@ -18,7 +18,7 @@ struct Pool {
     Device device = 0;
     std::uint64_t size_max_bytes = 0; // 0: limited by the device only
     std::uint32_t handle_types = 0;   // CUmemAllocationHandleType bits with which the pool can be exported
-    // Of a pool that was imported: the control service of the owning process, and the pool's handle there. Else 0.
+    // An imported pool has the control service of the owning process and its handle there. Other pools have 0.
     std::uint64_t owner = 0;
     Handle handle_in_owner = 0;
     std::mutex mutex;
