@@ -6,6 +6,7 @@ If no probe proves a path, the copy engine moves the bytes through host memory, 
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from gdrkit.errors import Api, Reason, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from types import FrameType
 
     from gdrkit.gds.buffer import TransferBuffer
     from gdrkit.gds.transfer import TransferJob
@@ -171,7 +173,16 @@ def report_fallback(why: str, path: str, *, required: bool) -> None:
     if why not in _reported_causes:
         _reported_causes.add(why)
         message = f"there is no direct path, so the copy engine moves the bytes through host memory: {why}"
-        warnings.warn(message, FallbackWarning, stacklevel=6)
+        warnings.warn(message, FallbackWarning, stacklevel=_caller_level())
+
+
+def _caller_level() -> int:
+    """Return the `stacklevel` of a warning of the calling function that names the first line outside of gdrkit."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001 - inspect.stack() would read the source of each frame.
+    level = 1
+    while frame is not None and str(frame.f_globals.get("__name__")).startswith("gdrkit."):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def forget_warnings() -> None:

@@ -18,10 +18,10 @@ from gdrkit.harness.needs.cufile import find_udev_entry
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from gdrkit.cuda import Device
+    from gdrkit.cuda import CudaMemory, Device
 
 pytestmark = needs(cuda.device())
 
@@ -69,6 +69,24 @@ def test_fallback_warns_once_and_reads_by_o_direct(path: Path, seed: int, device
             # There is one warning per cause. Every result has the cause.
             for length in (4 * KIB, 8 * MIB):
                 assert file.read_into(memory, length_bytes=length).why_not_direct == result.why_not_direct
+
+
+def test_fallback_warning_names_the_line_of_the_caller(path: Path, device: Device) -> None:
+    ranges = [(0, 4 * KIB)]
+    calls: tuple[Callable[[gds.File, CudaMemory], object], ...] = (
+        lambda file, memory: file.read_into(memory),
+        lambda file, memory: file.write_from(memory),
+        lambda file, memory: file.start_write_from(memory).result(),
+        lambda file, memory: file.readv(memory, ranges),
+        lambda file, memory: file.start_writev(memory, ranges).result(),
+    )
+    with device.allocate(4 * KIB) as memory:
+        for call in calls:
+            direct.forget_warnings()
+            with gds.File(path, "r+") as file, pytest.warns(gds.FallbackWarning) as caught:
+                call(file, memory)
+            places = [(warning.filename, warning.lineno) for warning in caught]
+            assert places == [(__file__, call.__code__.co_firstlineno)]
 
 
 def test_required_direct_path_error_has_the_cause(path: Path, device: Device) -> None:
