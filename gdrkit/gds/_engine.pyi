@@ -76,4 +76,6 @@ class HostMemory:
 
 SMALL_BYTES_MAX: int = 262144
 
+SMALL_HOST_WRITE_BYTES_MAX: int = 4194304
+
 HOST: int = -1

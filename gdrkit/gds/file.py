@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.gds._native import call, native
-from gdrkit.gds.buffer import TransferBuffer, describe_buffer
+from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import open_regular, os_error
@@ -26,7 +26,7 @@ from gdrkit.gds.transfer import (
     TransferJob,
     Transferred,
     TransferSet,
-    short_read_error,
+    short_transfer_error,
 )
 from gdrkit.handles import Handle
 
@@ -194,19 +194,15 @@ class File:
             The file or the memory was closed.
         """
         memory = describe_buffer(buffer, writable=True)
-        transfer: Transfer | None = None
         with ReleaseOnError(memory):
             length = part_length(memory, buffer_offset_bytes, length_bytes)
-            if on_progress is not None or not self._is_short_engine_read(memory, length):
-                clips = length_bytes is None
-                transfer = self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
-        if transfer is not None:
-            return transfer.result(on_progress=on_progress)
-        try:
-            is_exact = length_bytes is not None
-            return self._read_short(memory, file_offset_bytes, length, buffer_offset_bytes, is_exact=is_exact)
-        finally:
-            memory.release()
+            clips = length_bytes is None
+            if on_progress is None and self._is_short(memory, length, write=False):
+                return self._move_short(
+                    memory, file_offset_bytes, length, buffer_offset_bytes, write=False, clips=clips
+                )
+            transfer = self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
+        return transfer.result(on_progress=on_progress)
 
     def write_from(
         self,
@@ -229,13 +225,14 @@ class File:
             Wait until the disk has the data. If the file's `access` is ``automatic``, the bytes then bypass the page
             cache, because the kernel would have to write them from the page cache to the disk anyway.
         """
-        return self.start_write_from(
-            buffer,
-            file_offset_bytes=file_offset_bytes,
-            length_bytes=length_bytes,
-            buffer_offset_bytes=buffer_offset_bytes,
-            durable=durable,
-        ).result(on_progress=on_progress)
+        memory = describe_buffer(buffer, writable=False)
+        with ReleaseOnError(memory):
+            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            if on_progress is None and not durable and self._is_short(memory, length, write=True):
+                return self._move_short(memory, file_offset_bytes, length, buffer_offset_bytes, write=True, clips=False)
+            extents = extents_of(memory, [(file_offset_bytes, length, buffer_offset_bytes)])
+            transfer = self._start(memory, extents, write=True, durable=durable)
+        return transfer.result(on_progress=on_progress)
 
     def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
         """Read many ranges into one memory as one transfer. Many small ranges share one copy to the device.
@@ -367,12 +364,10 @@ class File:
         return self._start(memory, [0, file_offset_bytes, memory.address + buffer_offset_bytes, length], write=False)
 
     def _start(self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
-        """Start a transfer. All transfers except short reads begin here."""
+        """Start a transfer. All transfers except those of _move_short begin here."""
         self._begin_use()
         try:
-            if write and not self.writable:
-                message = f"{self.path} was opened for reading only"
-                raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
+            self._check_mode(write=write)
             job, why_not_direct = self._submit(memory, extents, write=write, durable=durable)
             lengths = extents[3::4]
             arguments = {"path": self.path, "device_index": memory.device_index, "length_bytes": sum(lengths)}
@@ -411,30 +406,33 @@ class File:
         )
         return job, why
 
-    def _is_short_engine_read(self, memory: TransferBuffer, length_bytes: int) -> bool:
-        """Return whether a read is so short that the calling thread reads it through the page cache."""
-        is_short = length_bytes <= native.SMALL_BYTES_MAX and self.access != "direct"
-        return is_short and self._direct_paths.uses_engine(memory)
+    def _is_short(self, memory: TransferBuffer, length_bytes: int, *, write: bool) -> bool:
+        """Return whether a transfer is so short that the calling thread moves it through the page cache."""
+        is_host_write = write and memory.device_index == HOST
+        longest_bytes = native.SMALL_HOST_WRITE_BYTES_MAX if is_host_write else native.SMALL_BYTES_MAX
+        return length_bytes <= longest_bytes and self.access != "direct" and self._direct_paths.uses_engine(memory)
 
-    def _read_short(
+    def _move_short(
         self,
         memory: TransferBuffer,
         file_offset_bytes: int,
         length_bytes: int,
         buffer_offset_bytes: int,
         *,
-        is_exact: bool,
+        write: bool,
+        clips: bool,
     ) -> Transferred:
-        """Read a short range on the calling thread, which has a lower latency than a worker thread.
+        """Move a short range on the calling thread, which has a lower latency than a worker thread. Release the memory.
 
-        If `is_exact` is true, it is an error if the file ends before the range does.
+        With `clips`, it is no error if the file ends before the range does.
         """
         began_s = time.monotonic()
         check_range("file range", file_offset_bytes, length_bytes)
         self._begin_use()
         try:
+            self._check_mode(write=write)
             moved_bytes, failure = engine_for(memory.device_index).transfer_small(
-                False,  # noqa: FBT003 - this is the native parameter `write`.
+                write,
                 self._native,
                 file_offset_bytes,
                 memory.address + buffer_offset_bytes,
@@ -446,10 +444,16 @@ class File:
         why = self._direct_paths.known_obstacle(memory)
         result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), time.monotonic() - began_s, why)
         count_transfer(Route.ENGINE, moved_bytes)
-        if failure is None and (moved_bytes == length_bytes or not is_exact):
-            return result
-        arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
-        raise short_read_error(failure, arguments, result)
+        if failure is not None or (moved_bytes != length_bytes and not clips):
+            arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
+            raise short_transfer_error(failure, arguments, result)
+        memory.release()
+        return result
+
+    def _check_mode(self, *, write: bool) -> None:
+        if write and not self.writable:
+            message = f"{self.path} was opened for reading only"
+            raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
 
     def __enter__(self) -> Self:
         return self

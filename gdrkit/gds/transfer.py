@@ -35,7 +35,7 @@ __all__ = [
     "TransferJob",
     "TransferSet",
     "Transferred",
-    "short_read_error",
+    "short_transfer_error",
 ]
 
 # Interval of progress reports, in seconds.
@@ -395,8 +395,8 @@ def _early_end_error(
     )
 
 
-def short_read_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
-    """Return the error of a short read that failed, or that reached the end of the file (`failure` is None)."""
+def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
+    """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
         error: ApiError = _early_end_error(arguments, "the file has fewer bytes")

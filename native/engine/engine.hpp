@@ -34,11 +34,13 @@ public:
     // pthread_create.
     void submit(const std::shared_ptr<Job>& job);
 
-    // Moves one range of at most small_bytes_max on the calling thread, without the queue. The bytes have arrived when
-    // the call returns.
+    // Moves one range on the calling thread, without the queue. The bytes have arrived when the call returns. The range
+    // has at most small_bytes_max if the memory is device memory.
     IoResult transfer_small(Direction direction, File& file, std::uint64_t offset, std::uint64_t address,
                             std::uint64_t length, int device);
     static constexpr std::uint64_t small_bytes_max = 256U << 10U;
+    // Up to this size, one thread writes host memory into the page cache faster than two that must wake up first.
+    static constexpr std::uint64_t small_host_write_bytes_max = 4U << 20U;
 
     // Waits for the queued jobs, ends the threads and frees all resources. A second call does nothing.
     void close();

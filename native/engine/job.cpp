@@ -35,7 +35,7 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
     for (const std::shared_ptr<File>& file : files_) {
         file->add_pending(is_durable_ ? 1 : 0); // The file stays open until its data is on the disk.
     }
-    const std::uint64_t even_share_bytes = total_bytes_ / (tuning_.workers_count * chunks_per_worker) + 1;
+    const std::uint64_t even_share_bytes = total_bytes_ / (sharers_count() * chunks_per_worker) + 1;
     const std::uint64_t first_bytes = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
     chunk_min_bytes_ = std::clamp(even_share_bytes, std::min(chunk_step_bytes, first_bytes), first_bytes);
     chunks_count_ = total_bytes_ / chunk_min_bytes_ + 1;
@@ -49,7 +49,7 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
 // has the size that the workers can read while the device copies the chunks before it. At the end the chunks are small
 // again, so that all workers end at the same time.
 std::uint64_t Job::next_chunk_bytes() const {
-    const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / tuning_.workers_count;
+    const std::uint64_t bytes = std::min(taken_bytes_, total_bytes_ - taken_bytes_) / sharers_count();
     return std::clamp(bytes / chunk_step_bytes * chunk_step_bytes, chunk_min_bytes_, tuning_.chunk_bytes);
 }
 
@@ -151,6 +151,12 @@ std::size_t Job::reservations_max(bool is_direct) const {
         return is_direct ? tuning_.direct_readers_count : tuning_.workers_count;
     }
     return is_direct ? tuning_.direct_writers_count : tuning_.buffered_writers_count;
+}
+
+// Returns how many workers share a long extent. Only a few write at the same time, and their chunks are larger: most
+// file systems lock the file for each write, so that many small writes of several threads would wait for each other.
+std::size_t Job::sharers_count() const {
+    return reservations_max(direction_ == Direction::write && access_ == Access::direct);
 }
 
 TakeResult Job::take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening) {
@@ -308,6 +314,10 @@ void Job::end_locked() {
 
 bool Job::wait(std::int64_t timeout_us) {
     std::unique_lock lock(mutex_);
+    // A wait for 0 us would still sleep in the kernel, by default for 50 us.
+    if (timeout_us == 0) {
+        return is_over_;
+    }
     if (timeout_us < 0) {
         over_condition_.wait(lock, [&] { return is_over_; });
         return true;

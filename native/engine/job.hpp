@@ -149,6 +149,7 @@ private:
     std::uint64_t next_chunk_bytes() const;
     std::uint64_t next_coalesced_bytes() const;
     std::size_t reservations_max(bool is_direct) const;
+    std::size_t sharers_count() const;
     void skip_taken_extents();
     bool is_work_finished_locked() const {
         return chunks_in_flight_ == 0 && (is_stopped_ || next_extent_ == extents_.size());

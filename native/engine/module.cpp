@@ -203,7 +203,8 @@ void bind_engine(nb::module_& module) {
             "transfer_small",
             [](Engine& self, bool write, File& file, std::uint64_t offset, std::uint64_t address, std::uint64_t length,
                int device) {
-                if (length > Engine::small_bytes_max || offset > INT64_MAX - length) {
+                const bool fits = device == host_memory || length <= Engine::small_bytes_max;
+                if (!fits || length > INT64_MAX || offset > INT64_MAX - length) {
                     raise({.api = Api::kernel, .operation = "transfer_small", .number = EINVAL, .name = {}});
                 }
                 const IoResult result = without_gil([&] {
@@ -226,6 +227,7 @@ void bind_engine(nb::module_& module) {
         .def_prop_ro("length_bytes", [](const HostMemory& self) { return self.view.len; })
         .def("release", &HostMemory::release);
     module.attr("SMALL_BYTES_MAX") = Engine::small_bytes_max;
+    module.attr("SMALL_HOST_WRITE_BYTES_MAX") = Engine::small_host_write_bytes_max;
     module.attr("HOST") = host_memory;
 }
 

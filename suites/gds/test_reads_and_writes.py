@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.gds import MEMORY_KINDS, allocated_memory, drop_from_cache
+from support.gds import MEMORY_KINDS, allocated_memory, drop_from_cache, engine_threads
 from support.mounts import mounted
 
 from gdrkit import gds, pattern
@@ -66,6 +66,17 @@ def test_read_returns_the_bytes_of_the_file(
             contents = memory.content()
             assert contents[buffer_offset : buffer_offset + length] == data[file_offset : file_offset + length]
             assert set(contents[:buffer_offset] + contents[buffer_offset + length :]) == {0xA5}
+
+
+def test_short_transfer_needs_no_thread_of_the_engine(tmp_path: Path) -> None:
+    gds.close_engines()
+    memory = bytearray(5 * MIB)
+    with gds.File(tmp_path / "file", "w") as file:
+        assert file.write_from(memory, length_bytes=4 * MIB).bytes == 4 * MIB
+        assert file.read_into(memory, length_bytes=256 * KIB).bytes == 256 * KIB
+        assert not engine_threads()
+        assert file.write_from(memory, length_bytes=4 * MIB, durable=True).bytes == 4 * MIB
+        assert engine_threads()
 
 
 @EVERY_MEMORY_KIND

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <filesystem>
 #include <random>
@@ -141,6 +142,37 @@ void check_failed_write(const Folder& folder) {
     CHECK(std::string(progress.failure->operation) == "pwrite");
 }
 
+// A query whether a job is over does not sleep, although a wait with a limit of 0 would, by the timer slack of 50 us.
+void check_query_does_not_sleep(const Folder& folder) {
+    const Descriptor fd = create_file(folder.path_of("query"), pattern(kib, 13));
+    Bytes memory(kib);
+    Job job(Direction::read, Access::automatic, host_memory, {descriptor_file(fd)},
+            {Extent{0, 0, address_of(memory), kib}}, small_tuning());
+    constexpr int queries_count = 100;
+    auto shortest = std::chrono::nanoseconds::max();
+    for (int round = 0; round < 10; ++round) {
+        const auto begin = std::chrono::steady_clock::now();
+        for (int query = 0; query < queries_count; ++query) {
+            CHECK(!job.wait(0));
+        }
+        shortest = std::min<std::chrono::nanoseconds>(shortest, std::chrono::steady_clock::now() - begin);
+    }
+    CHECK(shortest < queries_count * std::chrono::microseconds(25));
+}
+
+// A write is divided among the few workers that may write at the same time, a read among all workers.
+void check_chunks_of_a_write(const Folder& folder) {
+    const Descriptor fd = create_file(folder.path_of("chunks"), {});
+    Tuning tuning;
+    tuning.workers_count = 16;
+    const auto count_chunks = [&](Direction direction) {
+        return Job(direction, Access::automatic, host_memory, {descriptor_file(fd)}, {Extent{0, 0, 4096, mib}}, tuning)
+            .chunks_count();
+    };
+    CHECK(count_chunks(Direction::read) > 2 * tuning.buffered_writers_count + 1);
+    CHECK(count_chunks(Direction::write) <= 2 * tuning.buffered_writers_count + 1);
+}
+
 // Many callers at once, each with its own file, and more jobs than the queue of the engine holds.
 void check_many_callers(const Folder& folder) {
     Engine engine(small_tuning(), -1);
@@ -252,6 +284,8 @@ int main() {
     check_short_file(folder);
     check_paths(folder);
     check_failed_write(folder);
+    check_query_does_not_sleep(folder);
+    check_chunks_of_a_write(folder);
     check_many_callers(folder);
     check_cancellation(folder);
     check_close(folder);
