@@ -12,6 +12,11 @@ def residency(fd: int, offset: int, length: int) -> tuple[int, int]:
 
 def keep_forever(object: object) -> None: ...
 
+def totals() -> tuple[int, int]:
+    """
+    Return the number of transfers of this process that are over, and the number of bytes that they moved.
+    """
+
 def node_of_device(bus_id: str, sysfs: str = '/sys') -> int: ...
 
 class OpenFile:
@@ -20,6 +25,21 @@ class OpenFile:
     """
 
     def __init__(self, fd: int) -> None: ...
+
+    def begin_use(self) -> bool:
+        """
+        Count a use of the descriptor, for which begin_close() waits. Return False if the file is being closed.
+        """
+
+    def end_use(self) -> None: ...
+
+    def begin_close(self) -> None:
+        """Refuse further uses, and wait until there are none."""
+
+    def end_close(self, is_closed: bool) -> None:
+        """
+        Close the descriptor with O_DIRECT, or allow uses again if the file was not closed.
+        """
 
     def direct(self) -> bool: ...
 
@@ -34,6 +54,19 @@ class OpenFile:
         Return the number of cached pages of a range, and the number of its pages.
         """
 
+class CompletionQueue:
+    """
+    The tokens of ended jobs, which worker threads add and Python takes in batches.
+    """
+
+    def __init__(self, *, has_event: bool) -> None: ...
+
+    def push(self, token: int) -> None: ...
+
+    def take(self) -> list[int]: ...
+
+    def fileno(self) -> int: ...
+
 class Job:
     """The transfer of the ranges of one call."""
 
@@ -42,6 +75,11 @@ class Job:
     def is_over(self) -> bool: ...
 
     def cancel(self) -> None: ...
+
+    def notify(self, queue: CompletionQueue, token: int) -> None:
+        """
+        Add the token to the queue when the job is over; at once if it is over already.
+        """
 
     def progress(self) -> dict: ...
 
@@ -55,7 +93,7 @@ class Engine:
 
     def __init__(self, *, node: int, workers_count: int, buffers_count: int, chunk_bytes: int, first_chunk_bytes: int, coalesced_bytes: int, coalesced_count: int, slice_bytes: int, polls_device: bool, direct_readers_count: int, direct_read_bytes: int, direct_writers_count: int, direct_write_bytes: int, buffered_writers_count: int) -> None: ...
 
-    def submit(self, *, write: bool, access: int, device: int, files: list, extents: object, flags: int = 0, mode: int = 0, durable: bool = False) -> Job: ...
+    def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool) -> Job: ...
 
     def transfer_small(self, write: bool, file: OpenFile, offset: int, address: int, length: int, device: int) -> tuple: ...
 
@@ -79,3 +117,5 @@ SMALL_BYTES_MAX: int = 262144
 SMALL_HOST_WRITE_BYTES_MAX: int = 4194304
 
 HOST: int = -1
+
+ended_jobs: CompletionQueue = ...

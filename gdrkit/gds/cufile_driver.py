@@ -126,10 +126,10 @@ class SharedDriver:
         except BaseException as error:
             # The threads that wait for the jobs raise it, too.
             for job in jobs:
-                job.future.set_exception(error)
+                job.end(error)
             raise
         for job in jobs:
-            job.future.set_result(None)
+            job.end()
 
     def _is_small(self, job: CufileJob) -> bool:
         """Return whether the job is so small that a batch may transfer it."""

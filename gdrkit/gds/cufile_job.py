@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import bisect
 import threading
+import time
 from collections import deque
 from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdrkit import cufile
+from gdrkit.gds.totals import count_transfer
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -102,16 +104,13 @@ class CufileJob:
         self._failed_part: dict[str, int] = {}
         self._why_failed = ""
         self._is_cancelled = False
+        self._began_s = time.monotonic()
+        self._duration_s = 0.0
 
     @property
     def route(self) -> cufile.Route:
         """The route that the counters showed; ``UNKNOWN`` if they showed none."""
         return self.proof.route
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """The increase of the counters of cuFile or nvidia-fs during the job. Jobs that ran together share it."""
-        return self.proof.moved
 
     @property
     def why_not_direct(self) -> str:
@@ -138,6 +137,20 @@ class CufileJob:
         futures.wait([self.future], None if timeout_us < 0 else timeout_us / 1e6)
         return self.future.done()
 
+    def notify(self, queue: Any, token: int) -> None:  # noqa: ANN401 - native object.
+        """Add the token to a native completion queue when the transfer is over; at once if it is over already."""
+        self.future.add_done_callback(lambda _: queue.push(token))
+
+    def end(self, error: BaseException | None = None) -> None:
+        """End the transfer. With an error, :meth:`progress` raises it."""
+        self._duration_s = time.monotonic() - self._began_s
+        if self.memory is not None:  # A probe has no memory of a caller.
+            count_transfer(self.route, sum(self.arrived()))
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
     def cancel(self) -> None:
         """Start no further call of cuFile. The job counts as cancelled only if it has parts that were not started."""
         with self._lock:
@@ -152,6 +165,10 @@ class CufileJob:
             "direct_bytes": self.moved_bytes,
             "cancelled": self._is_cancelled,
             "failure": self.failure,
+            "duration_s": self._duration_s,
+            "route": self.route,
+            "why_not_direct": self.why_not_direct,
+            "counters": self.proof.moved,
             "failed_part": self._failed_part,
         }
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gdrkit.errors import Api, Reason, Unsupported
+from gdrkit.gds.buffer import HOST
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -118,17 +119,15 @@ class FileDirectPaths:
         self._results: dict[int, DirectPathResult] = {}  # By device index.
         self._probe_lock = threading.Lock()
 
-    def uses_engine(self, memory: TransferBuffer) -> bool:
-        """Return whether the copy engine transfers this memory without a new probe and without a warning."""
-        if self._use == "never" or (memory.is_host and self._use == "preferred"):
-            return True
-        result = self._results.get(memory.device_index)
-        return result is not None and result.path is None and self._use == "preferred"
+    def why_engine(self, memory: TransferBuffer) -> str | None:
+        """Return why the copy engine transfers this memory without a new probe and without a warning.
 
-    def known_obstacle(self, memory: TransferBuffer) -> str:
-        """Return why an earlier probe found no direct path to this device, or an empty text."""
+        None: a direct path must be searched or used. An empty text: the caller wants no direct path.
+        """
+        if self._use == "never" or (memory.device_index == HOST and self._use == "preferred"):
+            return ""
         result = self._results.get(memory.device_index)
-        return "" if result is None else result.why
+        return result.why if result is not None and result.path is None and self._use == "preferred" else None
 
     def find(self, fd: int, memory: TransferBuffer, extents: Sequence[int]) -> tuple[DirectPath | None, str]:
         """Return the direct path for one transfer, or None and the reason.

@@ -9,23 +9,22 @@ from __future__ import annotations
 
 import atexit
 import os
-from array import array
 from dataclasses import asdict, dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, forks
 from gdrkit.errors import UsageError
 from gdrkit.gds._native import api_error, call, native
 from gdrkit.gds.buffer import HOST
-from gdrkit.gds.transfer import Route
 from gdrkit.handles import Handle
 from gdrkit.units import GIB, KIB, MIB
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from array import array
 
-__all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineJob", "EngineOptions", "close_engines", "engine_for"]
+    from gdrkit.gds.transfer import TransferJob
+
+__all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineOptions", "close_engines", "engine_for"]
 
 # Numbers of the native enum for the I/O path; see `access` of Engine.submit.
 ACCESS = {"automatic": 0, "buffered": 1, "direct": 2}
@@ -110,35 +109,6 @@ class EngineOptions:
 HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * MIB, first_chunk_bytes=8 * MIB)
 
 
-class EngineJob:
-    """A job of the engine; a :class:`gdrkit.gds.transfer.TransferJob`."""
-
-    route = Route.ENGINE
-    why_not_direct = ""
-    counters: Mapping[str, int] = MappingProxyType({})
-
-    def __init__(self, native_job: Any) -> None:  # noqa: ANN401 - native object.
-        self._native_job = native_job
-
-    def wait(self, timeout_us: int) -> bool:
-        """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
-        return bool(self._native_job.wait(timeout_us))
-
-    def cancel(self) -> None:
-        """Start no further chunks."""
-        self._native_job.cancel()
-
-    def progress(self) -> dict[str, Any]:
-        """Return the progress of the job."""
-        progress: dict[str, Any] = self._native_job.progress()
-        return progress
-
-    def arrived(self) -> Sequence[int]:
-        """Return how many bytes of each range arrived."""
-        arrived_bytes: list[int] = self._native_job.arrived()
-        return arrived_bytes
-
-
 class Engine:
     """Threads and pinned memory of one NUMA node.
 
@@ -164,11 +134,11 @@ class Engine:
         write: bool,
         device_index: int,
         files: list[Any],
-        extents: Iterable[int],
+        extents: list[int] | array[int],
         access: str = "automatic",
         flags: int = 0,
         durable: bool = False,
-    ) -> EngineJob:
+    ) -> TransferJob:
         """Queue a job and return it. The call blocks while too many jobs are queued.
 
         Parameters
@@ -179,8 +149,8 @@ class Engine:
             Index of the device whose memory all ranges use; :data:`~gdrkit.gds.HOST` for host memory.
         files : list
             Native open files, or paths as bytes. The engine opens paths with `flags` and closes them.
-        extents : iterable of int
-            Four numbers for each range: index in `files`, offset, address, length.
+        extents : list or array of int
+            Four numbers for each range: index in `files`, offset, address, length. An array has the type code Q.
         access : str
             ``automatic``, ``buffered`` or ``direct``; see :class:`~gdrkit.gds.File`.
         flags : int
@@ -188,21 +158,14 @@ class Engine:
         durable : bool
             A write is complete when the disk has the data (fdatasync).
         """
-        if access not in ACCESS:
+        try:
+            job: TransferJob = self._engine.submit(write, ACCESS[access], device_index, files, extents, flags, durable)
+        except KeyError:
             message = f"access must be one of {', '.join(map(repr, ACCESS))}, not {access!r}"
-            raise UsageError(message)
-        packed = extents if isinstance(extents, array) else array("Q", extents)
-        native_job = call(
-            self._engine.submit,
-            write=write,
-            access=ACCESS[access],
-            device=device_index,
-            files=files,
-            extents=packed,
-            flags=flags,
-            durable=durable,
-        )
-        return EngineJob(native_job)
+            raise UsageError(message) from None
+        except native.EngineError as error:
+            raise api_error(error.args) from error
+        return job
 
     def transfer_small(self, *arguments: Any) -> Any:  # noqa: ANN401 - native object.
         """Move one short range on the calling thread. Return (bytes, failure or None).

@@ -6,32 +6,22 @@ warning names the cause. The result of each call reports the route that its byte
 
 from __future__ import annotations
 
-import contextlib
 import os
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Literal, Self, get_args
 
-from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.errors import UsageError
 from gdrkit.gds._native import call, native
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
-from gdrkit.gds.opening import open_regular, os_error
-from gdrkit.gds.ranges import ReleaseOnError, check_range, extents_of, part_length
-from gdrkit.gds.totals import count_transfer
-from gdrkit.gds.transfer import (
-    Route,
-    Transfer,
-    TransferJob,
-    Transferred,
-    TransferSet,
-    short_transfer_error,
-)
-from gdrkit.handles import Handle
+from gdrkit.gds.opening import OpenDescriptor, open_regular, os_error
+from gdrkit.gds.ranges import check_range, extents_of, part_length
+from gdrkit.gds.transfer import Route, Transfer, TransferJob, Transferred, short_transfer_error, transfers_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
     from gdrkit.gds.ranges import Range
@@ -119,25 +109,13 @@ class File:
         self.access: Access = access
         self.direct: Direct = direct
         self.writable = writable
-        try:
-            self._native: Any = native.OpenFile(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
+        self._descriptor = OpenDescriptor(fd, path)
         self._direct_paths = FileDirectPaths(direct)
-        # Every transfer takes the lock twice. It takes the Lock itself, because a Condition would add a Python call.
-        self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
-        self._users_count = 0  # Number of calls that use the descriptor now. close() waits for them.
-        self._is_closing = False
-        self.transfers = TransferSet()
-        self._handle = Handle("gds.file")
 
     @property
     def closed(self) -> bool:
         """Whether the file was closed."""
-        return self._fd < 0
+        return self._descriptor.closed
 
     @property
     def size_bytes(self) -> int:
@@ -146,9 +124,7 @@ class File:
 
     def fileno(self) -> int:
         """Return the file descriptor. This object still owns it."""
-        if self._fd < 0:
-            raise ClosedResource(self.path)
-        return self._fd
+        return self._descriptor.fileno()
 
     def cached_share(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> float:
         """Return the share of a range that is in the page cache, from 0 to 1."""
@@ -157,7 +133,7 @@ class File:
         check_range("range", offset_bytes, length_bytes)
         if length_bytes == 0:
             return 0.0
-        cached_count, pages_count = call(self._native.residency, offset_bytes, length_bytes)
+        cached_count, pages_count = call(self._descriptor.native.residency, offset_bytes, length_bytes)
         return cached_count / pages_count if pages_count else 0.0
 
     def read_into(
@@ -194,14 +170,15 @@ class File:
             The file or the memory was closed.
         """
         memory = describe_buffer(buffer, writable=True)
-        with ReleaseOnError(memory):
+        try:
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             clips = length_bytes is None
-            if on_progress is None and self._is_short(memory, length, write=False):
-                return self._move_short(
-                    memory, file_offset_bytes, length, buffer_offset_bytes, write=False, clips=clips
-                )
-            transfer = self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
+            if on_progress is None and (why := self._why_short(memory, length, write=False)) is not None:
+                return self._move_short(memory, file_offset_bytes, length, buffer_offset_bytes, why, clips=clips)
+            transfer = self._start_range(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
+        except BaseException:
+            memory.release()
+            raise
         return transfer.result(on_progress=on_progress)
 
     def write_from(
@@ -226,12 +203,17 @@ class File:
             cache, because the kernel would have to write them from the page cache to the disk anyway.
         """
         memory = describe_buffer(buffer, writable=False)
-        with ReleaseOnError(memory):
+        try:
             length = part_length(memory, buffer_offset_bytes, length_bytes)
-            if on_progress is None and not durable and self._is_short(memory, length, write=True):
-                return self._move_short(memory, file_offset_bytes, length, buffer_offset_bytes, write=True, clips=False)
-            extents = extents_of(memory, [(file_offset_bytes, length, buffer_offset_bytes)])
-            transfer = self._start(memory, extents, write=True, durable=durable)
+            may_be_short = on_progress is None and not durable
+            if may_be_short and (why := self._why_short(memory, length, write=True)) is not None:
+                return self._move_short(memory, file_offset_bytes, length, buffer_offset_bytes, why, write=True)
+            transfer = self._start_range(
+                memory, file_offset_bytes, length, buffer_offset_bytes, write=True, durable=durable
+            )
+        except BaseException:
+            memory.release()
+            raise
         return transfer.result(on_progress=on_progress)
 
     def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
@@ -260,10 +242,13 @@ class File:
     ) -> Transfer:
         """Start :meth:`read_into` and return its future."""
         memory = describe_buffer(buffer, writable=True)
-        with ReleaseOnError(memory):
+        try:
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             clips = length_bytes is None
-            return self._start_read(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
+            return self._start_range(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
+        except BaseException:
+            memory.release()
+            raise
 
     def start_write_from(
         self,
@@ -276,122 +261,89 @@ class File:
     ) -> Transfer:
         """Start :meth:`write_from` and return its future."""
         memory = describe_buffer(buffer, writable=False)
-        with ReleaseOnError(memory):
+        try:
             length = part_length(memory, buffer_offset_bytes, length_bytes)
-            extents = extents_of(memory, [(file_offset_bytes, length, buffer_offset_bytes)])
-            return self._start(memory, extents, write=True, durable=durable)
+            return self._start_range(
+                memory, file_offset_bytes, length, buffer_offset_bytes, write=True, durable=durable
+            )
+        except BaseException:
+            memory.release()
+            raise
 
     def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`readv` and return its future."""
-        memory = describe_buffer(buffer, writable=True)
-        with ReleaseOnError(memory):
-            return self._start(memory, extents_of(memory, ranges), write=False)
+        return self._start_ranges(buffer, ranges, write=False)
 
     def start_writev(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`writev` and return its future."""
-        memory = describe_buffer(buffer, writable=False)
-        with ReleaseOnError(memory):
-            return self._start(memory, extents_of(memory, ranges), write=True)
+        return self._start_ranges(buffer, ranges, write=True)
 
     def sync(self) -> None:
         """Wait until the written data is on the disk (fdatasync)."""
-        self._begin_use()
-        try:
-            os.fdatasync(self._fd)
-        except OSError as error:
-            raise os_error("fdatasync", self.path, error) from error
-        finally:
-            self._end_use()
+        with self._descriptor.in_use():
+            try:
+                os.fdatasync(self.fileno())
+            except OSError as error:
+                raise os_error("fdatasync", self.path, error) from error
 
     def close(self) -> None:
         """Wait for the transfers of the file, including transfers that other threads are starting, and close it.
 
         A second close does nothing. A close during another close waits for the first.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._is_closing)
-            if self._fd < 0:
-                return
-            self._is_closing = True
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._users_count == 0)
-            for transfer in self.transfers.all():
-                transfer.exception()
-            self._direct_paths.close()
-            self._native = None
-            fd, self._fd = self._fd, -1
-            os.close(fd)
-            self._handle.release()
-        finally:
-            with self._changed:
-                self._is_closing = False
-                self._changed.notify_all()
+        self._descriptor.close(self._end_transfers)
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[Any]:
+    def in_use(self) -> AbstractContextManager[Any]:
         """Yield the native file. :meth:`close` waits for the end of the block, and then for the file's transfers."""
-        self._begin_use()
+        return self._descriptor.in_use()
+
+    def _end_transfers(self) -> None:
+        for transfer in transfers_of(self):
+            transfer.exception()
+        self._direct_paths.close()
+
+    def _start_ranges(self, buffer: object, ranges: Iterable[Range], *, write: bool) -> Transfer:
+        memory = describe_buffer(buffer, writable=not write)
         try:
-            yield self._native
-        finally:
-            self._end_use()
+            return self._start(memory, extents_of(memory, ranges), write=write)
+        except BaseException:
+            memory.release()
+            raise
 
-    def _begin_use(self) -> None:
-        with self._lock:
-            if self._fd < 0 or self._is_closing:
-                raise ClosedResource(self.path)
-            self._users_count += 1
-
-    def _end_use(self) -> None:
-        with self._lock:
-            self._users_count -= 1
-            if self._is_closing:
-                self._changed.notify_all()
-
-    def _start_read(
+    def _start_range(
         self,
         memory: TransferBuffer,
         file_offset_bytes: int,
         length_bytes: int,
         buffer_offset_bytes: int,
         *,
-        clips: bool,
+        write: bool = False,
+        durable: bool = False,
+        clips: bool = False,
     ) -> Transfer:
-        """Start a read of one range. With `clips`, the range ends at the end of the file."""
+        """Start a transfer of one range. With `clips`, the range ends at the end of the file."""
         check_range("file range", file_offset_bytes, length_bytes)
         length = min(length_bytes, max(self.size_bytes - file_offset_bytes, 0)) if clips else length_bytes
-        return self._start(memory, [0, file_offset_bytes, memory.address + buffer_offset_bytes, length], write=False)
+        extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, length]
+        return self._start(memory, extents, write=write, durable=durable)
 
-    def _start(self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool = False) -> Transfer:
-        """Start a transfer. All transfers except those of _move_short begin here."""
-        self._begin_use()
+    def _start(self, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool = False) -> Transfer:
+        """Start a transfer. Only the short transfers of _move_short do not begin here."""
+        self._descriptor.begin_use()
         try:
-            self._check_mode(write=write)
+            if write and not self.writable:
+                raise self._mode_error()
             job, why_not_direct = self._submit(memory, extents, write=write, durable=durable)
-            lengths = extents[3::4]
-            arguments = {"path": self.path, "device_index": memory.device_index, "length_bytes": sum(lengths)}
-            if len(lengths) == 1:
-                arguments["file_offset_bytes"] = extents[1]
-            return Transfer(
-                job,
-                lengths,
-                memory,
-                arguments,
-                why_not_direct=why_not_direct,
-                direct_required=self.direct == "required",
-                keep=(self._native, self),
-                groups=(self.transfers,),
-            )
+            return Transfer(job, extents, memory, (self,), why_not_direct, direct_required=self.direct == "required")
         finally:
-            self._end_use()
+            self._descriptor.native.end_use()
 
     def _submit(
-        self, memory: TransferBuffer, extents: Sequence[int], *, write: bool, durable: bool
+        self, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool
     ) -> tuple[TransferJob, str]:
         """Submit a transfer to the direct path or to the engine. Return its job, and the reason if it is not direct."""
-        why = self._direct_paths.known_obstacle(memory)
-        if not self._direct_paths.uses_engine(memory):
+        why = self._direct_paths.why_engine(memory)
+        if why is None:
             path, why = self._direct_paths.find(self.fileno(), memory, extents)
             if path is not None:
                 return path.submit(write=write, extents=extents, durable=durable, memory=memory), ""
@@ -399,18 +351,20 @@ class File:
         job = engine_for(memory.device_index).submit(
             write=write,
             device_index=memory.device_index,
-            files=[self._native],
+            files=[self._descriptor.native],
             extents=extents,
             access="direct" if durable and self.access == "automatic" else self.access,
             durable=durable,
         )
         return job, why
 
-    def _is_short(self, memory: TransferBuffer, length_bytes: int, *, write: bool) -> bool:
-        """Return whether a transfer is so short that the calling thread moves it through the page cache."""
+    def _why_short(self, memory: TransferBuffer, length_bytes: int, *, write: bool) -> str | None:
+        """Return why the engine moves a range that is short enough for :meth:`_move_short`, or None if it is not."""
         is_host_write = write and memory.device_index == HOST
         longest_bytes = native.SMALL_HOST_WRITE_BYTES_MAX if is_host_write else native.SMALL_BYTES_MAX
-        return length_bytes <= longest_bytes and self.access != "direct" and self._direct_paths.uses_engine(memory)
+        if length_bytes > longest_bytes or self.access == "direct":
+            return None
+        return self._direct_paths.why_engine(memory)
 
     def _move_short(
         self,
@@ -418,9 +372,10 @@ class File:
         file_offset_bytes: int,
         length_bytes: int,
         buffer_offset_bytes: int,
+        why_not_direct: str,
         *,
-        write: bool,
-        clips: bool,
+        write: bool = False,
+        clips: bool = False,
     ) -> Transferred:
         """Move a short range on the calling thread, which has a lower latency than a worker thread. Release the memory.
 
@@ -428,32 +383,31 @@ class File:
         """
         began_s = time.monotonic()
         check_range("file range", file_offset_bytes, length_bytes)
-        self._begin_use()
+        self._descriptor.begin_use()
         try:
-            self._check_mode(write=write)
+            if write and not self.writable:
+                raise self._mode_error()
             moved_bytes, failure = engine_for(memory.device_index).transfer_small(
                 write,
-                self._native,
+                self._descriptor.native,
                 file_offset_bytes,
                 memory.address + buffer_offset_bytes,
                 length_bytes,
                 memory.device_index,
             )
         finally:
-            self._end_use()
-        why = self._direct_paths.known_obstacle(memory)
-        result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), time.monotonic() - began_s, why)
-        count_transfer(Route.ENGINE, moved_bytes)
+            self._descriptor.native.end_use()
+        duration_s = time.monotonic() - began_s
+        result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), duration_s, why_not_direct)
         if failure is not None or (moved_bytes != length_bytes and not clips):
             arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
             raise short_transfer_error(failure, arguments, result)
         memory.release()
         return result
 
-    def _check_mode(self, *, write: bool) -> None:
-        if write and not self.writable:
-            message = f"{self.path} was opened for reading only"
-            raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
+    def _mode_error(self) -> UsageError:
+        message = f"{self.path} was opened for reading only"
+        return UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
 
     def __enter__(self) -> Self:
         return self

@@ -1,15 +1,92 @@
-"""Opening of regular files, and conversion of OSError to the errors of gdrkit."""
+"""Opening of regular files, their descriptors, and conversion of OSError to the errors of gdrkit."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
+import threading
+from typing import TYPE_CHECKING, Any
 
-from gdrkit.errors import Api, ApiError, UsageError, errno_name
-from gdrkit.gds._native import reason_of
+from gdrkit.errors import Api, ApiError, ClosedResource, UsageError, errno_name
+from gdrkit.gds._native import native, reason_of
+from gdrkit.handles import Handle
 
-__all__ = ["open_regular", "os_error"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["OpenDescriptor", "open_regular", "os_error"]
+
+
+class OpenDescriptor:
+    """The descriptor of an open file, which is closed when no call uses it any more. It is thread-safe.
+
+    Parameters
+    ----------
+    fd : int
+        The descriptor. This object owns it, even if the constructor fails.
+    path : str
+        Path of the file, for errors.
+
+    Attributes
+    ----------
+    native : object
+        The file of the native engine, which counts the calls that use the descriptor.
+    """
+
+    def __init__(self, fd: int, path: str) -> None:
+        self.path = path
+        try:
+            self.native: Any = native.OpenFile(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        self._close_lock = threading.Lock()
+        self._handle = Handle("gds.file")
+
+    @property
+    def closed(self) -> bool:
+        """Whether the file was closed."""
+        return self._fd < 0
+
+    def fileno(self) -> int:
+        """Return the descriptor. This object still owns it."""
+        if self._fd < 0:
+            raise ClosedResource(self.path)
+        return self._fd
+
+    def begin_use(self) -> None:
+        """Make :meth:`close` wait for the call of ``native.end_use``."""
+        if not self.native.begin_use():
+            raise ClosedResource(self.path)
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[Any]:
+        """Yield the native file. :meth:`close` waits for the end of the block."""
+        self.begin_use()
+        try:
+            yield self.native
+        finally:
+            self.native.end_use()
+
+    def close(self, end_transfers: Callable[[], None]) -> None:
+        """Wait for the calls that use the descriptor, call `end_transfers`, and close the descriptor.
+
+        A second close does nothing. A close during another close waits for the first.
+        """
+        with self._close_lock:
+            if self._fd < 0:
+                return
+            try:
+                self.native.begin_close()
+                end_transfers()
+                fd, self._fd = self._fd, -1
+                os.close(fd)
+                self._handle.release()
+            finally:
+                self.native.end_close(is_closed=self._fd < 0)
 
 
 def open_regular(path: str, flags: int) -> int:

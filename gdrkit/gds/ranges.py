@@ -14,11 +14,10 @@ from gdrkit.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-    from types import TracebackType
 
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = ["Range", "ReleaseOnError", "check_range", "data_ranges", "extents_of", "part_length"]
+__all__ = ["Range", "check_range", "data_ranges", "extents_of", "part_length"]
 
 # (file offset, length) or (file offset, length, buffer offset), in bytes.
 Range = tuple[int, int] | tuple[int, int, int]
@@ -93,24 +92,3 @@ def data_ranges(fd: int, size_bytes: int) -> Iterator[tuple[int, int]]:
         end = min(os.lseek(fd, begin, os.SEEK_HOLE), size_bytes)
         yield begin, end
         offset = end
-
-
-class ReleaseOnError:
-    """A context manager that releases memory if the block, which starts a transfer, fails.
-
-    A function with ``contextlib.contextmanager`` would take longer than the rest of the start of a short transfer.
-    """
-
-    __slots__ = ("_buffer",)
-
-    def __init__(self, buffer: TransferBuffer) -> None:
-        self._buffer = buffer
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error_class is not None:
-            self._buffer.release()

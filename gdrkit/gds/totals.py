@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import sys
+from typing import NamedTuple
 
 from gdrkit import forks
-
-if TYPE_CHECKING:
-    from gdrkit.cufile import Route
+from gdrkit.cufile import Route
 
 __all__ = ["RouteTotals", "count_transfer", "transfer_totals"]
 
@@ -20,12 +19,12 @@ class RouteTotals(NamedTuple):
 
 
 _lock = forks.ForkSafeLock()
-# For each route, the number and the bytes of the transfers. Short reads count too, so the lists are changed in place.
+# For each route, the number and the bytes of the transfers by cuFile. The native engine counts its own.
 _totals: dict[Route, list[int]] = {}
 
 
 def count_transfer(route: Route, moved_bytes: int) -> None:
-    """Add a transfer that is over, also one that failed after a part of its bytes."""
+    """Add a transfer by cuFile that is over, also one that failed after a part of its bytes."""
     with _lock:
         totals = _totals.setdefault(route, [0, 0])
         totals[0] += 1
@@ -35,4 +34,9 @@ def count_transfer(route: Route, moved_bytes: int) -> None:
 def transfer_totals() -> dict[Route, RouteTotals]:
     """Return the totals of this process for each route that a transfer took."""
     with _lock:
-        return {route: RouteTotals(*totals) for route, totals in _totals.items()}
+        by_route = {route: RouteTotals(*totals) for route, totals in _totals.items()}
+    # Without the native module, the engine has transferred nothing. The totals do not import it.
+    engine = sys.modules.get("gdrkit.gds._engine")
+    if engine is not None and engine.totals()[0]:
+        by_route[Route.ENGINE] = RouteTotals(*engine.totals())
+    return by_route

@@ -9,19 +9,16 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
-import threading
+import os
 import time
-from collections import OrderedDict
 from collections.abc import Mapping  # noqa: TC003 - a NamedTuple evaluates its annotations.
-from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from gdrkit import forks
 from gdrkit.cufile import Route
 from gdrkit.errors import Api, ApiError, GdrkitError, Reason
-from gdrkit.gds._native import Failure, api_error
-from gdrkit.gds.totals import count_transfer
+from gdrkit.gds._native import Failure, api_error, native
+from gdrkit.gds.event_loop import loop_waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -33,15 +30,20 @@ __all__ = [
     "Transfer",
     "TransferFailed",
     "TransferJob",
-    "TransferSet",
     "Transferred",
     "short_transfer_error",
+    "transfers_of",
 ]
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
 # The direct routes. If a direct path is required, a transfer over another route fails.
 DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
+
+
+# Numbers of each extent of a transfer.
+_EXTENT_NUMBERS = 4
+_NO_COUNTERS: Mapping[str, int] = MappingProxyType({})
 
 
 class Transferred(NamedTuple):
@@ -72,7 +74,7 @@ class Transferred(NamedTuple):
     parts: tuple[int, ...]
     duration_s: float
     why_not_direct: str = ""
-    counters: Mapping[str, int] = MappingProxyType({})
+    counters: Mapping[str, int] = _NO_COUNTERS
 
 
 class TransferFailed(ApiError):
@@ -97,82 +99,51 @@ class TransferFailed(ApiError):
 class TransferJob(Protocol):
     """The interface of an object that moves the bytes of one transfer: a job of the engine or of a direct path."""
 
-    @property
-    def route(self) -> Route:
-        """The route that the bytes took. It is valid when the job is over."""
-
-    @property
-    def why_not_direct(self) -> str:
-        """The reason why the route is not direct; empty if it is direct, or if the caller wanted no direct path."""
-
-    @property
-    def counters(self) -> Mapping[str, int]:
-        """The increase of the counters that show the route; empty if there are none."""
-
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the job is over."""
+
+    def notify(self, queue: Any, token: int) -> None:  # noqa: ANN401 - native object.
+        """Add the token to a native completion queue when the job is over; at once if it is over already."""
 
     def cancel(self) -> None:
         """Start no further chunks."""
 
     def progress(self) -> dict[str, Any]:
-        """Return ``bytes``, ``direct_bytes``, ``cancelled`` and ``failure`` (``_native.Failure`` or None).
+        """Return ``bytes``, ``direct_bytes``, ``cancelled``, ``failure`` (``_native.Failure`` or None), ``duration_s``.
 
-        ``failed_part`` is optional: the arguments that name the failed part of the transfer.
+        ``duration_s`` is valid when the job is over.
+
+        These keys are optional: ``route`` (without it, the copy engine moved the bytes), ``why_not_direct``,
+        ``counters`` (the increase of the counters that show the route), ``failed_extent`` (the index of the failed
+        range) and ``failed_part`` (the arguments that name the failed part of the transfer).
         """
 
     def arrived(self) -> Sequence[int]:
         """Return how many bytes of each range arrived. It is valid when the job is over."""
 
 
-class TransferSet:
-    """A set of transfers in progress, in the order in which :meth:`add` returns them. It is thread-safe.
-
-    A transfer leaves the set when it is settled: its result is stored and its memory is released.
-    """
-
-    def __init__(self) -> None:
-        # Every transfer takes the lock several times. A ForkSafeLock would add two Python calls each time.
-        self._lock = threading.Lock()
-        self._transfers: OrderedDict[Transfer, None] = OrderedDict()
-        forks.register(self)
-
-    def add(self, transfer: Transfer, *, rotated_count: int = 0) -> list[Transfer]:
-        """Add a transfer. Return the first `rotated_count` other transfers, and move them to the end of the set."""
-        with self._lock:
-            rotated = list(itertools.islice(self._transfers, rotated_count))
-            for other in rotated:
-                self._transfers.move_to_end(other)
-            self._transfers[transfer] = None
-        return rotated
-
-    def discard(self, transfer: Transfer) -> None:
-        """Remove a transfer, if it is in the set."""
-        with self._lock:
-            self._transfers.pop(transfer, None)
-
-    def all(self) -> list[Transfer]:
-        """Return the transfers that are in the set now."""
-        with self._lock:
-            return list(self._transfers)
-
-    def after_fork_in_child(self) -> None:
-        """Remove all transfers in a forked child, because only the parent has their threads. Keep their memory."""
-        self._lock = threading.Lock()
-        _transfers_of_parent.extend(self._transfers)
-        self._transfers.clear()
-
-
-# All transfers in progress. The set keeps them alive, because their memory must not be freed before they end.
-_transfers_in_progress = TransferSet()
+# All transfers in progress, by their tokens. They are alive here, because their memory must not be freed before they
+# end. The dictionary and the native queue of the ended jobs need no lock, so that a finalizer may start a transfer.
+_in_progress: dict[int, Transfer] = {}
+_tokens = itertools.count()
 # In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
 _transfers_of_parent: list[Transfer] = []
-# Number of transfers in progress that each new transfer polls. Each new transfer adds one and polls two, so every
-# transfer is polled again and again.
-_POLLED_COUNT = 2
 
 
-@dataclass(eq=False)
+def transfers_of(file: object) -> list[Transfer]:
+    """Return the transfers in progress of an open file."""
+    return [transfer for transfer in _in_progress.copy().values() if file in transfer.files]
+
+
+def _after_fork_in_child() -> None:
+    # Only the parent has the threads that end the transfers.
+    _transfers_of_parent.extend(_in_progress.values())
+    _in_progress.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 class Transfer:
     """A transfer in progress, as a future.
 
@@ -182,45 +153,63 @@ class Transfer:
     ----------
     job : TransferJob
         The job that moves the bytes.
-    lengths : sequence of int
-        Requested length of each range, in bytes.
+    extents : sequence of int
+        Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
     buffer : TransferBuffer or None
         The memory. It is released when the transfer is over.
-    arguments : mapping
-        Arguments of the call, for errors.
+    files : sequence
+        The open files, which stay alive until the transfer is over, or the paths of files that the job opens.
     why_not_direct : str
         The reason why no direct path was used; empty if one was used, or if the caller did not want one.
     direct_required : bool
         Whether a route that is not direct is an error.
-    keep : object
-        Objects that must live until the transfer is over.
-    groups : tuple of TransferSet
-        The set of the transfers of each file.
-    name_part : callable or None
-        Function that returns the arguments, for errors, that name the range of this index.
     """
 
-    job: TransferJob
-    lengths: Sequence[int]
-    buffer: TransferBuffer | None
-    arguments: Mapping[str, object]
-    why_not_direct: str = ""
-    direct_required: bool = False
-    keep: object = None
-    groups: tuple[TransferSet, ...] = ()
-    name_part: Callable[[int], Mapping[str, object]] | None = None
-    _began_s: float = field(default_factory=time.monotonic)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _result: Transferred | None = None
-    _error: GdrkitError | None = None
+    __slots__ = (
+        "__weakref__",
+        "_device_index",
+        "_outcome",
+        "_token",
+        "buffer",
+        "direct_required",
+        "extents",
+        "files",
+        "job",
+        "why_not_direct",
+    )
 
-    def __post_init__(self) -> None:
-        for group in self.groups:
-            group.add(self)
-        # A caller may drop a future without a call of result(). Then a later transfer settles the dropped one here.
-        for transfer in _transfers_in_progress.add(self, rotated_count=_POLLED_COUNT):
-            if transfer.job.wait(0):
-                transfer._settle()  # noqa: SLF001 - same class.
+    def __init__(
+        self,
+        job: TransferJob,
+        extents: Sequence[int],
+        buffer: TransferBuffer,
+        files: Sequence[object],
+        why_not_direct: str = "",
+        *,
+        direct_required: bool = False,
+    ) -> None:
+        self.job = job
+        self.extents = extents
+        self.buffer: TransferBuffer | None = buffer
+        self.files = files
+        self.why_not_direct = why_not_direct
+        self.direct_required = direct_required
+        self._device_index = buffer.device_index
+        # The result and the error. One tuple, so that a thread sees both or none.
+        self._outcome: tuple[Transferred, GdrkitError | None] | None = None
+        self._token = token = next(_tokens)
+        _in_progress[token] = self
+        job.notify(native.ended_jobs, token)
+        # A caller may drop a future without a call of result(). Then a later transfer releases its memory here.
+        for ended in native.ended_jobs.take():
+            transfer = _in_progress.get(ended)
+            if transfer is not None:
+                transfer._release()  # noqa: SLF001 - same class.
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Requested length of each range, in bytes."""
+        return self.extents[3::4]
 
     @property
     def bytes_moved(self) -> int:
@@ -244,8 +233,8 @@ class Transfer:
     def exception(self, timeout_s: float | None = None) -> GdrkitError | None:
         """Wait, and return the error that :meth:`result` would raise, or None."""
         self._wait(timeout_s)
-        self._settle()
-        return None if self._error is None else self._error.clone()
+        _, error = self._end()
+        return None if error is None else error.clone()
 
     def result(
         self, timeout_s: float | None = None, *, on_progress: Callable[[int, int], None] | None = None
@@ -273,30 +262,25 @@ class Transfer:
             self._wait(timeout_s)
         else:
             self._watch(timeout_s, on_progress)
-        self._settle()
-        if self._error is not None:
-            raise self._error.clone()
-        assert self._result is not None  # noqa: S101 - a settled transfer without an error has a result.
-        return self._result
+        result, error = self._end()
+        if error is not None:
+            raise error.clone()
+        return result
 
     def __await__(self) -> Generator[Any, None, Transferred]:
-        """Wait in a coroutine, and return or raise as :meth:`result`. A thread of the loop's executor waits.
+        """Wait in a coroutine, and return or raise as :meth:`result`. No thread waits; the event loop does.
 
         If the coroutine is cancelled, the transfer is cancelled, and CancelledError is raised when it is over.
         """
-        return self._wait_in_coroutine().__await__()
-
-    async def _wait_in_coroutine(self) -> Transferred:
-        waiting = asyncio.get_running_loop().run_in_executor(None, self.job.wait, -1)
         cancelled: asyncio.CancelledError | None = None
-        while not waiting.done():
+        while not self.job.wait(0):
             try:
-                await asyncio.shield(waiting)
+                yield from loop_waits().wait_for(self.job.notify)
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.job.cancel()
         if cancelled is not None:
-            self._settle()
+            self._end()
             raise cancelled
         return self.result()
 
@@ -316,7 +300,7 @@ class Transfer:
         except BaseException:
             self.job.cancel()
             self.job.wait(-1)
-            self._settle()
+            self._end()
             raise
         if is_late:
             raise self._timeout_error()
@@ -324,60 +308,78 @@ class Transfer:
     def _timeout_error(self) -> TimeoutError:
         return TimeoutError(f"{self.bytes_moved} of {self.length_bytes} bytes moved so far")
 
-    def _settle(self) -> None:
-        """Store the result and the error of a transfer that is over, and release its memory. Later calls do nothing."""
-        with self._lock:
-            if self._result is not None:
-                return
+    def _end(self) -> tuple[Transferred, GdrkitError | None]:
+        """Release the memory of a transfer that is over, and return the result and the error of the transfer.
+
+        Several threads may do this at the same time without a lock, because they get the same values.
+        """
+        if self._outcome is None:
             progress, parts = self.job.progress(), tuple(self.job.arrived())
             # The parts do not contain bytes after a gap, so the total does not count them either.
             total_bytes = sum(parts)
-            self._result = Transferred(
-                bytes=total_bytes,
-                route=self.job.route,
-                direct_io_bytes=min(int(progress["direct_bytes"]), total_bytes),
-                parts=parts,
-                duration_s=time.monotonic() - self._began_s,
-                why_not_direct=self.why_not_direct or self.job.why_not_direct,
-                counters=self.job.counters,
+            result = Transferred(
+                total_bytes,
+                progress.get("route", Route.ENGINE),
+                min(progress["direct_bytes"], total_bytes),
+                parts,
+                progress["duration_s"],
+                self.why_not_direct or progress.get("why_not_direct", ""),
+                progress.get("counters", _NO_COUNTERS),
             )
-            self._error = self._error_of(progress, self._result)
-            count_transfer(self._result.route, total_bytes)
-            if self.buffer is not None:
-                self.buffer.release()
-            self.buffer = self.keep = None
-        for group in self.groups:
-            group.discard(self)
-        _transfers_in_progress.discard(self)
+            self._outcome = result, self._error_of(progress, result)
+        self._release()
+        return self._outcome
 
-    def _short_part(self, parts: tuple[int, ...]) -> Mapping[str, object]:
-        """Return the arguments that name the first range that is not complete."""
-        if self.name_part is None:
-            return {}
-        return self.name_part(next(index for index, part in enumerate(parts) if part != self.lengths[index]))
+    def _release(self) -> None:
+        """Release the memory of a transfer that is over. Further calls, also at the same time, do nothing."""
+        buffer = self.buffer
+        if buffer is not None:
+            buffer.release()
+            self.buffer = None
+        _in_progress.pop(self._token, None)
 
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
-        is_complete = failure is None and not progress["cancelled"] and result.parts == tuple(self.lengths)
+        lengths = tuple(self.lengths)
+        is_complete = failure is None and not progress["cancelled"] and result.parts == lengths
         if is_complete and not (self.direct_required and result.bytes and result.route not in DIRECT_ROUTES):
             return None
-        arguments = {**self.arguments, "transferred_bytes": result.bytes, **progress.get("failed_part", {})}
+        failed_index: int | None = progress.get("failed_extent") if failure is not None else None
+        if failure is None and not progress["cancelled"] and not is_complete:
+            failed_index = next(index for index, part in enumerate(result.parts) if part != lengths[index])
+        arguments = {
+            **self._arguments(failed_index),
+            "transferred_bytes": result.bytes,
+            **progress.get("failed_part", {}),
+        }
         detail = f"{result.bytes} of {self.length_bytes} bytes were moved"
         if failure is not None:
-            if self.name_part is not None:
-                arguments.update(self.name_part(progress["failed_extent"]))
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
             error = _early_end_error(arguments, detail, reason=Reason.CANCELLED)
         elif not is_complete:
-            error = _early_end_error({**arguments, **self._short_part(result.parts)}, detail)
+            error = _early_end_error(arguments, detail)
         else:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
             error = _early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error
+
+    def _arguments(self, failed_index: int | None) -> dict[str, object]:
+        """Return the arguments of the call, for errors. They name the range of this index, or the only range."""
+        arguments: dict[str, object] = {"device_index": self._device_index, "length_bytes": self.length_bytes}
+        if failed_index is None and len(self.extents) == _EXTENT_NUMBERS:
+            failed_index = 0
+        if len(self.files) > 1:
+            arguments["files_count"] = len(self.files)
+        if len(self.files) == 1 or failed_index is not None:
+            file = self.files[0 if failed_index is None else self.extents[_EXTENT_NUMBERS * failed_index]]
+            arguments["path"] = str(getattr(file, "path", file))
+        if failed_index is not None:
+            arguments["file_offset_bytes"] = self.extents[_EXTENT_NUMBERS * failed_index + 1]
+        return arguments
 
 
 def _early_end_error(

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from gdrkit.errors import UsageError
 from gdrkit.gds.buffer import describe_buffer
 from gdrkit.gds.engine import engine_for
-from gdrkit.gds.ranges import ReleaseOnError, check_range, part_length
+from gdrkit.gds.ranges import check_range, part_length
 from gdrkit.gds.transfer import Transfer
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from gdrkit.gds.buffer import TransferBuffer
     from gdrkit.gds.file import Access, File
@@ -55,14 +55,14 @@ def read_files(
         message = f"lengths_bytes must have one length for each of the {paths_count} paths, not {len(lengths_bytes)}"
         raise UsageError(message)
     memory = describe_buffer(buffer, writable=True)
-    with ReleaseOnError(memory):
+    try:
         address = memory.address
         extents: list[int] = []
         for index, length in enumerate(lengths_bytes):
             check_range("file range", 0, length)
             extents += (index, 0, address, length)
             address += length
-        total_bytes = part_length(memory, 0, address - memory.address)
+        part_length(memory, 0, address - memory.address)
         job = engine_for(memory.device_index).submit(
             write=False,
             device_index=memory.device_index,
@@ -71,7 +71,10 @@ def read_files(
             access=access,
             flags=os.O_RDONLY,
         )
-    return Transfer(job, lengths_bytes, memory, {"files_count": paths_count, "length_bytes": total_bytes})
+        return Transfer(job, extents, memory, paths)
+    except BaseException:
+        memory.release()
+        raise
 
 
 def transfer_ranges(
@@ -100,33 +103,27 @@ def transfer_ranges(
     UsageError
         The files do not have the same `access`, or a file to write was opened for reading only.
     """
-    access = files[0].access
-    if any(file.access != access for file in files):
-        message = f"all files of one transfer must have the same access, not {sorted({file.access for file in files})}"
+    try:
+        _check_files(files, write=write)
+        with contextlib.ExitStack() as users:
+            job = engine_for(memory.device_index).submit(
+                write=write,
+                device_index=memory.device_index,
+                files=[users.enter_context(file.in_use()) for file in files],
+                extents=extents,
+                access=files[0].access,
+            )
+            return Transfer(job, extents, memory, files)
+    except BaseException:
+        memory.release()
+        raise
+
+
+def _check_files(files: Sequence[File], *, write: bool) -> None:
+    """Raise :class:`~gdrkit.errors.UsageError` unless one transfer can use all of these files."""
+    if len(accesses := {file.access for file in files}) != 1:
+        message = f"all files of one transfer must have the same access, not {sorted(accesses)}"
         raise UsageError(message)
     if write and not all(file.writable for file in files):
         message = f"{next(file.path for file in files if not file.writable)} was opened for reading only"
         raise UsageError(message, what_to_do="open it with mode 'r+' or 'w'")
-
-    def name_part(index: int) -> Mapping[str, object]:
-        return {"path": files[extents[4 * index]].path, "file_offset_bytes": extents[4 * index + 1]}
-
-    with ReleaseOnError(memory), contextlib.ExitStack() as users:
-        natives = [users.enter_context(file.in_use()) for file in files]
-        job = engine_for(memory.device_index).submit(
-            write=write,
-            device_index=memory.device_index,
-            files=natives,
-            extents=extents,
-            access=access,
-        )
-        lengths = extents[3::4]
-        return Transfer(
-            job,
-            lengths,
-            memory,
-            {"files_count": len(files), "device_index": memory.device_index, "length_bytes": sum(lengths)},
-            keep=(natives, files),
-            groups=tuple(file.transfers for file in files),
-            name_part=name_part,
-        )

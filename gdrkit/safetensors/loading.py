@@ -268,8 +268,6 @@ class ModelLoad:
 
     def _finish(self, on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
         transfers = self._transfers()
-        # If the transfers are already over, the time of their last byte is unknown.
-        is_timed = not self.done()
         if on_progress is not None:
             total_bytes = self.length_bytes
             while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
@@ -284,7 +282,7 @@ class ModelLoad:
             peer_bytes=_copy_to_peers(self._devices) if self._shares_count > 1 else 0,
             duration_s=max(result.duration_s for result in results),
         )
-        if is_timed and len(results) > 1 and report.bytes >= _RATE_MIN_BYTES:
+        if len(results) > 1 and report.bytes >= _RATE_MIN_BYTES:
             indices = frozenset(one.device_index for one in self._devices)
             _read_rates[indices] = report.bytes / report.duration_s
             if report.peer_bytes:

@@ -181,8 +181,10 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
                                 std::uint64_t length, int device) {
     if (device == host_memory) {
         auto* const memory = reinterpret_cast<std::byte*>(address);
-        return direction == Direction::read ? read_buffered(file, offset, length, memory)
-                                            : write_buffered(file, offset, length, memory);
+        IoResult result = direction == Direction::read ? read_buffered(file, offset, length, memory)
+                                                       : write_buffered(file, offset, length, memory);
+        totals.add(result.bytes);
+        return result;
     }
     std::unique_ptr<SmallTransferBuffer> buffer = take_small_buffer(device);
     const cuda::Context context = buffer ? buffer->stream.context() : contexts_.of(device);
@@ -219,6 +221,7 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
         const std::lock_guard lock(small_mutex_);
         small_buffers_[device].push_back(std::move(buffer));
     }
+    totals.add(result.bytes);
     return result;
 }
 

@@ -94,6 +94,38 @@ void File::remove_pending(std::uint64_t bytes) noexcept {
     }
 }
 
+bool File::begin_use() noexcept {
+    users_count_.fetch_add(1);
+    if (is_closing_.load()) {
+        end_use();
+        return false;
+    }
+    return true;
+}
+
+void File::end_use() noexcept {
+    if (users_count_.fetch_sub(1) == 1 && is_closing_.load()) {
+        users_count_.notify_all();
+    }
+}
+
+void File::begin_close() noexcept {
+    is_closing_.store(true);
+    while (const std::uint32_t count = users_count_.load()) {
+        users_count_.wait(count);
+    }
+}
+
+void File::end_close(bool is_closed) noexcept {
+    if (is_closed) {
+        const std::lock_guard lock(open_mutex_);
+        direct_fd_.store(-1, std::memory_order_relaxed);
+        owned_direct_descriptor_.reset();
+    } else {
+        is_closing_.store(false);
+    }
+}
+
 void File::end() noexcept {
     const std::lock_guard lock(open_mutex_);
     if (!path_.empty()) {

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -12,7 +13,7 @@
 
 namespace gdrkit::engine {
 
-class File {
+class File : public std::enable_shared_from_this<File> {
 public:
     // A file that this object opens at the first use, by its path and with these flags and mode. It is closed when no
     // bytes are pending any more.
@@ -43,6 +44,15 @@ public:
     // Closes a file that was opened by its path, even if bytes are still pending.
     void end() noexcept;
 
+    // The calls that use the descriptor of the caller are counted, so that the caller can wait for them before it
+    // closes the descriptor. Returns false if the caller closes it.
+    bool begin_use() noexcept;
+    void end_use() noexcept;
+    // Refuses further uses, and waits until there are none.
+    void begin_close() noexcept;
+    // Closes the descriptor with O_DIRECT, or allows uses again if the caller did not close its descriptor.
+    void end_close(bool is_closed) noexcept;
+
 private:
     const std::string path_;
     const int flags_;
@@ -55,6 +65,8 @@ private:
     std::atomic<int> direct_errno_{0};
     std::atomic<std::uint64_t> alignment_bytes_{4096};
     std::atomic<std::uint64_t> pending_bytes_{0};
+    std::atomic<std::uint32_t> users_count_{0};
+    std::atomic<bool> is_closing_{false};
 };
 
 } // namespace gdrkit::engine

@@ -308,8 +308,18 @@ void Job::end_locked() {
             progress_.direct_refusal = file->direct_refusal();
         }
     }
+    progress_.duration = std::chrono::steady_clock::now() - began_;
+    std::uint64_t bytes = 0;
+    for (const Extent& extent : extents_) {
+        bytes += std::min(extent.first_missing_offset, extent.length);
+    }
+    totals.add(bytes);
     is_over_ = true;
     over_condition_.notify_all();
+    for (Notification& notification : notifications_) {
+        notification.queue->push(std::move(notification.entry));
+    }
+    notifications_.clear();
 }
 
 bool Job::wait(std::int64_t timeout_us) {
@@ -328,6 +338,16 @@ bool Job::wait(std::int64_t timeout_us) {
 bool Job::is_over() {
     const std::lock_guard lock(mutex_);
     return is_over_;
+}
+
+void Job::notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
+    auto entry = std::make_unique<CompletionQueue::Entry>(CompletionQueue::Entry{.token = token, .next = nullptr});
+    const std::lock_guard lock(mutex_);
+    if (is_over_) {
+        queue->push(std::move(entry));
+    } else {
+        notifications_.push_back({std::move(queue), std::move(entry)});
+    }
 }
 
 Progress Job::progress() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
@@ -11,6 +12,7 @@
 #include <optional>
 #include <vector>
 
+#include "engine/completion_queue.hpp"
 #include "engine/failure.hpp"
 #include "engine/file.hpp"
 #include "engine/host_copy.hpp"
@@ -94,8 +96,20 @@ struct Progress {
     bool is_cancelled = false;      // Cancelled before all chunks were started.
     std::optional<Failure> failure; // The first failure.
     std::uint32_t failed_extent = 0;
-    int direct_refusal = 0; // The errno with which the file system refused O_DIRECT.
+    int direct_refusal = 0;              // The errno with which the file system refused O_DIRECT.
+    std::chrono::nanoseconds duration{}; // Time from the creation of the job to its end. Valid when the job is over.
 };
+
+// Totals of all jobs and short transfers of this process that are over.
+struct Totals {
+    std::atomic<std::uint64_t> transfers_count{0};
+    std::atomic<std::uint64_t> arrived_bytes{0};
+    void add(std::uint64_t bytes) noexcept {
+        arrived_bytes.fetch_add(bytes, std::memory_order_relaxed);
+        transfers_count.fetch_add(1, std::memory_order_relaxed);
+    }
+};
+inline Totals totals;
 
 // The result of a request for work. `busy` means that work is left, but this worker cannot take it now.
 enum class TakeResult { nothing, busy, chunk };
@@ -136,12 +150,19 @@ public:
     // Waits at most `timeout_us`, or without limit if it is negative. Returns whether the job is over.
     bool wait(std::int64_t timeout_us);
     bool is_over();
+    // Adds the token to the queue when the job is over; at once if it is over already.
+    void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
     Progress progress();
     // Returns for each extent the number of bytes that arrived from its beginning without a gap. Valid when the job is
     // over.
     std::vector<std::uint64_t> arrived_bytes();
 
 private:
+    struct Notification {
+        std::shared_ptr<CompletionQueue> queue;
+        std::unique_ptr<CompletionQueue::Entry> entry;
+    };
+
     // All of these functions require mutex_, except make_durable(), which is called without it.
     bool is_next_direct(Extent& extent);
     TakeResult take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening);
@@ -180,6 +201,8 @@ private:
     std::size_t reservations_count_ = 0;
     bool is_stopped_ = false;
     bool is_over_ = false;
+    std::vector<Notification> notifications_;
+    const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
     Progress progress_;
 };
 

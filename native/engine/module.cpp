@@ -1,12 +1,15 @@
 // gdrkit.gds._engine: jobs of the copy engine for Python. Every function that may block releases the GIL, and native
-// objects never hold Python objects.
+// objects never hold Python objects: the types that other native objects share are created by std::make_shared, because
+// otherwise nanobind makes a shared_ptr that holds the Python object, and the last owner would wait for the GIL.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <chrono>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -57,17 +60,18 @@ struct HostMemory {
     HostMemory(const HostMemory&) = delete;
     HostMemory& operator=(const HostMemory&) = delete;
     ~HostMemory() { release(); }
+    // Releases the memory once, also if the exporter runs code that calls this function again.
     void release() {
-        if (view.obj != nullptr) {
-            PyBuffer_Release(&view);
-        }
+        Py_buffer released = view;
+        view.obj = nullptr;
+        PyBuffer_Release(&released);
     }
     Py_buffer view{};
 };
 
-// Unpacks extents from rows of four numbers of 8 bytes each: (file index, offset, address, length). Python passes them
-// in one buffer, so that thousands of ranges need no Python objects.
-std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
+// Unpacks extents from rows of four numbers: (file index, offset, address, length). Python passes them as a flat list
+// of int, or as a buffer of numbers of 8 bytes, so that thousands of ranges need no Python objects.
+std::vector<Extent> extents_of(nb::handle flat, std::size_t files_count) {
     struct Row {
         std::uint64_t file_index;
         std::uint64_t offset;
@@ -75,15 +79,25 @@ std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
         std::uint64_t length;
     };
     static_assert(sizeof(Row) == 32);
-    const HostMemory bytes(packed);
-    const auto size = static_cast<std::size_t>(bytes.view.len);
+    const bool is_list = nb::isinstance<nb::list>(flat);
+    std::optional<HostMemory> bytes;
+    if (!is_list) {
+        bytes.emplace(flat);
+    }
+    const std::size_t size = is_list ? nb::len(flat) * 8 : static_cast<std::size_t>(bytes->view.len);
     if (size % sizeof(Row) != 0 || size / sizeof(Row) > UINT32_MAX) {
         raise({.api = Api::kernel, .operation = "extents", .number = EINVAL, .name = {}});
     }
     std::vector<Extent> extents(size / sizeof(Row));
     for (std::size_t index = 0; index < extents.size(); ++index) {
         Row row{};
-        std::memcpy(&row, static_cast<const std::byte*>(bytes.view.buf) + index * sizeof(Row), sizeof(Row));
+        if (is_list) {
+            const nb::list list = nb::borrow<nb::list>(flat);
+            const auto number = [&](std::size_t column) { return nb::cast<std::uint64_t>(list[4 * index + column]); };
+            row = {number(0), number(1), number(2), number(3)};
+        } else {
+            std::memcpy(&row, static_cast<const std::byte*>(bytes->view.buf) + index * sizeof(Row), sizeof(Row));
+        }
         const bool fits_in_file = row.offset <= INT64_MAX && row.length <= INT64_MAX - row.offset;
         if (row.file_index >= files_count || !fits_in_file || row.address + row.length < row.address) {
             raise({.api = Api::kernel, .operation = "extents", .number = EINVAL, .name = {}});
@@ -97,7 +111,7 @@ std::vector<Extent> extents_of(nb::handle packed, std::size_t files_count) {
 }
 
 // Converts a list of files. Each is a path (bytes), which the job opens and closes, or an OpenFile.
-std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, unsigned mode) {
+std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags) {
     std::vector<std::shared_ptr<File>> native_files;
     native_files.reserve(nb::len(files));
     for (const nb::handle item : files) {
@@ -105,7 +119,7 @@ std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, un
             native_files.push_back(nb::cast<std::shared_ptr<File>>(item));
         } else {
             const auto path = nb::cast<nb::bytes>(item);
-            native_files.push_back(std::make_shared<File>(std::string(path.c_str(), path.size()), flags, mode));
+            native_files.push_back(std::make_shared<File>(std::string(path.c_str(), path.size()), flags, 0));
         }
     }
     return native_files;
@@ -116,6 +130,7 @@ nb::dict dict_of(const Progress& progress) {
     data["bytes"] = progress.bytes;
     data["direct_bytes"] = progress.direct_bytes;
     data["cancelled"] = progress.is_cancelled;
+    data["duration_s"] = std::chrono::duration<double>(progress.duration).count();
     data["direct_refusal"] = progress.direct_refusal;
     data["failed_extent"] = progress.failed_extent;
     if (progress.failure) {
@@ -129,8 +144,14 @@ nb::dict dict_of(const Progress& progress) {
 void bind_jobs(nb::module_& module) {
     nb::class_<File>(module, "OpenFile",
                      "A descriptor of the caller, and a second one with O_DIRECT, which this object owns.")
-        .def(
-            "__init__", [](File* self, int fd) { new (self) File(fd); }, "fd"_a)
+        .def(nb::new_([](int fd) { return std::make_shared<File>(fd); }), "fd"_a)
+        .def("begin_use", &File::begin_use,
+             "Count a use of the descriptor, for which begin_close() waits. Return False if the file is being closed.")
+        .def("end_use", &File::end_use)
+        .def("begin_close", &File::begin_close, nb::call_guard<nb::gil_scoped_release>(),
+             "Refuse further uses, and wait until there are none.")
+        .def("end_close", &File::end_close, "is_closed"_a,
+             "Close the descriptor with O_DIRECT, or allow uses again if the file was not closed.")
         .def("direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); })
         .def_prop_ro("direct_refusal", &File::direct_refusal)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
@@ -143,6 +164,21 @@ void bind_jobs(nb::module_& module) {
                 });
             },
             "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");
+    nb::class_<CompletionQueue>(module, "CompletionQueue",
+                                "The tokens of ended jobs, which worker threads add and Python takes in batches.")
+        .def(nb::new_([](bool has_event) {
+                 return without_gil([&] { return std::make_shared<CompletionQueue>(has_event); });
+             }),
+             nb::kw_only(), "has_event"_a)
+        .def(
+            "push",
+            [](CompletionQueue& self, std::uint64_t token) {
+                self.push(
+                    std::make_unique<CompletionQueue::Entry>(CompletionQueue::Entry{.token = token, .next = nullptr}));
+            },
+            "token"_a)
+        .def("take", &CompletionQueue::take)
+        .def("fileno", &CompletionQueue::event_fd);
     nb::class_<Job>(module, "Job", "The transfer of the ranges of one call.")
         .def(
             "wait",
@@ -153,6 +189,8 @@ void bind_jobs(nb::module_& module) {
             "timeout_us"_a = -1)
         .def("is_over", &Job::is_over)
         .def("cancel", &Job::cancel, nb::call_guard<nb::gil_scoped_release>())
+        .def("notify", &Job::notify, "queue"_a, "token"_a,
+             "Add the token to the queue when the job is over; at once if it is over already.")
         .def("progress", [](Job& self) { return dict_of(self.progress()); })
         .def("arrived", &Job::arrived_bytes,
              "Return for each extent the number of bytes that arrived from its beginning without a gap.");
@@ -188,17 +226,16 @@ void bind_engine(nb::module_& module) {
             "direct_read_bytes"_a, "direct_writers_count"_a, "direct_write_bytes"_a, "buffered_writers_count"_a)
         .def(
             "submit",
-            [](Engine& self, bool write, int access, int device, const nb::list& files, nb::handle packed, int flags,
-               unsigned mode, bool durable) {
-                std::vector<Extent> extents = extents_of(packed, nb::len(files));
+            [](Engine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
+               int flags, bool durable) {
+                std::vector<Extent> extents = extents_of(flat_extents, nb::len(files));
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
-                                                 static_cast<Access>(access), device, files_of(files, flags, mode),
+                                                 static_cast<Access>(access), device, files_of(files, flags),
                                                  std::move(extents), self.tuning(), write && durable);
                 without_gil([&] { self.submit(job); });
                 return job;
             },
-            nb::kw_only(), "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a = 0, "mode"_a = 0,
-            "durable"_a = false)
+            "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a)
         .def(
             "transfer_small",
             [](Engine& self, bool write, File& file, std::uint64_t offset, std::uint64_t address, std::uint64_t length,
@@ -260,7 +297,11 @@ NB_MODULE(_engine, module) {
             object.inc_ref();
         },
         "object"_a);
+    module.def(
+        "totals", [] { return std::pair(ge::totals.transfers_count.load(), ge::totals.arrived_bytes.load()); },
+        "Return the number of transfers of this process that are over, and the number of bytes that they moved.");
     module.def("node_of_device", &ge::node_of_device, "bus_id"_a, "sysfs"_a = "/sys");
     ge::bind_jobs(module);
     ge::bind_engine(module);
+    module.attr("ended_jobs") = nb::cast(std::make_shared<ge::CompletionQueue>(false));
 }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,8 +15,6 @@ from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from gdrkit.cuda import Device
 
 ON_HOST_AND_DEVICE = pytest.mark.parametrize("memory_kind", HOST_AND_DEVICE, indirect=True)
@@ -95,6 +95,31 @@ def test_thousand_reads_at_once_leave_nothing_open(
                 assert index % 2 == 1
     assert len(results) == READS_COUNT
     assert cancels == any(isinstance(result, asyncio.CancelledError) for result in results)
+
+
+def test_awaited_transfers_need_no_thread_of_the_loop(tmp_path: Path, seed: int) -> None:
+    data = pattern.payload(100 * KIB, seed=seed)
+    (tmp_path / "file").write_bytes(data)
+    memory = bytearray(len(data))
+
+    async def read() -> None:
+        file = gds.File(tmp_path / "file", direct="never")
+        offsets = range(0, len(data), KIB)
+        transfers = [
+            file.start_read_into(memory, file_offset_bytes=offset, length_bytes=KIB, buffer_offset_bytes=offset)
+            for offset in offsets
+        ]
+        for transfer in transfers:
+            assert (await transfer).bytes == KIB
+        file.close()
+        assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("asyncio")]
+
+    descriptors_count = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(2):
+        asyncio.run(read())
+        assert memory == data
+    gds.close_engines()
+    assert len(list(Path("/proc/self/fd").iterdir())) == descriptors_count
 
 
 def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:

@@ -59,6 +59,24 @@ sys.exit(0 if os.waitstatus_to_exitcode(status) == 7 else f"the child ended with
 """
 
 
+# A program whose buffer starts a transfer when it is freed. The limit makes it end if it waits for itself.
+FINALIZER_PROGRAM = """
+import faulthandler, sys
+from gdrkit import gds
+faulthandler.dump_traceback_later(20, exit=True)
+class Memory(bytearray):
+    def __del__(self):
+        started.append(file.start_read_into(second))
+started, second = [], bytearray(4)
+with gds.File(sys.argv[1], direct="never") as file:
+    transfers = [file.start_read_into(Memory(4)) for _ in range(3)]
+    for transfer in transfers:
+        transfer.result()
+    assert len(started) == 3
+print(second)
+"""
+
+
 def is_refused(file: gds.File) -> bool:
     """Return whether the file refuses a new transfer, as it does after close() has begun."""
     try:
@@ -148,6 +166,33 @@ def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
         for buffer in buffers:
             # This would raise BufferError if a transfer still held the buffer.
             buffer.append(0)
+
+
+def test_dropped_future_counts_and_lasts_until_its_last_byte(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(bytes(64 * KIB))
+    with gds.File(tmp_path / "data", direct="never") as file:
+        count_before, bytes_before = gds.transfer_totals().get(gds.Route.ENGINE, (0, 0))
+        begin_s = time.monotonic()
+        transfer = file.start_read_into(bytearray(64 * KIB))
+        wait_until(transfer.done, "the transfer to end")
+        end_s = time.monotonic()
+        assert gds.transfer_totals()[gds.Route.ENGINE] == (count_before + 1, bytes_before + 64 * KIB)
+        wait_until(lambda: time.monotonic() > end_s + 0.02, "some time after the end")
+        assert 0 < transfer.result().duration_s <= end_s - begin_s
+        assert gds.transfer_totals()[gds.Route.ENGINE].transfers_count == count_before + 1
+
+
+def test_finalizer_of_a_buffer_may_start_a_transfer(tmp_path: Path) -> None:
+    """In an older version, the release of the buffer held a lock that the new transfer waited for."""
+    (tmp_path / "data").write_bytes(b"data")
+    completed = subprocess.run(
+        [sys.executable, "-c", FINALIZER_PROGRAM, str(tmp_path / "data")],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "bytearray(b'data')\n", "")
 
 
 @needs(cuda.device(), software("cuda"), software("cufile"))

@@ -1,7 +1,9 @@
 // Tests of File: residency in the page cache, unaligned O_DIRECT ranges, and the lifetime of descriptors.
+#include <atomic>
 #include <cerrno>
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "engine/tests/fixture.hpp"
 
@@ -140,6 +142,33 @@ void check_without_direct() {
     CHECK(file.direct_refusal() != 0 && file.direct_fd() < 0);
 }
 
+// A close waits for the calls that use the descriptor, and refuses new ones until it was given up.
+void check_uses(const Folder& folder) {
+    const Descriptor fd = create_file(folder.path_of("uses"), pattern(4096, 1));
+    File file(fd.get());
+    const bool has_direct = file.direct_fd() >= 0;
+    CHECK(file.begin_use() && file.begin_use());
+    std::atomic<bool> is_closed{false};
+    std::thread closer([&] {
+        file.begin_close();
+        is_closed = true;
+    });
+    while (file.begin_use()) { // until the other thread has begun to close
+        file.end_use();
+    }
+    file.end_use();
+    CHECK(!is_closed && !file.begin_use());
+    file.end_use();
+    closer.join();
+    file.end_close(false);
+    CHECK(file.begin_use());
+    file.end_use();
+    file.begin_close();
+    const std::size_t open_files = count_open_files();
+    file.end_close(true);
+    CHECK(count_open_files() == open_files - (has_direct ? 1 : 0) && !file.begin_use());
+}
+
 } // namespace
 
 int main() {
@@ -150,4 +179,5 @@ int main() {
     check_residency(folder);
     check_descriptors(folder);
     check_without_direct();
+    check_uses(folder);
 }

@@ -1,5 +1,6 @@
 // Tests of jobs between files and host memory: chunks, ranges, failures, cancellation, many callers, and the close of
 // the engine.
+#include <poll.h>
 #include <pthread.h>
 
 #include <algorithm>
@@ -261,6 +262,58 @@ void check_close(const Folder& folder) {
     CHECK(count_open_files() == open_files_before && count_threads() == threads_before);
 }
 
+bool is_readable(int fd) {
+    pollfd descriptor{.fd = fd, .events = POLLIN, .revents = 0};
+    return poll(&descriptor, 1, 0) == 1;
+}
+
+// Each job adds its tokens once, before or after it was over, and one descriptor reports all of them.
+void check_notifications(const Folder& folder) {
+    constexpr u64 jobs_count = 100;
+    const Bytes data = pattern(jobs_count * kib, 33);
+    const Descriptor fd = create_file(folder.path_of("notify"), data);
+    Engine engine(small_tuning(), -1);
+    Bytes memory(data.size());
+    const auto queue = std::make_shared<CompletionQueue>(true);
+    CHECK(!is_readable(queue->event_fd()) && queue->take().empty());
+    std::vector<u64> tokens;
+    std::shared_ptr<Job> last;
+    for (u64 index = 0; index < jobs_count; ++index) {
+        last = start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
+                         {Extent{0, index * kib, address_of(memory) + index * kib, kib}});
+        last->notify(queue, index);
+    }
+    while (tokens.size() < jobs_count) {
+        pollfd descriptor{.fd = queue->event_fd(), .events = POLLIN, .revents = 0};
+        CHECK(poll(&descriptor, 1, 10000) == 1);
+        for (const u64 token : queue->take()) {
+            tokens.push_back(token);
+        }
+    }
+    CHECK(memory == data && last->is_over());
+    std::sort(tokens.begin(), tokens.end());
+    for (u64 index = 0; index < jobs_count; ++index) {
+        CHECK(tokens[index] == index);
+    }
+    last->notify(queue, 7);
+    last->notify(queue, 8);
+    CHECK(is_readable(queue->event_fd()) && queue->take() == (std::vector<u64>{7, 8}));
+    CHECK(!is_readable(queue->event_fd()) && queue->take().empty());
+    const auto left = std::make_shared<CompletionQueue>(false);
+    last->notify(left, 9); // The destructor of the queue frees the entry.
+}
+
+// Totals count each job and each short transfer once, with the bytes that arrived.
+void check_totals(const Folder& folder) {
+    const Descriptor fd = create_file(folder.path_of("totals"), pattern(kib, 34));
+    Engine engine(small_tuning(), -1);
+    Bytes memory(2 * kib);
+    const u64 count_before = totals.transfers_count, bytes_before = totals.arrived_bytes;
+    transfer(engine, Direction::read, host_memory, descriptor_file(fd), 0, address_of(memory), 2 * kib);
+    engine.transfer_small(Direction::read, *descriptor_file(fd), 1, address_of(memory), 2 * kib, host_memory);
+    CHECK(totals.transfers_count - count_before == 2 && totals.arrived_bytes - bytes_before == 2 * kib - 1);
+}
+
 // A signal is delivered to a thread of the program, not to a thread of the engine.
 void check_signals(const Folder& folder) {
     static std::atomic<pthread_t> signal_thread;
@@ -290,4 +343,6 @@ int main() {
     check_cancellation(folder);
     check_close(folder);
     check_signals(folder);
+    check_notifications(folder);
+    check_totals(folder);
 }
