@@ -1,0 +1,213 @@
+"""Time of short transfers between files and host memory, beside kvikio and beside the system calls themselves.
+
+All calls are measured in turn, so that the load of the machine affects all of them. kvikio runs without cuFile
+(compatibility mode). The case of the starts records the processor time of the calling thread, because the engine moves
+the bytes meanwhile on other processors. The case of coroutines compares with threads of the event loop that call
+pread(2). Run this with --benchmark-enable; GDRKIT_BENCH_STORAGE_FOLDER sets the folder of the file.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from bench.interleaved import measure_interleaved
+from bench.storage_speed import Kvikio, create_random_file, host_memory
+
+from gdrkit import gds
+from gdrkit.harness.needs import host, needs
+from gdrkit.units import KIB, MIB
+
+if TYPE_CHECKING:
+    import mmap
+    from collections.abc import Callable, Iterator, Mapping
+
+    from bench.interleaved import CallTimes
+
+    from gdrkit.harness.evidence import Evidence
+
+PAGE_BYTES = 4 * KIB
+READS_COUNT = 1000
+FILE_BYTES = READS_COUNT * PAGE_BYTES
+
+
+@pytest.fixture
+def stack() -> Iterator[contextlib.ExitStack]:
+    with contextlib.ExitStack() as stack:
+        yield stack
+    gds.close_engines()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Iterator[Path]:
+    """Yield a file of random bytes in the page cache."""
+    path = Path(os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", tmp_path)) / "transfer_cost"
+    create_random_file(path, FILE_BYTES)
+    path.read_bytes()
+    yield path
+    path.unlink()
+
+
+@pytest.fixture
+def rounds_count(request: pytest.FixtureRequest) -> int:
+    return 101 if request.config.getoption("--benchmark-enable") else 1
+
+
+def record_times(evidence: Evidence, name: str, times: Mapping[str, CallTimes]) -> None:
+    for caller, call_times in times.items():
+        evidence.number(f"{name}_{caller}_us", call_times.median_ns / 1e3)
+        evidence.number(f"{name}_{caller}_min_us", call_times.minimum_ns / 1e3)
+
+
+def cycle(call: Callable[[int], object], *, length_bytes: int) -> Callable[[], object]:
+    """Return a function that calls `call` with the next offset in the file, and begins again at its end."""
+    offset = 0
+
+    def call_next() -> None:
+        nonlocal offset
+        call(offset)
+        offset = (offset + length_bytes) % (FILE_BYTES - FILE_BYTES % length_bytes)
+
+    return call_next
+
+
+def pages_of(memory: mmap.mmap) -> list[memoryview]:
+    view = memoryview(memory)
+    return [view[offset : offset + PAGE_BYTES] for offset in range(0, FILE_BYTES, PAGE_BYTES)]
+
+
+@needs(host.module("kvikio"), host.module("numpy"))
+def test_one_4k_read_at_a_time_beside_kvikio(
+    evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
+) -> None:
+    import numpy as np
+
+    memory = host_memory(stack, FILE_BYTES)
+    pages = pages_of(memory)
+    arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]  # The buffers that kvikio accepts.
+    file = stack.enter_context(gds.File(path, direct="never"))
+    kvikio_file = stack.enter_context(Kvikio(stack).open(path))
+    reads: dict[str, Callable[[int], object]] = {
+        "gdrkit": lambda offset: file.read_into(arrays[offset // PAGE_BYTES], file_offset_bytes=offset),
+        "kvikio": lambda offset: kvikio_file.read(arrays[offset // PAGE_BYTES], PAGE_BYTES, offset),
+        "preadv": lambda offset: os.preadv(file.fileno(), [pages[offset // PAGE_BYTES]], offset),
+    }
+    expected = path.read_bytes()
+    for read in reads.values():
+        memory[:] = bytes(FILE_BYTES)
+        for offset in range(0, FILE_BYTES, PAGE_BYTES):
+            read(offset)
+        assert memory[:] == expected
+    calls = {name: cycle(read, length_bytes=PAGE_BYTES) for name, read in reads.items()}
+    record_times(evidence, "read_4k", measure_interleaved(calls, rounds_count=rounds_count, calls_count=READS_COUNT))
+    arrays.clear()
+    pages.clear()
+
+
+def test_1_mib_write_beside_pwrite(
+    evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
+) -> None:
+    data = host_memory(stack, MIB)
+    data[:] = os.urandom(MIB)
+    file = stack.enter_context(gds.File(path, "r+", direct="never"))
+    writes: dict[str, Callable[[int], object]] = {
+        "gdrkit": lambda offset: file.write_from(data, file_offset_bytes=offset),
+        "gdrkit_started": lambda offset: file.start_write_from(data, file_offset_bytes=offset).result(),
+        "pwrite": lambda offset: os.pwrite(file.fileno(), data, offset),
+    }
+    for write in writes.values():
+        os.pwrite(file.fileno(), bytes(MIB), MIB)
+        write(MIB)
+        assert os.pread(file.fileno(), MIB, MIB) == data[:]
+    calls = {name: cycle(write, length_bytes=MIB) for name, write in writes.items()}
+    record_times(evidence, "write_1m", measure_interleaved(calls, rounds_count=rounds_count, calls_count=16))
+
+
+@needs(host.module("kvikio"), host.module("numpy"))
+def test_start_of_a_transfer_beside_kvikio(
+    evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
+) -> None:
+    import numpy as np
+
+    memory = host_memory(stack, FILE_BYTES)
+    pages = pages_of(memory)
+    arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]
+    file = stack.enter_context(gds.File(path, direct="never"))
+    kvikio = Kvikio(stack)
+    kvikio_file = stack.enter_context(kvikio.open(path))
+    kvikio.apply_settings(num_threads=2)
+    offsets = [index * PAGE_BYTES for index in range(200)]
+
+    def start_gdrkit() -> list[Callable[[], object]]:
+        return [
+            file.start_read_into(
+                memory, file_offset_bytes=offset, length_bytes=PAGE_BYTES, buffer_offset_bytes=offset
+            ).result
+            for offset in offsets
+        ]
+
+    def start_kvikio() -> list[Callable[[], object]]:
+        return [kvikio_file.pread(arrays[index], PAGE_BYTES, offset).get for index, offset in enumerate(offsets)]
+
+    times_us: dict[str, list[float]] = {"gdrkit": [], "kvikio": []}
+    for _ in range(rounds_count):
+        for name, start in (("gdrkit", start_gdrkit), ("kvikio", start_kvikio)):
+            begin_ns = time.thread_time_ns()
+            waits = start()
+            times_us[name].append((time.thread_time_ns() - begin_ns) / len(offsets) / 1e3)
+            for wait in waits:
+                wait()
+            waits.clear()
+    for name, times in times_us.items():
+        evidence.number(f"start_{name}_cpu_us", statistics.median(times))
+        evidence.number(f"start_{name}_cpu_min_us", min(times))
+    arrays.clear()
+    pages.clear()
+
+
+def test_thousand_awaited_reads_beside_threads(
+    evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
+) -> None:
+    memory = host_memory(stack, FILE_BYTES)
+    pages = pages_of(memory)
+    expected = path.read_bytes()
+
+    async def read_gdrkit(file: gds.AsyncFile) -> None:
+        await asyncio.gather(
+            *(
+                file.read_into(memory, file_offset_bytes=offset, length_bytes=PAGE_BYTES, buffer_offset_bytes=offset)
+                for offset in range(0, FILE_BYTES, PAGE_BYTES)
+            )
+        )
+
+    async def read_in_threads(fd: int) -> None:
+        await asyncio.gather(
+            *(asyncio.to_thread(os.preadv, fd, [page], index * PAGE_BYTES) for index, page in enumerate(pages))
+        )
+
+    async def measure() -> dict[str, list[float]]:
+        times_us: dict[str, list[float]] = {"gdrkit": [], "threads": []}
+        async with gds.AsyncFile(path, direct="never") as file:
+            for _ in range(rounds_count):
+                for name, read in (
+                    ("gdrkit", partial(read_gdrkit, file)),
+                    ("threads", partial(read_in_threads, file.file.fileno())),
+                ):
+                    memory[:] = bytes(FILE_BYTES)
+                    begin_s = time.perf_counter()
+                    await read()
+                    times_us[name].append((time.perf_counter() - begin_s) / READS_COUNT * 1e6)
+                    assert memory[:] == expected
+        return times_us
+
+    for name, times in asyncio.run(measure()).items():
+        evidence.number(f"awaited_4k_{name}_us", statistics.median(times))
+        evidence.number(f"awaited_4k_{name}_min_us", min(times))
+    pages.clear()
