@@ -36,7 +36,7 @@ from automation.environments import ensure_environment
 from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_folders
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
 from automation.machine import find_hardware, find_interpreter, may_load_rxe, path_with_sbin
-from automation.peers import prepare_peers
+from automation.peers import prepare_cuda_peers, prepare_peers
 
 nox.needs_version = ">=2024.4.15"
 nox.options.sessions = ["lint", "types", "native", "suites", "review", "meta"]
@@ -230,9 +230,16 @@ def lab(session: nox.Session) -> None:
 @nox.session(default=False)
 def peers(session: nox.Session) -> None:
     """Run stock RDMA programs of Debian and PyPI on the software twins, as their users run them, and print which work:
-    -- [--only TEXT] [--records FILE]. With --lab they run on a real kernel's Soft-RoCE too.
+    -- [--only TEXT] [--records FILE]. With --lab they run on a real kernel's Soft-RoCE too. -- cuda runs programs with
+    GPU memory, whose packages have six gigabytes.
     """
     os.environ["PATH"] = path_with_sbin()
+    if session.posargs[:1] == ["cuda"]:
+        python = prepare_cuda_peers()
+        run = builds.prepare_run(twins=True)
+        program = [str(run / "python"), "-m", "hardware.peers", "--cuda", "--python", str(python)]
+        exit_unless_zero(call([*program, *session.posargs[1:]]))
+        return
     python, tests = prepare_peers()
     lab_options = [f"--tools={builds.ensure_lab_tools()}"] if "--lab" in session.posargs else []
     run = builds.prepare_run(twins=True)

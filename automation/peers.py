@@ -11,7 +11,7 @@ from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, ensure_envi
 from automation.machine import find_interpreter
 from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
 
-__all__ = ["prepare_peers"]
+__all__ = ["prepare_cuda_peers", "prepare_peers"]
 
 # The Debian packages whose programs the session runs. The key is a program that shows whether its package is installed.
 _DEBIAN_PROGRAMS = {
@@ -24,6 +24,18 @@ _DEBIAN_PROGRAMS = {
 _PYPI_REQUIREMENTS = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy")
 # NIXL depends on PyTorch with five gigabytes of CUDA libraries, but imports it only for memory of PyTorch.
 _NIXL_REQUIREMENTS = ("nixl==1.5.1", "nixl-cu12==1.5.1")
+# PyTorch brings NVIDIA's own libraries, also of the runtime and of cuFile. All packages have six gigabytes.
+_CUDA_REQUIREMENTS = ("torch==2.9.1", "numpy", "packaging", "cuda-pathfinder")
+# These packages would bring other versions of NVIDIA's libraries than PyTorch needs.
+_CUDA_REQUIREMENTS_ALONE = (
+    "cuda-bindings==12.9.*",
+    "cupy-cuda12x==14.2.*",
+    "kvikio-cu12==26.10.*",
+    "libkvikio-cu12==26.10.*",
+    "rapids-logger==0.3.*",
+    "libucx-cu12==1.22.*",
+    *_NIXL_REQUIREMENTS,
+)
 # The folder of rdma-core's tests in the source distribution of pyverbs.
 _TESTS = Path("rdma-core", "tests")
 
@@ -40,6 +52,19 @@ def prepare_peers() -> tuple[Path, Path]:
     if not tests.exists():
         _install_pyverbs(environment, tests)
     return environment / "python", tests
+
+
+def prepare_cuda_peers() -> Path:
+    """Install the programs with GPU memory. Return the interpreter that has their packages."""
+    python = find_interpreter()[0]
+    install([*missing_build_packages(python), *missing_pyverbs_packages()])
+    environment = ensure_environment(
+        "peers-cuda",
+        python=python,
+        requirements=(*_CUDA_REQUIREMENTS, PYVERBS_REQUIREMENT),
+        without_dependencies=_CUDA_REQUIREMENTS_ALONE,
+    )
+    return environment / "python"
 
 
 def _install_pyverbs(environment: Path, tests: Path) -> None:

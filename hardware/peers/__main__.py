@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from gdrkit.report import Record, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.lab.options import add_machine_options
+from hardware.peers.cuda_programs import cuda_programs
+from hardware.peers.cuda_python import join_results, run_cuda_python, share_table
 from hardware.peers.lab import Difference, compare, run_in_guest
 from hardware.peers.programs import debian_programs
 from hardware.peers.python_programs import python_programs
@@ -39,6 +41,8 @@ def main() -> int:
     options.records.unlink(missing_ok=True)
     if options.speed:
         return _compare_speed(options)
+    if options.gpu_results is not None:
+        return _compare_with_gpu(options)
     failures_count = _run_programs(options)
     if options.lab:
         try:
@@ -67,6 +71,30 @@ def _compare_speed(options: argparse.Namespace) -> int:
     return 0 if record.verdict is Verdict.PASS else FAILED
 
 
+def _compare_with_gpu(options: argparse.Namespace) -> int:
+    """Run the tests of cuda-python on the twin, join the results, write one record, and return the exit code."""
+    began_s = time.monotonic()
+    results = options.records.with_suffix(".cases")
+    run_cuda_python(options.python, options.tests, _target_of(options), results)
+    join = join_results(options.gpu_results, results)
+    numbers = {"counted_count": float(len(join.counted)), "passed_count": float(join.passed_count)}
+    numbers |= {"passed_percent": join.share_percent, "kinder_count": float(len(join.kinder))}
+    evidence: dict[str, object] = {"gpu": dict(join.gpu), "twin": dict(join.twin), "not_passed": dict(join.texts)}
+    record = new_record(
+        "cuda-python's tests",
+        failure=join.failure,
+        evidence=evidence,
+        numbers=numbers,
+        substrate="twin",
+        apis=("cuda", "cufile"),
+        duration_s=time.monotonic() - began_s,
+    )
+    append_record(options.records, record)
+    _say(share_table(join))
+    _say(f"peers: {join.failure or 'the twin passes'}")
+    return FAILED if join.failure else 0
+
+
 def _target_of(options: argparse.Namespace) -> Target:
     launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
     return Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
@@ -76,8 +104,8 @@ def _run_programs(options: argparse.Namespace) -> int:
     """Run all programs, print the table, write the records, and return how many failed."""
     target = _target_of(options)
     substrate = "kernel_software" if options.here else "twin"
-    programs = debian_programs()
-    if options.python and not options.debian_only:
+    programs = cuda_programs(options.python) if options.cuda else debian_programs()
+    if options.python and not options.debian_only and not options.cuda:
         programs += python_programs(options.python)
     rows = []
     failures_count = 0
@@ -114,6 +142,10 @@ def _parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m hardware.peers", description=main.__doc__)
     parser.add_argument("--python", default="", help="interpreter of an environment with nixl, mooncake and pyverbs")
     parser.add_argument("--tests", type=Path, help="folder of rdma-core's tests, of the version of pyverbs there")
+    parser.add_argument("--cuda", action="store_true", help="run only the programs with GPU memory")
+    parser.add_argument(
+        "--gpu-results", type=Path, help="only run cuda-python's tests (--tests), and join them with these of a GPU"
+    )
     parser.add_argument("--only", default="", help="run only the programs whose name contains this text")
     parser.add_argument("--records", type=Path, help="write one record for each program to this file")
     parser.add_argument("--here", action="store_true", help="use the RDMA device of this machine, without twins")

@@ -6,6 +6,7 @@ A twin is a library that emulates the hardware below an API.
 from __future__ import annotations
 
 import dataclasses
+import json
 import subprocess
 import sys
 from functools import partial
@@ -17,6 +18,8 @@ from support.python_child import suites_environ
 from support.records import record_of
 
 from gdrkit.report import CaseReason, Verdict, append_record
+from hardware.peers.cuda_programs import cuda_programs
+from hardware.peers.cuda_python import join_results
 from hardware.peers.lab import Difference, compare
 from hardware.peers.programs import StockProgram, debian_programs
 from hardware.peers.rdma_core import RdmaCoreResults
@@ -103,7 +106,7 @@ def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure
 
 
 def test_names_of_programs_are_unique() -> None:
-    names = [described.name for described in debian_programs()]
+    names = [described.name for described in [*debian_programs(), *cuda_programs(sys.executable)]]
     assert len(names) == len(set(names))
 
 
@@ -124,6 +127,41 @@ def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> 
         Difference("tests.b", "skip: unsupported", "pass"),
     ]
     assert all(difference.is_defect_of_twin for difference in differences)
+
+
+def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None:
+    """Cases with kernels, a compiler or the static runtime are left out, also if only the twin shows that."""
+    hidden = "fail: call: nvrtc is hidden, so that no case compiles"
+    runtime = "fail: call: CUDAError: cudaErrorNotSupported: ..."
+    gpu_and_twin = {
+        "m.py::both": ("pass", "pass", []),
+        "m.py::twin_fails": ("pass", "fail: call: CUDA_ERROR_NOT_SUPPORTED", []),
+        "m.py::twin_skips": ("pass", "skip: no such device", []),
+        "m.py::kernel": ("pass", "pass", ["kernels"]),
+        "m.py::compiles": ("pass", hidden, []),
+        "m.py::runtime": ("pass", runtime, []),
+        "m.py::gpu_fails": ("fail: call: 1", "fail: call: 2", []),
+        "m.py::one_gpu": ("skip: two GPUs", "pass", []),
+    }
+    join = join_results(*write_results(tmp_path, gpu_and_twin))
+    assert join.counted == {"m.py::both", "m.py::twin_fails", "m.py::twin_skips"}
+    assert (join.passed_count, round(join.share_percent, 1), join.kinder) == (1, 33.3, [])
+    assert join.failure == "33.3 % of 3 cases pass, not 95 %"
+
+
+def test_twin_that_is_kinder_than_a_gpu_fails(tmp_path: Path) -> None:
+    join = join_results(*write_results(tmp_path, {"m.py::a": ("pass", "pass", []), "m.py::b": ("fail: x", "pass", [])}))
+    assert join.failure == "1 cases pass on the twin and fail on the GPU, such as m.py::b"
+
+
+def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) -> list[Path]:
+    """Write the results of both machines as cuda_python_child.py does, and return the files."""
+    files = [folder / "gpu.jsonl", folder / "twin.jsonl"]
+    for index, file in enumerate(files):
+        lines: list[dict[str, object]] = [{"machine": {"device": file.stem}}]
+        lines += [{"test": case, "outcome": values[index], "needs": values[2]} for case, values in cases.items()]
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return files
 
 
 @pytest.mark.parametrize(

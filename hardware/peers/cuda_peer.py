@@ -1,0 +1,277 @@
+"""One use of GPU memory by a stock Python package: ``cuda_peer.py CASE FOLDER``.
+
+The program runs in an environment that has the packages and not gdrkit. It checks all data itself, launches no kernel,
+and prints one line at its end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+LENGTH_BYTES = (4 << 20) + 1000
+_TIMEOUT_S, _PAUSE_S = 40.0, 0.002
+_DEVICE_PAIRS = ((0, 1), (1, 0))
+
+
+def _pattern(seed: int = 0) -> Any:  # noqa: ANN401 - numpy does not name the type of its arrays.
+    return np.random.default_rng(seed).integers(0, 256, LENGTH_BYTES, dtype=np.uint8)
+
+
+def _check(found: Any, expected: Any, what: str) -> None:  # noqa: ANN401 - as _pattern().
+    if not np.array_equal(found, expected):
+        sys.exit(f"{what}: {int(np.count_nonzero(found != expected))} bytes are wrong")
+
+
+def torch_copies(torch: Any) -> str:  # noqa: ANN401 - the package is imported by name.
+    """Copy to each of two devices, within a device, between the devices, and back."""
+    content = torch.from_numpy(_pattern())
+    for first, second in _DEVICE_PAIRS:
+        source = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{first}")
+        source.copy_(content)
+        # Tensors are not filled on the device, because torch fills them by a kernel.
+        target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{second}")
+        target.copy_(source)
+        _check(target.clone().cpu().numpy(), _pattern(), f"device {first} to {second}")
+        # Rows of two different widths are copied as a matrix.
+        rows = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{second}")
+        rows.copy_(source[: 64 * 4096].view(64, 4096))
+        _check(rows.cpu().numpy().ravel(), _pattern()[: 64 * 4096], "rows")
+    return f"{torch.cuda.device_count()} devices"
+
+
+def torch_pinned(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Copy from and to pinned memory without waiting, and then wait."""
+    source = torch.from_numpy(_pattern()).pin_memory()
+    target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
+    memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
+    memory.copy_(source, non_blocking=True)
+    target.copy_(memory, non_blocking=True)
+    torch.cuda.synchronize()
+    _check(target.numpy(), _pattern(), "pinned memory")
+    if not (source.is_pinned() and target.is_pinned()):
+        sys.exit("the memory is not pinned")
+    return "pinned"
+
+
+def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Order two streams by an event, and measure the time between two events."""
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
+    source, zeros = torch.from_numpy(_pattern()).pin_memory(), torch.from_numpy(0 * _pattern()).pin_memory()
+    target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
+    for _ in range(20):
+        target.zero_()
+        with torch.cuda.stream(first):
+            memory.copy_(zeros, non_blocking=True)
+            begin.record()
+            memory.copy_(source, non_blocking=True)
+            end.record()
+        second.wait_event(end)
+        with torch.cuda.stream(second):
+            target.copy_(memory, non_blocking=True)
+        second.synchronize()
+        _check(target.numpy(), _pattern(), "the second stream")
+    if not end.query() or begin.elapsed_time(end) < 0:
+        sys.exit("the events are wrong")
+    return "two streams"
+
+
+def _change_shared(queue: Any, changed: Any) -> None:  # noqa: ANN401 - queues of torch.multiprocessing.
+    torch = importlib.import_module("torch")
+    tensor = queue.get()
+    _check(tensor.cpu().numpy(), _pattern(), "the tensor in the second process")
+    tensor.copy_(torch.from_numpy(_pattern(1)))
+    torch.cuda.synchronize()
+    del tensor
+    changed.put("changed")
+
+
+def torch_shared(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Pass a tensor to a second process, which checks and changes it."""
+    context = importlib.import_module("torch.multiprocessing").get_context("spawn")
+    queue, changed = context.Queue(), context.Queue()
+    process = context.Process(target=_change_shared, args=(queue, changed), daemon=True)
+    process.start()
+    # The tensor begins within an allocation, and its storage is what the processes share.
+    storage = torch.empty(LENGTH_BYTES + 4096, dtype=torch.uint8, device="cuda")
+    tensor = storage[4096:]
+    tensor.copy_(torch.from_numpy(_pattern()))
+    queue.put(tensor)
+    changed.get(timeout=40)
+    process.join(20)
+    _check(tensor.cpu().numpy(), _pattern(1), "the tensor that the second process changed")
+    return f"shared, exit code {process.exitcode}"
+
+
+def torch_expandable(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Let a segment grow, and keep the data that is in it."""
+    tensors = []
+    for index in range(12):
+        tensors.append(torch.empty(LENGTH_BYTES * (index + 1), dtype=torch.uint8, device="cuda"))
+        tensors[-1][:LENGTH_BYTES].copy_(torch.from_numpy(_pattern(index)))
+    for index, tensor in enumerate(tensors):
+        _check(tensor[:LENGTH_BYTES].cpu().numpy(), _pattern(index), f"tensor {index}")
+    segments = [segment for segment in torch.cuda.memory_snapshot() if segment.get("is_expandable")]
+    if len(segments) != 1:
+        sys.exit(f"{len(segments)} expandable segments, not one")
+    del tensors, tensor
+    torch.cuda.empty_cache()
+    if torch.cuda.memory_reserved():
+        sys.exit(f"{torch.cuda.memory_reserved()} bytes are reserved after empty_cache")
+    return f"one expandable segment of {segments[0]['total_size']} bytes"
+
+
+def torch_kernel(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Launch a kernel, which a twin refuses."""
+    memory = torch.empty(16, dtype=torch.float32, device="cuda")
+    try:
+        memory.add_(1)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        return f"refused: {str(error).partition(chr(10))[0]}"
+    sys.exit("the kernel was not refused")
+
+
+def kvikio_files(kvikio: Any, mode: str) -> str:  # noqa: ANN401 - as torch_copies().
+    """Write GPU memory to a file and read it back, by single, concurrent, raw and offset calls."""
+    importlib.import_module("kvikio.defaults")
+    kvikio.defaults.set("compat_mode", kvikio.CompatMode[mode.upper()])
+    driver = _Driver()
+    path = Path("kvikio-data")
+    for task_size in (1 << 20, 4 << 20):
+        kvikio.defaults.set("task_size", task_size)
+        source, target = driver.allocate(LENGTH_BYTES), driver.allocate(LENGTH_BYTES)
+        driver.write(source, _pattern())
+        driver.write(target, 0 * _pattern())
+        with kvikio.CuFile(path, "w") as file:
+            if file.write(source) != LENGTH_BYTES:
+                sys.exit("a part was written")
+        _check(np.fromfile(path, dtype=np.uint8), _pattern(), "the file")
+        with kvikio.CuFile(path, "r") as file:
+            if file.pread(target).get() != LENGTH_BYTES:
+                sys.exit("a part was read")
+            _check(driver.read(target), _pattern(), "pread")
+            driver.write(target, 0 * _pattern())
+            if file.raw_read(target, file_offset=0) != LENGTH_BYTES:
+                sys.exit("a part was read by raw_read")
+            _check(driver.read(target), _pattern(), "raw_read")
+            part = driver.allocate(4096)
+            file.read(part, file_offset=8192)
+            _check(driver.read(part), _pattern()[8192 : 8192 + 4096], "a range")
+            host = np.zeros(LENGTH_BYTES, dtype=np.uint8)
+            file.read(host)
+            _check(host, _pattern(), "host memory")
+    return f"compat_mode {mode}"
+
+
+def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copies().
+    """Write GPU memory to a file by a storage backend of NIXL, and read it back. POSIX takes only host memory."""
+    driver = _Driver()
+    memory = driver.allocate(LENGTH_BYTES)
+    driver.write(memory, _pattern())
+    api = importlib.import_module(f"{nixl.__name__}._api")
+    agent = api.nixl_agent("files", api.nixl_agent_config(backends=[backend]))
+    host = driver.read(memory)
+    address, kind = (host.ctypes.data, "DRAM") if backend == "POSIX" else (memory.address, "VRAM")
+    with Path("nixl-data").open("w+b") as file:
+        regions = {kind: (address, LENGTH_BYTES, 0), "FILE": (0, LENGTH_BYTES, file.fileno())}
+        registrations = [agent.register_memory([(*region, "")], name) for name, region in regions.items()]
+        memories, files = (agent.get_xfer_descs([region], name) for name, region in regions.items())
+        for operation in ("WRITE", "READ"):
+            handle = agent.initialize_xfer(operation, memories, files, "files")
+            state = agent.transfer(handle)
+            deadline_s = time.monotonic() + _TIMEOUT_S
+            while state != "DONE":
+                if state == "ERR" or time.monotonic() > deadline_s:
+                    sys.exit(f"{operation} ended in state {state}")
+                time.sleep(_PAUSE_S)
+                state = agent.check_xfer_state(handle)
+            agent.release_xfer_handle(handle)
+            if operation == "WRITE":
+                _check(np.fromfile("nixl-data", dtype=np.uint8), _pattern(), "the file")
+                driver.write(memory, 0 * _pattern())
+                host[:] = 0
+        _check(host if kind == "DRAM" else driver.read(memory), _pattern(), "the memory")
+        for registration in registrations:
+            agent.deregister_memory(registration)
+    return f"backend {backend}, {kind}"
+
+
+class _Memory:
+    """GPU memory with the interface that kvikio takes."""
+
+    def __init__(self, address: int, length_bytes: int) -> None:
+        self.address, self.length_bytes = address, length_bytes
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (length_bytes,),
+            "strides": None,
+            "typestr": "|u1",
+            "version": 3,
+        }
+
+
+class _Driver:
+    """The CUDA driver, by cuda.bindings."""
+
+    def __init__(self) -> None:
+        self._driver: Any = importlib.import_module("cuda.bindings.driver")
+        self._call("cuInit", 0)
+        self._call("cuCtxSetCurrent", self._call("cuDevicePrimaryCtxRetain", 0))
+
+    def _call(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - the types of cuda.bindings.
+        error, *results = getattr(self._driver, name)(*arguments)
+        if int(error):
+            sys.exit(f"{name} failed: {error!r}")
+        return results[0] if results else None
+
+    def allocate(self, length_bytes: int) -> _Memory:
+        """Return memory of this size."""
+        return _Memory(int(self._call("cuMemAlloc", length_bytes)), length_bytes)
+
+    def write(self, memory: _Memory, content: Any) -> None:  # noqa: ANN401 - as _pattern().
+        """Replace the content."""
+        self._call("cuMemcpyHtoD", memory.address, content.ctypes.data, memory.length_bytes)
+
+    def read(self, memory: _Memory) -> Any:  # noqa: ANN401 - as _pattern().
+        """Return the content."""
+        content = np.empty(memory.length_bytes, dtype=np.uint8)
+        self._call("cuMemcpyDtoH", content.ctypes.data, memory.address, memory.length_bytes)
+        return content
+
+
+def cupy_refusal(cupy: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Allocate memory by cupy, whose CUDA runtime is a static library."""
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        return f"refused: {error}"
+    sys.exit("the static CUDA runtime was not refused")
+
+
+def bindings_refusal(runtime: Any) -> str:  # noqa: ANN401 - as torch_copies().
+    """Count the devices by cuda.bindings.runtime, whose CUDA runtime is a static library."""
+    error = runtime.cudaGetDeviceCount()[0]
+    if not int(error):
+        sys.exit("the static CUDA runtime was not refused")
+    return f"refused: {error!r}"
+
+
+def main() -> None:
+    """Run one case."""
+    name, _, argument = sys.argv[1].partition(":")
+    function = globals()[name]
+    package = {"bindings": "cuda.bindings.runtime"}.get(name.partition("_")[0], name.partition("_")[0])
+    result = function(importlib.import_module(package), *filter(None, [argument]))
+    print(f"{name}: right ({result})")  # noqa: T201 - the output of a program.
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""The programs with GPU memory that `nox -s peers -- cuda` runs: of torch, kvikio, NIXL and UCX, and refused ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hardware.peers.programs import BY_COUNTERS, BY_PROGRAM, StockProgram
+
+__all__ = ["cuda_programs"]
+
+_FOLDER = Path(__file__).parent
+_MIB = 1 << 20
+# UCX asks the kernel for a route to the GID of the peer, and the kernel has none. It prints which transport moves the
+# bytes of an operation.
+_VERBS_SETTINGS = (
+    "UCX_TLS=rc_verbs,ud_verbs:aux,cuda_copy,self",
+    "UCX_IB_ROCE_REACHABILITY_MODE=all",
+    "UCX_PROTO_INFO=y",
+)
+_IPC_SETTINGS = ("UCX_TLS=cuda_ipc,cuda_copy,tcp", "UCX_PROTO_INFO=y")
+_COPY_SETTINGS = ("UCX_TLS=cuda_copy,tcp,self", "UCX_PROTO_INFO=y")
+_EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+# The line that refuses a static CUDA runtime is printed exactly once.
+_REFUSED_RUNTIME = (
+    r"(?s)\A(?!.*as a static library.*as a static library).*contains the CUDA runtime as a static library"
+)
+_REFUSED_KERNEL = r"the launch of the kernel .*elementwise_kernel.* fails with cudaErrorNotSupported"
+
+
+def cuda_programs(python: str) -> list[StockProgram]:
+    """Return the programs. `python` is the interpreter of an environment that has their packages."""
+    return [*_torch(python), *_kvikio(python), *_nixl(python), *_ucx(python), *_refused(python)]
+
+
+def _case(python: str, case: str, *settings: str) -> tuple[str, ...]:
+    return (*(("env", *settings) if settings else ()), python, str(_FOLDER / "cuda_peer.py"), case)
+
+
+def _torch(python: str) -> list[StockProgram]:
+    programs = [
+        StockProgram(
+            f"torch, {subject}",
+            "torch",
+            _case(python, case, *settings),
+            data=BY_PROGRAM,
+            moved_bytes_min=moved_mib * _MIB,
+            apis=("cuda",),
+            output=f"^{case}: right",
+        )
+        for subject, case, moved_mib, settings in (
+            ("copies on two devices, both ways", "torch_copies", 32, ()),
+            ("pinned memory", "torch_pinned", 8, ()),
+            ("streams and events", "torch_streams", 240, ()),
+            ("a storage shared by two processes", "torch_shared", 16, ()),
+            ("expandable segments", "torch_expandable", 96, (_EXPANDABLE,)),
+        )
+    ]
+    # The program imports gdrkit from this tree.
+    sends = ("env", f"PYTHONPATH={_FOLDER.parents[1]}", python, str(_FOLDER / "torch_rdma.py"))
+    name = "torch, a file by gdrkit.gds, by RDMA to the tensor of a second process"
+    apis, output = ("verbs", "cuda"), r"by RDMA \(dmabuf\): right$"
+    programs.append(
+        StockProgram(name, "torch", sends, data=BY_PROGRAM, moved_bytes_min=8 * _MIB, apis=apis, output=output)
+    )
+    return programs
+
+
+def _kvikio(python: str) -> list[StockProgram]:
+    return [
+        StockProgram(
+            f"kvikio, compat_mode {mode}, beside the wheel nvidia-cufile",
+            "kvikio-cu12",
+            _case(python, f"kvikio_files:{mode}"),
+            data=BY_PROGRAM,
+            moved_bytes_min=24 * _MIB,
+            # In the other modes, kvikio reads and writes the files itself.
+            apis=("cufile", "cuda") if mode == "off" else ("cuda",),
+            output="^kvikio_files: right",
+        )
+        for mode in ("on", "off", "auto")
+    ]
+
+
+def _nixl(python: str) -> list[StockProgram]:
+    programs = [
+        StockProgram(
+            f"NIXL, backend {backend}, {memory} memory",
+            "nixl",
+            _case(python, f"nixl_files:{backend}"),
+            data=BY_PROGRAM,
+            moved_bytes_min=8 * _MIB,
+            apis=apis,
+            output="^nixl_files: right",
+        )
+        for backend, memory, apis in (
+            ("GDS", "GPU", ("cufile", "cuda")),
+            ("GDS_MT", "GPU", ("cufile", "cuda")),
+            ("POSIX", "host", ("cuda",)),
+        )
+    ]
+    for transport, settings, apis, moved_mib in (
+        ("rc_verbs", _VERBS_SETTINGS, ("verbs", "cuda"), 2),
+        # Both processes together also fill and read their GPU memory five times.
+        ("cuda_ipc", _IPC_SETTINGS, ("cuda",), 7),
+    ):
+        client, server = (
+            ("env", *settings, python, str(_FOLDER / "python_peer.py"), "nixl-gpu", role, "{folder}")
+            for role in ("initiator", "target")
+        )
+        programs.append(
+            StockProgram(
+                f"NIXL, GPU memory over {transport}, two processes",
+                "nixl",
+                client,
+                server,
+                data=BY_PROGRAM,
+                moved_bytes_min=moved_mib * _MIB,
+                apis=apis,
+                output=rf"zero-copy +\| {transport}/",
+            )
+        )
+    return programs
+
+
+def _ucx(python: str) -> list[StockProgram]:
+    """Return the runs of the wheel of UCX. Its program finds its own libraries only by LD_LIBRARY_PATH."""
+    ucx = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
+    programs = []
+    for transport, settings, output in (
+        ("cuda_copy", _COPY_SETTINGS, r"cuda_copy/cuda"),
+        ("cuda_ipc", _IPC_SETTINGS, r"zero-copy +\| cuda_ipc/cuda"),
+    ):
+        server = ("env", f"LD_LIBRARY_PATH={ucx}/lib", *settings, str(ucx / "bin" / "ucx_perftest"), "-p", "{port}")
+        test = ("-t", "ucp_put_bw", "-m", "cuda", "-s", str(_MIB), "-n", "20", "-w", "2", "127.0.0.1")
+        programs.append(
+            StockProgram(
+                f"ucx_perftest -t ucp_put_bw -m cuda, {transport}",
+                "libucx-cu12",
+                (*server, *test),
+                server,
+                data=BY_COUNTERS,
+                moved_bytes_min=20 * _MIB,
+                apis=("cuda",),
+                output=output,
+            )
+        )
+    return programs
+
+
+def _refused(python: str) -> list[StockProgram]:
+    """Return the programs that a twin refuses. Each prints one line that says why, and ends."""
+    return [
+        StockProgram(name, package, _case(python, case), data="refused", apis=("cuda",), output=output)
+        for name, package, case, output in (
+            ("torch, a kernel: refused", "torch", "torch_kernel", _REFUSED_KERNEL),
+            ("cupy, static CUDA runtime: refused", "cupy-cuda12x", "cupy_refusal", _REFUSED_RUNTIME),
+            (
+                "cuda.bindings.runtime, static CUDA runtime: refused",
+                "cuda-bindings",
+                "bindings_refusal",
+                _REFUSED_RUNTIME,
+            ),
+        )
+    ]

@@ -1,0 +1,128 @@
+"""cuda-python's own tests on the CUDA twin, joined case by case with their results on a GPU.
+
+cuda_python_child.py makes both files of results. A case counts if it passes on the GPU and needs neither kernels, nor a
+compiler, nor the CUDA runtime that is linked statically into cuda.bindings.runtime.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from hardware.peers.run import Target
+
+__all__ = ["CudaPythonJoin", "join_results", "run_cuda_python", "share_table"]
+
+TIMEOUT_S = 1200.0
+SHARE_MIN_PERCENT = 95.0
+_CHILD = Path(__file__).with_name("cuda_python_child.py")
+_PASS, _FAIL = "pass", "fail"
+# These texts of a failure on the twin say that the case needs a compiler, or the static CUDA runtime.
+_EXCLUDING_TEXT = re.compile(r"is hidden, so that no case compiles|cudaErrorNotSupported")
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPythonJoin:
+    """The results of each test on a GPU and on the twin.
+
+    Attributes
+    ----------
+    gpu, twin : mapping
+        The versions of the packages, the device, and the version of the driver.
+    outcomes : mapping
+        For each case on either machine, the first words of its outcomes: on the GPU, and on the twin.
+    counted : frozenset of str
+        The cases that count.
+    texts : mapping
+        For each case that counts and does not pass on the twin, its outcome there.
+    """
+
+    gpu: Mapping[str, str]
+    twin: Mapping[str, str]
+    outcomes: Mapping[str, tuple[str, str]]
+    counted: frozenset[str]
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def passed_count(self) -> int:
+        """Number of the cases that count and pass on the twin."""
+        return len(self.counted) - len(self.texts)
+
+    @property
+    def share_percent(self) -> float:
+        """Share of the cases that count which pass on the twin."""
+        return 100.0 * self.passed_count / len(self.counted) if self.counted else 0.0
+
+    @property
+    def kinder(self) -> list[str]:
+        """The cases that pass on the twin and fail on the GPU. There must be none."""
+        return [case for case, (gpu, twin) in self.outcomes.items() if gpu == _FAIL and twin == _PASS]
+
+    @property
+    def failure(self) -> str:
+        """The sentence that says why the twin does not pass, or an empty string."""
+        parts = []
+        if self.share_percent < SHARE_MIN_PERCENT:
+            parts.append(f"{self.share_percent:.1f} % of {len(self.counted)} cases pass, not {SHARE_MIN_PERCENT:g} %")
+        if self.kinder:
+            parts.append(f"{len(self.kinder)} cases pass on the twin and fail on the GPU, such as {self.kinder[0]}")
+        return "; ".join(parts)
+
+
+def run_cuda_python(python: str, tests: Path, target: Target, results: Path) -> None:
+    """Run the tests in the folder `tests` on the twin, and write their results."""
+    command = [*target.launcher, "--", python, str(_CHILD), str(tests), str(results)]
+    # With one GPU, the same cases run as on a machine with one.
+    subprocess.run(["env", "CUDA_VISIBLE_DEVICES=0", *command], check=True, timeout=TIMEOUT_S)
+
+
+def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
+    """Join the results of both machines."""
+    gpu_machine, gpu = _read(gpu_file)
+    twin_machine, twin = _read(twin_file)
+    absent: dict[str, Any] = {"outcome": "absent", "needs": []}
+    outcomes: dict[str, tuple[str, str]] = {}
+    counted: set[str] = set()
+    texts: dict[str, str] = {}
+    for case in [*gpu, *(case for case in twin if case not in gpu)]:
+        on_gpu, on_twin = gpu.get(case, absent), twin.get(case, absent)
+        words = (_first_word(on_gpu), _first_word(on_twin))
+        outcomes[case] = words
+        needs = {*on_gpu["needs"], *on_twin["needs"]}
+        if words[0] != _PASS or needs or _EXCLUDING_TEXT.search(on_twin["outcome"]):
+            continue
+        counted.add(case)
+        if words[1] != _PASS:
+            texts[case] = " ".join(on_twin["outcome"].split())
+    return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted), texts)
+
+
+def share_table(join: CudaPythonJoin) -> str:
+    """Return a table in Markdown: for each module of tests, the cases that count and how many pass on the twin."""
+    totals = Counter(_module(case) for case in join.counted)
+    failed = Counter(_module(case) for case in join.texts)
+    rows = ["| module of tests | passes on the GPU, counted | of these, passes on the twin |", "|---|---|---|"]
+    rows += [f"| `{module}` | {count} | {count - failed[module]} |" for module, count in sorted(totals.items())]
+    rows.append(f"| all | {len(join.counted)} | {join.passed_count} ({join.share_percent:.1f} %) |")
+    return "\n".join(rows)
+
+
+def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    first, *lines = map(json.loads, path.read_text().splitlines())
+    return first["machine"], {line["test"]: line for line in lines}
+
+
+def _first_word(result: Mapping[str, Any]) -> str:
+    return str(result["outcome"]).partition(":")[0]
+
+
+def _module(case: str) -> str:
+    return case.partition("::")[0].replace("/tests/", "/")
