@@ -5,8 +5,9 @@ Start with :func:`load_file`. ``docs/models.md`` is the guide. ``_torch.py`` is 
 
 from __future__ import annotations
 
+from gdrkit.safetensors.devices import LoadedTensors, LoadReport
 from gdrkit.safetensors.header import ELEMENT_TYPES, ElementType, Header, TensorEntry
-from gdrkit.safetensors.loading import LoadedTensors, LoadReport, ModelLoad, load_file, load_files, start_load_files
+from gdrkit.safetensors.loading import ModelLoad, load_file, load_files, start_load_files
 from gdrkit.safetensors.opening import TensorSlice, safe_open
 from gdrkit.safetensors.patching import patch
 from gdrkit.safetensors.saving import save_file

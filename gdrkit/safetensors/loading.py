@@ -7,184 +7,37 @@ reads its share of every file, and copies it to the others.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import threading
 import time
-from array import array
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
-from gdrkit import cuda
-from gdrkit.buffers import MemoryKind
 from gdrkit.errors import ClosedResource, UsageError
-from gdrkit.gds import HOST, File, Route, TransferBuffer, transfer_ranges
-from gdrkit.safetensors._torch import TorchMaker, has_torch
+from gdrkit.gds import File
+from gdrkit.safetensors.devices import (
+    DeviceLoad,
+    LoadedTensors,
+    LoadReport,
+    copy_to_peers,
+    maker_of,
+    remember_rates,
+    shares_are_faster,
+)
 from gdrkit.safetensors.header import collector_paused, read_header
-from gdrkit.safetensors.layout import Layout, file_share, layout_of, rows_of
-from gdrkit.safetensors.tensors import DlpackMaker
-from gdrkit.units import MIB
+from gdrkit.safetensors.layout import layout_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from gdrkit.gds import Access, Transfer
     from gdrkit.safetensors.header import Header
-    from gdrkit.safetensors.layout import Placement, Select
+    from gdrkit.safetensors.layout import Select
 
-__all__ = [
-    "DeviceLoad",
-    "LoadReport",
-    "LoadedTensors",
-    "ModelLoad",
-    "load_file",
-    "load_files",
-    "maker_of",
-    "start_load_files",
-]
+__all__ = ["ModelLoad", "StrPath", "load_file", "load_files", "start_load_files"]
 
-# Numbers of a read in a layout: offset in the file, offset in the memory, length.
-_READ_NUMBERS = 3
-_TORCH_NAMES = frozenset({"pt", "torch", "pytorch"})
 # Interval in which result() looks for progress, in seconds.
 _PROGRESS_S = 0.05
-# The time of a smaller load is mostly latency, so it tells nothing about rates.
-_RATE_MIN_BYTES = 16 * MIB
-# The part of a file whose residency in the page cache is queried, and the share from which the file counts as cached.
-_CACHE_QUERY_BYTES = 128 * MIB
-_CACHED_SHARE_MIN = 0.5
-# Rates of the last reads and of the last copies of several devices, by their indices, in bytes per second.
-_read_rates: dict[frozenset[int], float] = {}
-_copy_rates: dict[frozenset[int], float] = {}
-
 StrPath = str | os.PathLike[str]
-
-
-class LoadReport(NamedTuple):
-    """The result of a load: the route of its bytes, and their number.
-
-    Attributes
-    ----------
-    route : Route
-        The route of the bytes from the files. It is ``engine``, because tensors are not aligned as cuFile needs.
-    bytes : int
-        Bytes that were read from files, for all devices together.
-    direct_io_bytes : int
-        The part of these bytes that bypassed the page cache (O_DIRECT).
-    peer_bytes : int
-        Bytes that were copied from one device to another.
-    duration_s : float
-        Time from the start of the transfer to its last byte, in seconds.
-    """
-
-    route: Route
-    bytes: int
-    direct_io_bytes: int
-    peer_bytes: int
-    duration_s: float
-
-
-class LoadedTensors(dict[str, Any]):
-    """The tensors of one device by their names, as a dict.
-
-    Attributes
-    ----------
-    report : LoadReport
-        What the load did.
-    metadata : list of dict or None
-        The texts of each file, in the order of the files.
-    """
-
-    report: LoadReport
-    metadata: list[dict[str, str] | None]
-
-
-def maker_of(framework: str | None) -> TorchMaker | DlpackMaker:
-    """Return the object that allocates memory and makes tensors: by torch, or by DLPack.
-
-    Parameters
-    ----------
-    framework : str or None
-        ``pt`` (or ``torch``, ``pytorch``) or ``dlpack``. None: torch if it is installed, else DLPack.
-    """
-    if framework == DlpackMaker.name or (framework is None and not has_torch()):
-        return DlpackMaker()
-    if framework is None or framework in _TORCH_NAMES:
-        return TorchMaker()
-    message = f"framework must be 'pt' or 'dlpack', not {framework!r}"
-    raise UsageError(message)
-
-
-class DeviceLoad:
-    """The memory, the tensors and the transfer of one device."""
-
-    def __init__(self, maker: TorchMaker | DlpackMaker, device_index: int, *, own_memory: bool) -> None:
-        self.maker, self.device_index, self.own_memory = maker, device_index, own_memory
-        self.buffers: list[Any] = []
-        self.tensors: LoadedTensors = LoadedTensors()
-        self.transfer: Transfer | None = None
-        # The placements of each file whose tensors share a memory.
-        self.placements: list[list[Placement]] = []
-        # For each file, three numbers for each read: offset in the file, address, length.
-        self.reads: list[array[int]] = []
-
-    def place(self, layout: Layout) -> None:
-        """Allocate the memory of one file."""
-        if self.own_memory:
-            self.reads.append(self._place_each(layout))
-            return
-        buffer = self.maker.allocate(self.device_index, layout.length_bytes)
-        self.buffers.append(buffer)
-        self.placements.append(layout.placements)
-        address = self.maker.address(buffer)
-        reads = array("Q", layout.reads)
-        reads[1::3] = array("Q", [address + offset for offset in layout.reads[1::3]])
-        self.reads.append(reads)
-
-    def _place_each(self, layout: Layout) -> array[int]:
-        """Allocate memory for each tensor."""
-        tensors, addresses = self.maker.own_tensors(self.device_index, layout.placements)
-        self.buffers.append(tensors)
-        self._add(tensors, layout.placements)
-        placements = layout.placements
-        if len(layout.reads) == _READ_NUMBERS:
-            full = [(address, part) for address, part in zip(addresses, placements, strict=True) if part.length_bytes]
-            return rows_of(
-                [layout.reads[0] + part.offset_bytes for _address, part in full],
-                [address for address, _part in full],
-                [part.length_bytes for _address, part in full],
-            )
-        reads, index = array("Q"), 0
-        for file_offset, offset, length in zip(layout.reads[0::3], layout.reads[1::3], layout.reads[2::3], strict=True):
-            end = offset + length
-            while index < len(placements) and placements[index].offset_bytes < end:
-                placement = placements[index]
-                first = max(placement.offset_bytes, offset)
-                last = min(placement.offset_bytes + placement.length_bytes, end)
-                if first < last:
-                    address = addresses[index] + first - placement.offset_bytes
-                    reads.extend((file_offset + first - offset, address, last - first))
-                if placement.offset_bytes + placement.length_bytes > end:
-                    break
-                index += 1
-        return reads
-
-    def make_tensors(self) -> None:
-        """Make the tensors that share a memory. This takes longer than small copies, so it follows their start."""
-        for buffer, placements in zip(self.buffers, self.placements, strict=False):
-            self._add(self.maker.tensors(buffer, placements), placements)
-
-    def _add(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
-        self.tensors.update(zip([placement.name for placement in placements], tensors, strict=True))
-
-    def start(self, files: Sequence[File], share_index: int, shares_count: int) -> None:
-        """Start the transfer of one of several shares of every file."""
-        extents, lengths = array("Q"), 0
-        for file_index, reads in enumerate(self.reads):
-            share = reads if shares_count == 1 else file_share(reads, share_index, shares_count)
-            extents.extend(rows_of([file_index] * (len(share) // _READ_NUMBERS), share[0::3], share[1::3], share[2::3]))
-            lengths += sum(share[2::3])
-        self.maker.wait_for_allocations(self.device_index)
-        self.transfer = transfer_ranges(files, extents, TransferBuffer(0, lengths, self.device_index, self.buffers))
 
 
 class ModelLoad:
@@ -279,14 +132,10 @@ class ModelLoad:
             route=results[0].route,
             bytes=sum(result.bytes for result in results),
             direct_io_bytes=sum(result.direct_io_bytes for result in results),
-            peer_bytes=_copy_to_peers(self._devices) if self._shares_count > 1 else 0,
+            peer_bytes=copy_to_peers(self._devices) if self._shares_count > 1 else 0,
             duration_s=max(result.duration_s for result in results),
         )
-        if len(results) > 1 and report.bytes >= _RATE_MIN_BYTES:
-            indices = frozenset(one.device_index for one in self._devices)
-            _read_rates[indices] = report.bytes / report.duration_s
-            if report.peer_bytes:
-                _copy_rates[indices] = report.peer_bytes / (time.monotonic() - began_s)
+        remember_rates(self._devices, report, copy_duration_s=time.monotonic() - began_s)
         for file in self._files:
             file.close()
         loaded = [one.tensors for one in self._devices]
@@ -365,7 +214,7 @@ def start_load_files(
                 layout = layout_of(header, select)
                 for one in devices:
                     one.place(layout)
-        is_shared = len(indices) > 1 and (_shares_are_faster(files, indices, access) if share is None else share)
+        is_shared = len(indices) > 1 and (shares_are_faster(files, indices, access) if share is None else share)
         opened.pop_all()
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
@@ -411,70 +260,3 @@ def _check_names(files: Sequence[File], headers: Sequence[Header]) -> None:
             if first.setdefault(name, index) != index:
                 message = f"tensor {name!r} is in {files[first[name]].path} and in {file.path}"
                 raise UsageError(message, what_to_do="load these files one at a time")
-
-
-def _shares_are_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
-    """Return whether reads of shares and copies between the devices take less time than reads of everything by each.
-
-    If n devices read everything, they read n times as many bytes as by shares. By shares, the other bytes are copied.
-    So the rates of the last loads decide. A disk is slower than every link, so what is not cached is read once.
-    """
-    if HOST in indices:
-        return False
-    with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(cuda.Device(index)) for index in indices]
-        if not all(cuda.can_access_peer(a, b) for a in devices for b in devices if a is not b):
-            return False
-    key = frozenset(indices)
-    if _copy_rates.get(key, math.inf) >= _read_rates.get(key, 0.0):
-        return True
-    return access == "direct" or any(
-        file.cached_share(length_bytes=min(file.size_bytes, _CACHE_QUERY_BYTES)) < _CACHED_SHARE_MIN for file in files
-    )
-
-
-def _copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
-    """Copy the share of each device to all other devices. Return the number of copied bytes."""
-    copied_bytes = 0
-    with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(cuda.Device(one.device_index)) for one in loads]
-        for device in devices:
-            for peer in devices:
-                if device is not peer and cuda.can_access_peer(device, peer):
-                    stack.enter_context(cuda.peer_access(device, peer))
-        streams = [stack.enter_context(device.stream()) for device in devices]
-        for index, (one, device) in enumerate(zip(loads, devices, strict=True)):
-            for other, peer in zip(loads, devices, strict=True):
-                if other is not one:
-                    for from_address, to_address, length in _copies(one, other, index, len(loads)):
-                        begin, end = _borrowed(device, from_address, length), _borrowed(peer, to_address, length)
-                        with begin, end:
-                            streams[index].copy(begin, end)
-                        copied_bytes += length
-        for stream in streams:
-            stream.synchronize()
-    return copied_bytes
-
-
-def _copies(one: DeviceLoad, other: DeviceLoad, share_index: int, shares_count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield the addresses and the length of each copy of a share to another device.
-
-    Reads of a file that follow each other in both memories are one copy.
-    """
-    for reads in zip(one.reads, other.reads, strict=True):
-        source, target = (file_share(part, share_index, shares_count) for part in reads)
-        begin = end = joined_bytes = 0
-        for from_address, to_address, length in zip(source[1::3], target[1::3], source[2::3], strict=True):
-            if joined_bytes and (from_address, to_address) == (begin + joined_bytes, end + joined_bytes):
-                joined_bytes += length
-                continue
-            if joined_bytes:
-                yield begin, end, joined_bytes
-            begin, end, joined_bytes = from_address, to_address, length
-        if joined_bytes:
-            yield begin, end, joined_bytes
-
-
-def _borrowed(device: cuda.Device, address: int, length_bytes: int) -> cuda.BorrowedMemory:
-    """Return the memory as an object of gdrkit. Its attributes for NICs are not changed, as borrow() would."""
-    return cuda.BorrowedMemory(device, kind=MemoryKind.CUDA, address=address, length_bytes=length_bytes)

@@ -7,14 +7,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import UsageError
 from gdrkit.gds import File
+from gdrkit.safetensors.devices import DeviceLoad, maker_of
 from gdrkit.safetensors.header import collector_paused, read_header
 from gdrkit.safetensors.layout import EVERYTHING, layout_of
-from gdrkit.safetensors.loading import DeviceLoad, ModelLoad, maker_of
+from gdrkit.safetensors.loading import ModelLoad
 
 if TYPE_CHECKING:
+    from gdrkit.safetensors.devices import LoadedTensors
     from gdrkit.safetensors.header import TensorEntry
     from gdrkit.safetensors.layout import Layout, TensorIndex
-    from gdrkit.safetensors.loading import LoadedTensors, StrPath
+    from gdrkit.safetensors.loading import StrPath
 
 __all__ = ["TensorSlice", "safe_open"]
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gdrkit.gds import TransferBuffer, transfer_ranges
 from gdrkit.gds.new_file import new_file, open_destination
+from gdrkit.safetensors.devices import maker_of
 from gdrkit.safetensors.header import ELEMENT_TYPES, TensorEntry, pack_header
-from gdrkit.safetensors.loading import maker_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
