@@ -12,7 +12,8 @@ from gdrkit.gds.cufile_driver import close_driver
 from gdrkit.gds.cufile_path import probe_cufile
 from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, FallbackWarning
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
-from gdrkit.gds.file import Access, Direct, File
+from gdrkit.gds.file import File
+from gdrkit.gds.opening import Access, Direct
 from gdrkit.gds.totals import RouteTotals, transfer_totals
 from gdrkit.gds.transfer import Route, Transfer, TransferFailed, Transferred
 from gdrkit.gds.whole_files import read_files, transfer_ranges

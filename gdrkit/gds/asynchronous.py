@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
 
-    from gdrkit.gds.file import Access, Direct
+    from gdrkit.gds.opening import Access, Direct
     from gdrkit.gds.ranges import Range
     from gdrkit.gds.transfer import Transferred
 

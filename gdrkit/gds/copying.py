@@ -26,7 +26,7 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from gdrkit.gds.file import Access, Direct
+    from gdrkit.gds.opening import Access, Direct
     from gdrkit.gds.ranges import Range
     from gdrkit.gds.transfer import Transfer, Transferred
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import UsageError
 from gdrkit.gds._native import call, native
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
-from gdrkit.gds.opening import OpenDescriptor, open_regular, os_error
+from gdrkit.gds.opening import OPEN_FLAGS, Access, Direct, OpenDescriptor, check_choices, open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, part_length
 from gdrkit.gds.transfer import Route, Transfer, TransferJob, Transferred, short_transfer_error, transfers_of
 
@@ -26,17 +26,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.ranges import Range
 
-__all__ = ["Access", "Direct", "File"]
-
-Access = Literal["automatic", "buffered", "direct"]
-Direct = Literal["preferred", "required", "never"]
-
-_MODES = {
-    "r": os.O_RDONLY,
-    "r+": os.O_RDWR,
-    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
-    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
-}
+__all__ = ["File"]
 
 
 class File:
@@ -72,11 +62,11 @@ class File:
         access: Access = "automatic",
         direct: Direct = "preferred",
     ) -> None:
-        if mode not in _MODES:
-            message = f"mode must be one of {', '.join(map(repr, _MODES))}, not {mode!r}"
+        if mode not in OPEN_FLAGS:
+            message = f"mode must be one of {', '.join(map(repr, OPEN_FLAGS))}, not {mode!r}"
             raise UsageError(message)
-        _check_choices(access, direct)
-        self._set_up(open_regular(os.fspath(path), _MODES[mode]), os.fspath(path), mode != "r", access, direct)
+        check_choices(access, direct)
+        self._set_up(open_regular(os.fspath(path), OPEN_FLAGS[mode]), os.fspath(path), mode != "r", access, direct)
 
     @classmethod
     def from_descriptor(
@@ -96,7 +86,7 @@ class File:
             See the class.
         """
         try:
-            _check_choices(access, direct)
+            check_choices(access, direct)
             file = cls.__new__(cls)
         except BaseException:
             os.close(fd)
@@ -170,16 +160,12 @@ class File:
             The file or the memory was closed.
         """
         memory = describe_buffer(buffer, writable=True)
-        try:
-            length = part_length(memory, buffer_offset_bytes, length_bytes)
-            clips = length_bytes is None
-            if on_progress is None and (why := self._why_short(memory, length, write=False)) is not None:
-                return self._move_short(memory, file_offset_bytes, length, buffer_offset_bytes, why, clips=clips)
-            transfer = self._start_range(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
-        except BaseException:
-            memory.release()
-            raise
-        return transfer.result(on_progress=on_progress)
+        result = None
+        if on_progress is None:
+            result = self._move_short(memory, file_offset_bytes, length_bytes, buffer_offset_bytes)
+        return result or self._start_range(memory, file_offset_bytes, length_bytes, buffer_offset_bytes).result(
+            on_progress=on_progress
+        )
 
     def write_from(
         self,
@@ -203,18 +189,12 @@ class File:
             cache, because the kernel would have to write them from the page cache to the disk anyway.
         """
         memory = describe_buffer(buffer, writable=False)
-        try:
-            length = part_length(memory, buffer_offset_bytes, length_bytes)
-            may_be_short = on_progress is None and not durable
-            if may_be_short and (why := self._why_short(memory, length, write=True)) is not None:
-                return self._move_short(memory, file_offset_bytes, length, buffer_offset_bytes, why, write=True)
-            transfer = self._start_range(
-                memory, file_offset_bytes, length, buffer_offset_bytes, write=True, durable=durable
-            )
-        except BaseException:
-            memory.release()
-            raise
-        return transfer.result(on_progress=on_progress)
+        result = None
+        if on_progress is None and not durable:
+            result = self._move_short(memory, file_offset_bytes, length_bytes, buffer_offset_bytes, write=True)
+        return result or self._start_range(
+            memory, file_offset_bytes, length_bytes, buffer_offset_bytes, write=True, durable=durable
+        ).result(on_progress=on_progress)
 
     def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
         """Read many ranges into one memory as one transfer. Many small ranges share one copy to the device.
@@ -242,13 +222,7 @@ class File:
     ) -> Transfer:
         """Start :meth:`read_into` and return its future."""
         memory = describe_buffer(buffer, writable=True)
-        try:
-            length = part_length(memory, buffer_offset_bytes, length_bytes)
-            clips = length_bytes is None
-            return self._start_range(memory, file_offset_bytes, length, buffer_offset_bytes, clips=clips)
-        except BaseException:
-            memory.release()
-            raise
+        return self._start_range(memory, file_offset_bytes, length_bytes, buffer_offset_bytes)
 
     def start_write_from(
         self,
@@ -261,14 +235,9 @@ class File:
     ) -> Transfer:
         """Start :meth:`write_from` and return its future."""
         memory = describe_buffer(buffer, writable=False)
-        try:
-            length = part_length(memory, buffer_offset_bytes, length_bytes)
-            return self._start_range(
-                memory, file_offset_bytes, length, buffer_offset_bytes, write=True, durable=durable
-            )
-        except BaseException:
-            memory.release()
-            raise
+        return self._start_range(
+            memory, file_offset_bytes, length_bytes, buffer_offset_bytes, write=True, durable=durable
+        )
 
     def start_readv(self, buffer: object, ranges: Iterable[Range]) -> Transfer:
         """Start :meth:`readv` and return its future."""
@@ -314,18 +283,23 @@ class File:
         self,
         memory: TransferBuffer,
         file_offset_bytes: int,
-        length_bytes: int,
+        length_bytes: int | None,
         buffer_offset_bytes: int,
         *,
         write: bool = False,
         durable: bool = False,
-        clips: bool = False,
     ) -> Transfer:
-        """Start a transfer of one range. With `clips`, the range ends at the end of the file."""
-        check_range("file range", file_offset_bytes, length_bytes)
-        length = min(length_bytes, max(self.size_bytes - file_offset_bytes, 0)) if clips else length_bytes
-        extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, length]
-        return self._start(memory, extents, write=write, durable=durable)
+        """Start a transfer of one range. A read of unknown length ends at the end of the file."""
+        try:
+            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            check_range("file range", file_offset_bytes, length)
+            if length_bytes is None and not write:
+                length = min(length, max(self.size_bytes - file_offset_bytes, 0))
+            extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, length]
+            return self._start(memory, extents, write=write, durable=durable)
+        except BaseException:
+            memory.release()
+            raise
 
     def _start(self, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool = False) -> Transfer:
         """Start a transfer. Only the short transfers of _move_short do not begin here."""
@@ -358,52 +332,52 @@ class File:
         )
         return job, why
 
-    def _why_short(self, memory: TransferBuffer, length_bytes: int, *, write: bool) -> str | None:
-        """Return why the engine moves a range that is short enough for :meth:`_move_short`, or None if it is not."""
-        is_host_write = write and memory.device_index == HOST
-        longest_bytes = native.SMALL_HOST_WRITE_BYTES_MAX if is_host_write else native.SMALL_BYTES_MAX
-        if length_bytes > longest_bytes or self.access == "direct":
-            return None
-        return self._direct_paths.why_engine(memory)
-
     def _move_short(
         self,
         memory: TransferBuffer,
         file_offset_bytes: int,
-        length_bytes: int,
+        length_bytes: int | None,
         buffer_offset_bytes: int,
-        why_not_direct: str,
         *,
         write: bool = False,
-        clips: bool = False,
-    ) -> Transferred:
-        """Move a short range on the calling thread, which has a lower latency than a worker thread. Release the memory.
+    ) -> Transferred | None:
+        """Move a short range through the page cache on the calling thread, which has a lower latency than a worker.
 
-        With `clips`, it is no error if the file ends before the range does.
+        Return None if the range is not short, or may take a direct path. Otherwise release the memory.
         """
         began_s = time.monotonic()
-        check_range("file range", file_offset_bytes, length_bytes)
-        self._descriptor.begin_use()
         try:
-            if write and not self.writable:
-                raise self._mode_error()
-            moved_bytes, failure = engine_for(memory.device_index).transfer_small(
-                write,
-                self._descriptor.native,
-                file_offset_bytes,
-                memory.address + buffer_offset_bytes,
-                length_bytes,
-                memory.device_index,
-            )
-        finally:
-            self._descriptor.native.end_use()
+            length = part_length(memory, buffer_offset_bytes, length_bytes)
+            is_host_write = write and memory.device_index == HOST
+            if length > (native.SMALL_HOST_WRITE_BYTES_MAX if is_host_write else native.SMALL_BYTES_MAX):
+                return None
+            if self.access == "direct" or (why_not_direct := self._direct_paths.why_engine(memory)) is None:
+                return None
+            check_range("file range", file_offset_bytes, length)
+            self._descriptor.begin_use()
+            try:
+                if write and not self.writable:
+                    raise self._mode_error()
+                moved_bytes, failure = engine_for(memory.device_index).transfer_small(
+                    write,
+                    self._descriptor.native,
+                    file_offset_bytes,
+                    memory.address + buffer_offset_bytes,
+                    length,
+                    memory.device_index,
+                )
+            finally:
+                self._descriptor.native.end_use()
+        except BaseException:
+            memory.release()
+            raise
+        memory.release()
         duration_s = time.monotonic() - began_s
         result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), duration_s, why_not_direct)
-        if failure is not None or (moved_bytes != length_bytes and not clips):
-            arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length_bytes}
-            raise short_transfer_error(failure, arguments, result)
-        memory.release()
-        return result
+        if failure is None and (moved_bytes == length or (length_bytes is None and not write)):
+            return result
+        arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length}
+        raise short_transfer_error(failure, arguments, result)
 
     def _mode_error(self) -> UsageError:
         message = f"{self.path} was opened for reading only"
@@ -419,10 +393,3 @@ class File:
 
     def __repr__(self) -> str:
         return f"File({self.path!r}{', closed' if self.closed else ''})"
-
-
-def _check_choices(access: str, direct: str) -> None:
-    for name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
-        if value not in choices:
-            message = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
-            raise UsageError(message)

@@ -23,7 +23,7 @@ from gdrkit.gds.opening import os_error
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gdrkit.gds.file import Access, Direct
+    from gdrkit.gds.opening import Access, Direct
 
 __all__ = ["Destination", "new_file", "open_destination"]
 

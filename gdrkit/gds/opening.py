@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gdrkit.errors import Api, ApiError, ClosedResource, UsageError, errno_name
 from gdrkit.gds._native import native, reason_of
@@ -16,7 +16,17 @@ from gdrkit.handles import Handle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["OpenDescriptor", "open_regular", "os_error"]
+__all__ = ["OPEN_FLAGS", "Access", "Direct", "OpenDescriptor", "check_choices", "open_regular", "os_error"]
+
+Access = Literal["automatic", "buffered", "direct"]
+Direct = Literal["preferred", "required", "never"]
+
+OPEN_FLAGS = {
+    "r": os.O_RDONLY,
+    "r+": os.O_RDWR,
+    "w": os.O_RDWR | os.O_CREAT | os.O_TRUNC,
+    "x": os.O_RDWR | os.O_CREAT | os.O_EXCL,
+}
 
 
 class OpenDescriptor:
@@ -87,6 +97,14 @@ class OpenDescriptor:
                 self._handle.release()
             finally:
                 self.native.end_close(is_closed=self._fd < 0)
+
+
+def check_choices(access: str, direct: str) -> None:
+    """Raise :class:`~gdrkit.errors.UsageError` unless both arguments of a file have one of their values."""
+    for name, value, choices in (("access", access, get_args(Access)), ("direct", direct, get_args(Direct))):
+        if value not in choices:
+            message = f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}"
+            raise UsageError(message)
 
 
 def open_regular(path: str, flags: int) -> int:

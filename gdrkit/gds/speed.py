@@ -26,7 +26,7 @@ from gdrkit.units import GIB, KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from gdrkit.gds.file import Direct
+    from gdrkit.gds.opening import Direct
     from gdrkit.gds.transfer import Transferred
 
 __all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]

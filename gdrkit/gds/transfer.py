@@ -159,23 +159,19 @@ class Transfer:
         The memory. It is released when the transfer is over.
     files : sequence
         The open files, which stay alive until the transfer is over, or the paths of files that the job opens.
-    why_not_direct : str
-        The reason why no direct path was used; empty if one was used, or if the caller did not want one.
-    direct_required : bool
-        Whether a route that is not direct is an error.
     """
 
     __slots__ = (
         "__weakref__",
         "_device_index",
+        "_direct_required",
         "_outcome",
         "_token",
+        "_why_not_direct",
         "buffer",
-        "direct_required",
         "extents",
         "files",
         "job",
-        "why_not_direct",
     )
 
     def __init__(
@@ -192,8 +188,8 @@ class Transfer:
         self.extents = extents
         self.buffer: TransferBuffer | None = buffer
         self.files = files
-        self.why_not_direct = why_not_direct
-        self.direct_required = direct_required
+        self._why_not_direct = why_not_direct
+        self._direct_required = direct_required
         self._device_index = buffer.device_index
         # The result and the error. One tuple, so that a thread sees both or none.
         self._outcome: tuple[Transferred, GdrkitError | None] | None = None
@@ -207,11 +203,6 @@ class Transfer:
                 transfer._release()  # noqa: SLF001 - same class.
 
     @property
-    def lengths(self) -> Sequence[int]:
-        """Requested length of each range, in bytes."""
-        return self.extents[3::4]
-
-    @property
     def bytes_moved(self) -> int:
         """Number of bytes that have arrived so far."""
         return int(self.job.progress()["bytes"])
@@ -219,7 +210,7 @@ class Transfer:
     @property
     def length_bytes(self) -> int:
         """Number of bytes that were requested."""
-        return sum(self.lengths)
+        return sum(self.extents[3::_EXTENT_NUMBERS])
 
     def done(self) -> bool:
         """Return whether the transfer is over."""
@@ -323,7 +314,7 @@ class Transfer:
                 min(progress["direct_bytes"], total_bytes),
                 parts,
                 progress["duration_s"],
-                self.why_not_direct or progress.get("why_not_direct", ""),
+                self._why_not_direct or progress.get("why_not_direct", ""),
                 progress.get("counters", _NO_COUNTERS),
             )
             self._outcome = result, self._error_of(progress, result)
@@ -341,9 +332,9 @@ class Transfer:
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
-        lengths = tuple(self.lengths)
+        lengths = tuple(self.extents[3::_EXTENT_NUMBERS])
         is_complete = failure is None and not progress["cancelled"] and result.parts == lengths
-        if is_complete and not (self.direct_required and result.bytes and result.route not in DIRECT_ROUTES):
+        if is_complete and not (self._direct_required and result.bytes and result.route not in DIRECT_ROUTES):
             return None
         failed_index: int | None = progress.get("failed_extent") if failure is not None else None
         if failure is None and not progress["cancelled"] and not is_complete:

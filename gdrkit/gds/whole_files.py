@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gdrkit.gds.buffer import TransferBuffer
-    from gdrkit.gds.file import Access, File
+    from gdrkit.gds.file import File
+    from gdrkit.gds.opening import Access
 
 __all__ = ["read_files", "transfer_ranges"]
 

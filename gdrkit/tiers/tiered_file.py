@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from gdrkit.gds.file import Direct
+    from gdrkit.gds.opening import Direct
     from gdrkit.gds.transfer import Transferred
     from gdrkit.tiers.catalogue import Catalogue
     from gdrkit.tiers.folder import TierFolder
