@@ -12,6 +12,7 @@ NUMBERS = {
     "GDRKIT_KILLS": "500",
     "GDRKIT_TIER_KILLS": "300",
     "GDRKIT_TWIN_KILLS_S": "600",
+    "GDRKIT_PINGPONG_RUNS": "1000",
     "GDRKIT_KILLED_CLIENTS": "10000",
     "GDRKIT_HONEST_OPERATIONS": "100000",
 }
@@ -28,6 +29,7 @@ CASES = (
     "suites/usrbio/test_hostile_clients.py",
     "suites/fault/test_kills.py",
     "suites/rdma/test_kills.py",
+    "suites/rdma/test_pingpong_runs.py",
     "suites/tiers/test_kills.py",
     "suites/tiers/test_power_cuts.py",
 )

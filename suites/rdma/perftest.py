@@ -16,11 +16,11 @@ from support.processes import wait_until
 from gdrkit.verbs import Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from gdrkit.verbs import Nic
 
-__all__ = ["PROGRAMS", "PerftestResult", "measure", "parse"]
+__all__ = ["PROGRAMS", "PerftestResult", "free_port", "is_listening", "measure", "parse", "running"]
 
 PROGRAMS = {Direction.WRITE: "ib_write_bw", Direction.READ: "ib_read_bw"}
 _TIMEOUT_S = 60
@@ -94,7 +94,7 @@ def measure(
 
     `observer` is the beginning of the command of the active process, such as ``gdrkit observe --``.
     """
-    port = _free_port()
+    port = free_port()
     command = ["-F", "-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
     # -u 18 sets the timeout for an acknowledgement to one second, because software RDMA on a busy processor is slow.
     command += ["-u", "18"]
@@ -104,10 +104,10 @@ def measure(
         device = ["-d", end.name, "-i", str(end.port.number), "-x", str(end.gid_index)]
         return [PROGRAMS[direction], *device, *command]
 
-    with _running(on(peer or nic)) as passive:
-        wait_until(lambda: passive.poll() is not None or _is_listening(port), "perftest listens for its peer")
+    with running(on(peer or nic)) as passive:
+        wait_until(lambda: passive.poll() is not None or is_listening(passive.pid, port), "a listener of perftest")
         begin_s = time.monotonic()
-        with _running([*observer, *on(nic), "127.0.0.1"]) as active:
+        with running([*observer, *on(nic), "127.0.0.1"]) as active:
             output, _ = active.communicate(timeout=_TIMEOUT_S)
         process_s = time.monotonic() - begin_s
         # If the passive process did not start, its output has the reason.
@@ -117,8 +117,9 @@ def measure(
 
 
 @contextlib.contextmanager
-def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def running(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Start a program whose output can be read, and kill it at the end. `environ` replaces the environment."""
+    process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with process:
         try:
             yield process
@@ -126,17 +127,18 @@ def _running(command: list[str]) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port on which no program listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
 
 
-def _is_listening(port: int) -> bool:
-    """Return whether the kernel lists a listener on the port.
+def is_listening(process_id: int, port: int) -> bool:
+    """Return whether the kernel lists a listener on the port, in the network namespace of the process.
 
     A test connection is not possible, because perftest would take it for its peer.
     """
-    tables = [Path("/proc/net", name) for name in ("tcp", "tcp6")]
+    tables = [Path("/proc", str(process_id), "net", name) for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]
     return any(row[1].endswith(f":{port:04X}") and row[3] == _LISTEN_STATE for row in rows)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import secrets
 import subprocess
 import time
 from typing import TYPE_CHECKING, cast
 
 import pytest
+from rdma import perftest
+from support.processes import wait_until
 from support.python_child import module_command, suites_environ
 
 from gdrkit.errors import Api
@@ -29,10 +32,9 @@ class Machine:
     """A process in a network namespace; see :mod:`support.fabric_machine`."""
 
     def __init__(self, namespace: str, *, secret: str) -> None:
-        fabric = {"GDRKIT_TWINS_FABRIC": "tcp://10.79.0.0/24", "GDRKIT_TWINS_FABRIC_SECRET": secret}
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *module_command("support.fabric_machine")],
-            env={**suites_environ(), **fabric},
+            env=fabric_environ(secret),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -53,6 +55,12 @@ class Machine:
     def _receive(self) -> object:
         assert self.process.stdout is not None
         return cast("object", json.loads(self.process.stdout.readline()))
+
+
+def fabric_environ(secret: str) -> dict[str, str]:
+    """Return the environment of a process in one of the two namespaces."""
+    fabric = {"GDRKIT_TWINS_FABRIC": "tcp://10.79.0.0/24", "GDRKIT_TWINS_FABRIC_SECRET": secret}
+    return {**suites_environ(), **fabric}
 
 
 def _ip(*words: str) -> None:
@@ -127,3 +135,22 @@ def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> 
     with two_machines(namespaces, secrets_of=("s" * 16, "t" * 16)) as (first, second):
         assert first.run(write=1) == "RETRY_EXC_ERR"
         assert second.run(check=1) == "different"
+
+
+@needs(host.program("ib_write_bw", "-V"))
+@pytest.mark.parametrize(
+    "program", ["ib_write_bw", "ib_read_bw", "ib_send_bw", "ib_send_bw -c UD", "ib_atomic_bw", "ib_write_lat"]
+)
+def test_perftest_runs_between_machines(namespaces: tuple[str, str], program: str) -> None:
+    environ, port = fabric_environ("s" * 16), 18515
+    command = [*program.split(), "-F", "-d", "twin0", "-x", "1", "-n", "1000", "-p", str(port)]
+    passive_command, active_command = (["ip", "netns", "exec", name, *command] for name in namespaces)
+    with perftest.running(passive_command, environ) as passive:
+        wait_until(lambda: passive.poll() is not None or perftest.is_listening(passive.pid, port), "a listener")
+        with perftest.running([*active_command, "10.79.0.1"], environ) as active:
+            output, _ = active.communicate(timeout=60)
+        passive_output, _ = passive.communicate(timeout=60)
+    assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"
+    # The GID of the peer is made from its address.
+    assert "255:255:10:79:00:01" in output
+    assert re.search(r"^ *\d+ +1000 ", output, re.MULTILINE)
