@@ -240,7 +240,7 @@ def peers(session: nox.Session) -> None:
         program = [str(run / "python"), "-m", "hardware.peers", "--cuda", "--python", str(python)]
         exit_unless_zero(call([*program, *session.posargs[1:]]))
         return
-    python, tests = prepare_peers()
+    python, tests = prepare_peers(with_libraries="--lab" in session.posargs)
     lab_options = [f"--tools={builds.ensure_lab_tools()}"] if "--lab" in session.posargs else []
     run = builds.prepare_run(twins=True)
     program = [str(run / "python"), "-m", "hardware.peers", "--python", str(python), "--tests", str(tests)]

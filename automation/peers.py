@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from automation.builds import PYVERBS_REQUIREMENT
-from automation.commands import require
+from automation.builds import PYVERBS_REQUIREMENT, ensure_build_tools
+from automation.commands import prepend_to_path, require
 from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, ensure_environment, lock_environments
 from automation.machine import find_interpreter
 from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
@@ -36,12 +36,20 @@ _CUDA_REQUIREMENTS_ALONE = (
     "libucx-cu12==1.22.*",
     *_NIXL_REQUIREMENTS,
 )
-# The folder of rdma-core's tests in the source distribution of pyverbs.
-_TESTS = Path("rdma-core", "tests")
+# The folders of rdma-core and of its tests in the source distribution of pyverbs.
+_RDMA_CORE = Path("rdma-core")
+_TESTS = _RDMA_CORE / "tests"
+# The libraries that pyverbs needs on Soft-RoCE.
+_LIBRARIES = ("libibverbs.so", "librdmacm.so", "libmlx5.so", "libefa.so")
+_PROVIDER = f"librxe-rdmav{PYVERBS_REQUIREMENT.partition('==')[2].partition('.')[0]}.so"
 
 
-def prepare_peers() -> tuple[Path, Path]:
-    """Install the programs. Return the interpreter that has the packages of PyPI, and the folder of the tests."""
+def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
+    """Install the programs. Return the interpreter that has the packages of PyPI, and the folder of the tests.
+
+    With `with_libraries`, rdma-core's libraries of the same version are built beside the tests (libraries_beside in
+    hardware/peers/rdma_core.py).
+    """
     python = find_interpreter()[0]
     missing = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
     install([*missing, *missing_build_packages(python), *missing_pyverbs_packages()])
@@ -49,8 +57,9 @@ def prepare_peers() -> tuple[Path, Path]:
         "peers", python=python, requirements=_PYPI_REQUIREMENTS, without_dependencies=_NIXL_REQUIREMENTS
     )
     tests = environment.parent / "rdma-core-tests"
-    if not tests.exists():
-        _install_pyverbs(environment, tests)
+    libraries = tests.with_name("rdma-core") if with_libraries else None
+    if not tests.exists() or (libraries and not (libraries / "lib" / _PROVIDER).exists()):
+        _install_pyverbs(environment, tests, libraries)
     return environment / "python", tests
 
 
@@ -67,19 +76,31 @@ def prepare_cuda_peers() -> Path:
     return environment / "python"
 
 
-def _install_pyverbs(environment: Path, tests: Path) -> None:
-    """Build and install pyverbs, and keep the tests of its source distribution.
+def _install_pyverbs(environment: Path, tests: Path, libraries: Path | None) -> None:
+    """Build and install pyverbs, and keep the tests of its source distribution. Build its libraries in `libraries`.
 
     pip has no command that downloads a source distribution without building it, so the build folder is kept until the
     tests are copied.
     """
     build_folder = ENVIRONMENTS / "peers-build"
-    pip_install = [str(environment / "pip"), "install", "--quiet", "--no-clean", "--no-cache-dir"]
+    tools = ensure_build_tools()
+    pip_install = [str(environment / "pip"), "install", "--quiet", "--no-clean", "--no-cache-dir", "--force-reinstall"]
     with lock_environments():
         shutil.rmtree(build_folder, ignore_errors=True)
         build_folder.mkdir()
         environ = {**BUILD_CONSTRAINTS, "TMPDIR": str(build_folder)}
         require([*pip_install, "--no-binary", "pyverbs", PYVERBS_REQUIREMENT], environ=environ)
         source = next(path for path in build_folder.glob("pip-*/*") if (path / _TESTS).is_dir())
-        shutil.copytree(source / _TESTS, tests)
+        shutil.copytree(source / _TESTS, tests, dirs_exist_ok=True)
+        if libraries is not None:
+            _build_libraries(source / _RDMA_CORE, libraries, tools)
         shutil.rmtree(build_folder)
+
+
+def _build_libraries(source: Path, folder: Path, tools: Path) -> None:
+    """Build rdma-core's libraries in `folder`/lib. They search their providers in this folder (IN_PLACE)."""
+    environ = prepend_to_path(tools)
+    options = ("-GNinja", "-DCMAKE_BUILD_TYPE=Release", "-DIN_PLACE=1", "-DNO_PYVERBS=1", "-DNO_MAN_PAGES=1")
+    require([str(tools / "cmake"), *options, "-S", str(source), "-B", str(folder)], environ=environ)
+    targets = [f"lib/{name}" for name in (*_LIBRARIES, _PROVIDER)]
+    require([str(tools / "ninja"), "-C", str(folder), *targets], environ=environ)

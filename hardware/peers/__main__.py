@@ -47,10 +47,11 @@ def main() -> int:
     if options.lab:
         try:
             kernel_records = run_in_guest(options, _BUILD_FOLDER)
+            differences = compare(options.records, kernel_records)
         except LabError as error:
             _say(f"peers: {error}")
             return SETUP_MISSING
-        failures_count += _report_differences(compare(options.records, kernel_records), kernel_records.stem)
+        failures_count += _report_differences(differences, kernel_records.stem)
     return FAILED if failures_count else 0
 
 
@@ -133,7 +134,8 @@ def _report_differences(differences: Sequence[Difference], kernel: str) -> int:
     """Print the differences between the twin and a kernel, and return how many are defects of the twin."""
     defects = [entry for entry in differences if entry.is_defect_of_twin]
     for entry in differences:
-        _say(f"peers: {entry.name}: {entry.twin} on the twin, {entry.kernel} on Soft-RoCE of {kernel}")
+        source = f" ({entry.source})" if entry.source else ""
+        _say(f"peers: {entry.name}: {entry.twin} on the twin, {entry.kernel} on Soft-RoCE of {kernel}{source}")
     _say(f"peers: {len(differences)} differ from Soft-RoCE of {kernel}; the twin lacks {len(defects)} of them")
     return len(defects)
 

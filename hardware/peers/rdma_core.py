@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hardware.peers.run import Target
 
-__all__ = ["RdmaCoreResults", "run_tests", "unpack_tests"]
+__all__ = ["RdmaCoreResults", "libraries_beside", "run_tests", "unpack_tests"]
 
 TIMEOUT_S = 900.0
 _CHILD = Path(__file__).with_name("rdma_core_child.py")
@@ -60,6 +60,14 @@ def unpack_tests(archive: Path, folder: Path) -> Path:
     return next(folder.glob("*/rdma-core/tests"))
 
 
+def libraries_beside(tests: Path) -> Path:
+    """Return the folder of rdma-core's libraries of the version of the tests. ``nox -s peers -- --lab`` builds them.
+
+    pyverbs needs them where no twin replaces them: an older libibverbs, such as the distribution's, cannot be loaded.
+    """
+    return tests.with_name("rdma-core") / "lib"
+
+
 def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCoreResults:
     """Run the tests in the folder `tests` in a child process on `target`, and return the result of each.
 
@@ -68,6 +76,9 @@ def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCor
     """
     results, report = folder / "results.jsonl", folder / "rdma-core.json"
     environ = dict(os.environ)
+    libraries = libraries_beside(tests)
+    if not target.launcher and libraries.exists():
+        environ["LD_LIBRARY_PATH"] = str(libraries)
     if target.launcher:
         environ["PATH"] = f"{_make_link_program(folder, target.device)}{os.pathsep}{environ['PATH']}"
     launcher = (*target.launcher, f"--report={report}", "--") if target.launcher else ()

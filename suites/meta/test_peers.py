@@ -18,6 +18,7 @@ from support.python_child import suites_environ
 from support.records import record_of
 
 from gdrkit.report import CaseReason, Verdict, append_record
+from hardware.lab.errors import LabError
 from hardware.peers.cuda_programs import cuda_programs
 from hardware.peers.cuda_python import join_results
 from hardware.peers.lab import Difference, compare
@@ -162,6 +163,30 @@ def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) ->
         lines += [{"test": case, "outcome": values[index], "needs": values[2]} for case, values in cases.items()]
         file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return files
+
+
+@pytest.mark.parametrize(
+    ("test", "twin", "is_defect"),
+    [
+        ("tests.test_odp.OdpTestCase.test_odp_ud_traffic", "skip: ODP is not supported", False),
+        ("tests.test_odp.OdpTestCase.test_odp_ud_traffic", "error", True),
+        ("tests.test_qpex.QpExTestCase.test_qp_ex_rc_flush_type_violate", "skip: not supported", False),
+        ("tests.test_qpex.QpExTestCase.test_qp_ex_rc_send", "skip: not supported", True),
+    ],
+)
+def test_only_a_skipped_test_with_a_source_is_no_defect(test: str, twin: str, *, is_defect: bool) -> None:
+    difference = Difference(test, twin, "pass")
+    assert difference.is_defect_of_twin is is_defect
+    assert bool(difference.source) is not is_defect
+
+
+def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> None:
+    twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
+    name = "peers::rdma-core's tests"
+    append_record(twin, record_of(case=name, evidence={"tests": {"tests.a": "pass"}}))
+    append_record(kernel, record_of(Verdict.FAIL, case=name, evidence={"tests": {}, "output": "ImportError"}))
+    with pytest.raises(LabError, match=r"did not run on the kernel of kernel\.jsonl: ImportError"):
+        compare(twin, kernel)
 
 
 @pytest.mark.parametrize(
