@@ -86,7 +86,27 @@ enum HostRegisterFlags : std::uint32_t {
 };
 
 // CUmemAttach_flags
-enum AttachFlags : std::uint32_t { attach_global = 1, attach_host = 2 };
+enum AttachFlags : std::uint32_t { attach_global = 1, attach_host = 2, attach_single = 4 };
+
+// CUmem_advise, CUmem_range_attribute
+enum MemoryAdvice : int {
+    advise_set_read_mostly = 1,
+    advise_unset_read_mostly = 2,
+    advise_set_preferred_location = 3,
+    advise_unset_preferred_location = 4,
+    advise_set_accessed_by = 5,
+    advise_unset_accessed_by = 6,
+};
+enum RangeAttribute : int {
+    range_read_mostly = 1,
+    range_preferred_location = 2,
+    range_accessed_by = 3,
+    range_last_prefetch_location = 4,
+    range_preferred_location_type = 5,
+    range_preferred_location_id = 6,
+    range_last_prefetch_location_type = 7,
+    range_last_prefetch_location_id = 8,
+};
 
 // CUipcMem_flags
 inline constexpr std::uint32_t ipc_lazy_enable_peer_access = 1;
@@ -175,7 +195,13 @@ enum FlushScope : int { flush_to_owner = 100, flush_to_all_devices = 200 };
 // CUmemAllocationGranularity_flags
 enum AllocationType : int { allocation_pinned = 1, allocation_managed = 2 };
 enum HandleType : int { handle_none = 0, handle_posix_fd = 1, handle_fabric = 8 };
-enum LocationType : int { location_device = 1, location_host = 2 };
+enum LocationType : int {
+    location_none = 0,
+    location_device = 1,
+    location_host = 2,
+    location_host_numa = 3,
+    location_host_numa_current = 4,
+};
 enum AccessFlags : int { access_none = 0, access_read = 1, access_read_write = 3 };
 enum Granularity : int { granularity_minimum = 0, granularity_recommended = 1 };
 

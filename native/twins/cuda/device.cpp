@@ -58,6 +58,7 @@ constexpr AttributeValue attribute_values[] = {
     {device_compute_capability_minor, gpu_compute_minor},
     {device_stream_priorities_supported, 1},
     {device_managed_memory, 1},
+    {device_concurrent_managed_access, 1},
     {device_can_use_host_pointer_for_registered_memory, 1},
     {device_host_register_supported, 1},
     {device_vmm_supported, 1},

@@ -14,6 +14,7 @@
 #include "cuda/context.hpp"
 #include "cuda/cuda_abi.hpp"
 #include "cuda/gpu_view.hpp"
+#include "cuda/managed.hpp"
 #include "model/sockets.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -60,7 +61,7 @@ void reclaim_unreferenced_memory();
 enum class MemoryKind { device, pool, vmm, ipc, managed, host_alloc, host_registered };
 
 // An allocated address range and the memory that it maps. Fields that are not atomic are set before the range becomes
-// visible to other threads. The exception is `access`, which the mutex of ranges.cpp guards.
+// visible to other threads. The exceptions are `access`, which the mutex of ranges.cpp guards, and `advice`.
 struct Range {
     MemoryKind kind = MemoryKind::device;
     std::uint64_t base = 0;
@@ -83,6 +84,8 @@ struct Range {
     bool gpu_direct_rdma_capable = false;
     std::uint64_t reservation_base = 0, reservation_bytes = 0;
     std::map<Device, int> access; // CUmemAccess_flags; only used for VMM memory
+    // The advice about the pages of managed memory from each address to the next one, guarded by the mutex of managed.cpp.
+    std::map<std::uint64_t, Advice> advice;
 
     [[nodiscard]] bool is_host() const { return host != nullptr; }
     // Return the pointer with which the twin accesses the byte at `address`.

@@ -106,6 +106,32 @@ GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_b
     });
 }
 
+#if GDRKIT_CUDART_MAJOR == 12
+GDRKIT_CUDART_ENTRY Error cudaMemAdvise(const void* pointer, std::size_t length_bytes, int advice, Device device) {
+    return call_in_context(&Driver::cuMemAdvise, address_of(pointer), length_bytes, advice, device);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemAdvise_v2(const void* pointer, std::size_t length_bytes, int advice,
+                                           cuda::Location location) {
+#else
+GDRKIT_CUDART_ENTRY Error cudaMemAdvise(const void* pointer, std::size_t length_bytes, int advice,
+                                        cuda::Location location) {
+#endif
+    return call_in_context(&Driver::cuMemAdvise_v2, address_of(pointer), length_bytes, advice, location);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemRangeGetAttribute(void* data, std::size_t data_bytes, int attribute,
+                                                   const void* pointer, std::size_t length_bytes) {
+    return call_in_context(&Driver::cuMemRangeGetAttribute, data, data_bytes, attribute, address_of(pointer),
+                           length_bytes);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemRangeGetAttributes(void** data, std::size_t* data_bytes, int* attributes,
+                                                    std::size_t count, const void* pointer, std::size_t length_bytes) {
+    return call_in_context(&Driver::cuMemRangeGetAttributes, data, data_bytes, attributes, count, address_of(pointer),
+                           length_bytes);
+}
+
 GDRKIT_CUDART_ENTRY Error cudaMallocHost(void** pointer, std::size_t length_bytes) {
     return entry_in_context([&] { return allocate_host(pointer, length_bytes, 0); });
 }

@@ -114,6 +114,26 @@ GDRKIT_STREAM_FORM(cudaMallocFromPoolAsync)(void** pointer, std::size_t length_b
     });
 }
 
+#if GDRKIT_CUDART_MAJOR == 12
+GDRKIT_STREAM_FORM(cudaMemPrefetchAsync)(const void* pointer, std::size_t length_bytes, Device device, Handle stream) {
+    return call_in_context(&Driver::cuMemPrefetchAsync, address_of(pointer), length_bytes, device, resolved(stream));
+}
+
+GDRKIT_STREAM_FORM(cudaMemPrefetchAsync_v2)
+(const void* pointer, std::size_t length_bytes, cuda::Location location, unsigned flags, Handle stream) {
+#else
+GDRKIT_STREAM_FORM(cudaMemPrefetchAsync)
+(const void* pointer, std::size_t length_bytes, cuda::Location location, unsigned flags, Handle stream) {
+#endif
+    return call_in_context(&Driver::cuMemPrefetchAsync_v2, address_of(pointer), length_bytes, location, flags,
+                           resolved(stream));
+}
+
+GDRKIT_STREAM_FORM(cudaStreamAttachMemAsync)
+(Handle stream, void* pointer, std::size_t length_bytes, unsigned flags) {
+    return call_in_context(&Driver::cuStreamAttachMemAsync, resolved(stream), address_of(pointer), length_bytes, flags);
+}
+
 GDRKIT_STREAM_FORM(cudaFreeAsync)(void* pointer, Handle stream) {
     return call_in_context(&Driver::cuMemFreeAsync, address_of(pointer), resolved(stream));
 }

@@ -1,0 +1,304 @@
+// cuMemPrefetchAsync, cuMemAdvise, cuMemRangeGetAttribute and cuStreamAttachMemAsync.
+#include "cuda/managed.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <span>
+#include <string>
+
+#include "cuda/device.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/memory.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// Guards the advice of all ranges.
+std::mutex& advice_mutex() {
+    static auto* const instance = new std::mutex;
+    return *instance;
+}
+
+// Whole pages of one managed allocation, and its range.
+struct Pages {
+    RangeRef range;
+    std::uint64_t begin = 0, end = 0;
+};
+
+Result find_pages(DevicePointer pointer, std::uint64_t length_bytes, Pages* pages) {
+    const RangeRef range = find_range(pointer);
+    if (!range || range->kind != MemoryKind::managed || length_bytes == 0 ||
+        length_bytes > range->length_bytes - (pointer - range->base)) {
+        return invalid_value;
+    }
+    *pages = {range, pointer / page_bytes * page_bytes, round_up(pointer + length_bytes, page_bytes)};
+    return success;
+}
+
+// Return the advice for each part of the pages, which is an entry for its first byte, and make sure that the parts begin
+// and end with the pages.
+std::span<Advice* const> parts_locked(const Pages& pages, std::vector<Advice*>* parts) {
+    auto& advice = pages.range->advice;
+    for (const std::uint64_t boundary : {pages.begin, pages.end}) {
+        const auto next = advice.upper_bound(boundary);
+        advice.emplace(boundary, next == advice.begin() ? Advice{} : std::prev(next)->second);
+    }
+    for (auto part = advice.find(pages.begin); part->first != pages.end; ++part) {
+        parts->push_back(&part->second);
+    }
+    return *parts;
+}
+
+bool numa_node_exists(int id) {
+    return id >= 0 && access(("/sys/devices/system/node/node" + std::to_string(id)).c_str(), F_OK) == 0;
+}
+
+// Check a location, and clear the parts of it that its type does not use.
+Result check_location(Location* location) {
+    switch (location->type) {
+    case location_device:
+        return device_exists(location->id) ? success : invalid_device;
+    case location_host:
+    case location_host_numa_current:
+        *location = {location_host, 0};
+        return success;
+    case location_host_numa:
+        return numa_node_exists(location->id) ? success : invalid_value;
+    default:
+        return invalid_value;
+    }
+}
+
+// Return the location of the functions that take a device or cpu_device.
+Location location_of(Device device) {
+    return device == cpu_device ? Location{location_host, 0} : Location{location_device, device};
+}
+
+Result prefetch(const ContextRef& context, DevicePointer pointer, std::uint64_t length_bytes, Location location,
+                unsigned flags, Handle stream_handle) {
+    StreamRef stream;
+    Pages pages;
+    Result result = find_stream(stream_handle, context, &stream);
+    if (result == success) {
+        result = flags == 0 ? find_pages(pointer, length_bytes, &pages) : invalid_value;
+    }
+    if (result == success) {
+        result = check_location(&location);
+    }
+    if (result != success) {
+        return result;
+    }
+    {
+        std::lock_guard lock(advice_mutex());
+        std::vector<Advice*> parts;
+        for (Advice* const part : parts_locked(pages, &parts)) {
+            part->prefetched = location;
+        }
+    }
+    enqueue(stream, {}, Timing::delayed);
+    return success;
+}
+
+void apply(int advice, const Location& location, Advice* to) {
+    const Device processor = location.type == location_device ? location.id : cpu_device;
+    switch (advice) {
+    case advise_set_read_mostly:
+    case advise_unset_read_mostly:
+        to->is_read_mostly = advice == advise_set_read_mostly;
+        break;
+    case advise_set_preferred_location:
+        to->preferred = location;
+        break;
+    case advise_unset_preferred_location:
+        to->preferred = {};
+        break;
+    case advise_set_accessed_by:
+        to->accessed_by.insert(processor);
+        break;
+    default:
+        to->accessed_by.erase(processor);
+    }
+}
+
+Result advise(DevicePointer pointer, std::uint64_t length_bytes, int advice, Location location) {
+    if (advice < advise_set_read_mostly || advice > advise_unset_accessed_by) {
+        return invalid_value;
+    }
+    const bool is_about_access = advice == advise_set_accessed_by || advice == advise_unset_accessed_by;
+    if (is_about_access && location.type != location_device && location.type != location_host) {
+        return invalid_value;
+    }
+    if (is_about_access || advice == advise_set_preferred_location) {
+        if (const Result result = check_location(&location); result != success) {
+            return result;
+        }
+    }
+    Pages pages;
+    if (const Result result = find_pages(pointer, length_bytes, &pages); result != success) {
+        return result;
+    }
+    std::lock_guard lock(advice_mutex());
+    std::vector<Advice*> parts;
+    for (Advice* const part : parts_locked(pages, &parts)) {
+        apply(advice, location, part);
+    }
+    return success;
+}
+
+// Return the location that all parts have, or a location of type location_none.
+Location common_location(std::span<Advice* const> parts, Location Advice::*member) {
+    const Location first = parts.front()->*member;
+    const bool is_common = std::ranges::all_of(parts, [&](const Advice* part) {
+        return (part->*member).type == first.type && (part->*member).id == first.id;
+    });
+    return is_common ? first : Location{};
+}
+
+Device device_of(const Location& location) {
+    switch (location.type) {
+    case location_device:
+        return location.id;
+    case location_host:
+        return cpu_device;
+    default:
+        return invalid_device_ordinal;
+    }
+}
+
+std::vector<std::int32_t> devices_of(std::span<Advice* const> parts, std::size_t count) {
+    std::vector<std::int32_t> devices;
+    for (const Device device : parts.front()->accessed_by) {
+        if (devices.size() < count && std::ranges::all_of(parts, [=](const Advice* part) {
+                return part->accessed_by.contains(device);
+            })) {
+            devices.push_back(device);
+        }
+    }
+    devices.resize(count, invalid_device_ordinal);
+    return devices;
+}
+
+Result query(std::span<Advice* const> parts, int attribute, void* data, std::size_t data_bytes) {
+    std::vector<std::int32_t> values;
+    const Location preferred = common_location(parts, &Advice::preferred),
+                   prefetched = common_location(parts, &Advice::prefetched);
+    switch (attribute) {
+    case range_read_mostly:
+        values = {std::ranges::all_of(parts, &Advice::is_read_mostly) ? 1 : 0};
+        break;
+    case range_preferred_location:
+        values = {device_of(preferred)};
+        break;
+    case range_accessed_by:
+        values = devices_of(parts, data_bytes / sizeof(std::int32_t));
+        break;
+    case range_last_prefetch_location:
+        values = {device_of(prefetched)};
+        break;
+    case range_preferred_location_type:
+        values = {preferred.type};
+        break;
+    case range_preferred_location_id:
+        values = {preferred.id};
+        break;
+    case range_last_prefetch_location_type:
+        values = {prefetched.type};
+        break;
+    case range_last_prefetch_location_id:
+        values = {prefetched.id};
+        break;
+    default:
+        return invalid_value;
+    }
+    if (data == nullptr || values.empty() || data_bytes != values.size() * sizeof(std::int32_t)) {
+        return invalid_value;
+    }
+    std::memcpy(data, values.data(), data_bytes);
+    return success;
+}
+
+Result query_all(void** data, const std::size_t* data_bytes, const int* attributes, std::size_t count,
+                 DevicePointer pointer, std::uint64_t length_bytes) {
+    Pages pages;
+    if (data == nullptr || data_bytes == nullptr || attributes == nullptr || count == 0) {
+        return invalid_value;
+    }
+    if (const Result result = find_pages(pointer, length_bytes, &pages); result != success) {
+        return result;
+    }
+    std::lock_guard lock(advice_mutex());
+    std::vector<Advice*> parts;
+    parts_locked(pages, &parts);
+    Result result = success;
+    for (std::size_t index = 0; result == success && index < count; ++index) {
+        result = query(parts, attributes[index], data[index], data_bytes[index]);
+    }
+    return result;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuMemPrefetchAsync(DevicePointer pointer, std::size_t length_bytes, Device device,
+                                            Handle stream) {
+    return entry_in_context("cuMemPrefetchAsync", [&](const ContextRef& context) {
+        return prefetch(context, pointer, length_bytes, location_of(device), 0, stream);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemPrefetchAsync_v2(DevicePointer pointer, std::size_t length_bytes, Location location,
+                                               unsigned flags, Handle stream) {
+    return entry_in_context("cuMemPrefetchAsync_v2", [&](const ContextRef& context) {
+        return prefetch(context, pointer, length_bytes, location, flags, stream);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAdvise(DevicePointer pointer, std::size_t length_bytes, int advice, Device device) {
+    return entry_in_context("cuMemAdvise", [&](const ContextRef&) {
+        return advise(pointer, length_bytes, advice, location_of(device));
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemAdvise_v2(DevicePointer pointer, std::size_t length_bytes, int advice,
+                                        Location location) {
+    return entry_in_context("cuMemAdvise_v2",
+                            [&](const ContextRef&) { return advise(pointer, length_bytes, advice, location); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttribute(void* data, std::size_t data_bytes, int attribute,
+                                                DevicePointer pointer, std::size_t length_bytes) {
+    return entry_in_context("cuMemRangeGetAttribute", [&](const ContextRef&) {
+        return query_all(&data, &data_bytes, &attribute, 1, pointer, length_bytes);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttributes(void** data, std::size_t* data_bytes, int* attributes,
+                                                 std::size_t count, DevicePointer pointer, std::size_t length_bytes) {
+    return entry_in_context("cuMemRangeGetAttributes", [&](const ContextRef&) {
+        return query_all(data, data_bytes, attributes, count, pointer, length_bytes);
+    });
+}
+
+// The twin's managed memory can be accessed at all times, so the work in the stream does nothing.
+GDRKIT_CUDA_ENTRY Result cuStreamAttachMemAsync(Handle stream_handle, DevicePointer pointer, std::size_t length_bytes,
+                                                unsigned flags) {
+    return entry_in_context("cuStreamAttachMemAsync", [&](const ContextRef& context) {
+        StreamRef stream;
+        if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+            return result;
+        }
+        const RangeRef range = find_range_by_base(pointer);
+        const bool is_known_flag = flags == attach_global || flags == attach_host || flags == attach_single;
+        if (!range || range->kind != MemoryKind::managed || !is_known_flag ||
+            (length_bytes != 0 && length_bytes != range->length_bytes)) {
+            return invalid_value;
+        }
+        enqueue(stream, {}, Timing::delayed);
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda
