@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "cuda/array.hpp"
 #include "cuda/device.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/event.hpp"
@@ -81,6 +82,7 @@ void destroy_contents(const ContextRef& context) {
     close_streams(context);
     destroy_streams_of(context->handle);
     destroy_events_of(context->handle);
+    destroy_arrays_of(context->handle);
     destroy_memory_of(context->handle);
     Contexts& state = contexts();
     std::lock_guard lock(state.mutex);

@@ -1,4 +1,5 @@
 // Queries and settings of the current context: cuCtxGetDevice, cuCtxSynchronize, flags, limits and others.
+#include "cuda/capture.hpp"
 #include "cuda/context.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/stream.hpp"
@@ -16,6 +17,15 @@ Result context_of(Handle handle, const ContextRef& current, ContextRef* context)
         return success;
     }
     return find_context(handle, context);
+}
+
+// Wait for all work of a context, unless a stream of it is captured.
+Result wait_for(const ContextRef& context) {
+    const Result result = check_synchronisation(context);
+    if (result == success) {
+        synchronise(context);
+    }
+    return result;
 }
 
 } // namespace
@@ -45,10 +55,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevice_v2(Device* device, Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize() {
-    return entry_in_context("cuCtxSynchronize", [](const ContextRef& context) {
-        synchronise(context);
-        return success;
-    });
+    return entry_in_context("cuCtxSynchronize", [](const ContextRef& context) { return wait_for(context); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
@@ -57,8 +64,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
         if (const Result result = context_of(handle, current, &context); result != success) {
             return result;
         }
-        synchronise(context);
-        return success;
+        return wait_for(context);
     });
 }
 

@@ -1,6 +1,7 @@
 // cuMemcpy*: operands and bounds are checked when the function is called; the bytes are copied in stream order.
 #include "cuda/copy.hpp"
 
+#include "cuda/capture.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/stream.hpp"
 
@@ -20,6 +21,21 @@ Result resolve_operands(const ContextRef& context, const CopyRequest& request, O
     return result != success ? result : resolve(request.from, *context, request.from_memory, Access::read, from);
 }
 
+CopySide3d side_of(const Layout& layout, AllowedMemory allowed) {
+    CopySide3d side{};
+    side.memory_type = allowed == AllowedMemory::any ? memory_unified : memory_device;
+    side.device = layout.address;
+    side.pitch_bytes = layout.pitch_bytes;
+    side.height = layout.pitch_bytes == 0 ? 0 : layout.slice_bytes / layout.pitch_bytes;
+    return side;
+}
+
+// Describe a copy that was captured, as a node of a graph does.
+Copy3d description_of(const CopyRequest& request) {
+    return {side_of(request.from, request.from_memory), side_of(request.to, request.to_memory), request.to.width_bytes,
+            request.to.height, request.to.depth};
+}
+
 } // namespace
 
 CopyRequest contiguous(std::uint64_t to, std::uint64_t from, std::uint64_t length_bytes, AllowedMemory to_memory,
@@ -32,6 +48,9 @@ namespace {
 // Queue a copy by `queue_work`, and wait for it if the real driver does.
 template <typename QueueWork>
 Result copy_and_wait(const ContextRef& context, const CopyRequest& request, QueueWork&& queue_work) {
+    if (const Result result = check_legacy_stream(context); result != success) {
+        return result;
+    }
     if (is_empty(request)) {
         return success;
     }
@@ -53,6 +72,19 @@ Result copy_and_wait(const ContextRef& context, const CopyRequest& request, Queu
 
 } // namespace
 
+Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::function<void()>* work) {
+    if (is_empty(request)) {
+        *work = nullptr;
+        return success;
+    }
+    Operand to, from;
+    const Result result = resolve_operands(context, request, &to, &from);
+    if (result == success) {
+        *work = [to = std::move(to), from = std::move(from)] { copy_spans(to, from); };
+    }
+    return result;
+}
+
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
     return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
         return enqueue(legacy_stream(context), std::move(run), timing);
@@ -61,8 +93,11 @@ Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
 
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle) {
     StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
         return result;
+    }
+    if (is_captured(stream)) {
+        return capture_node(stream, CopyNode{description_of(request), context->handle});
     }
     if (is_empty(request)) {
         return success;

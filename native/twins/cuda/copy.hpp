@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "cuda/context.hpp"
 #include "cuda/cuda_abi.hpp"
@@ -30,6 +31,12 @@ Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle t
 // Queue a copy in a stream. Pageable memory is host memory that is neither allocated by CUDA nor registered. When this
 // function returns, a pageable source has been read, and a pageable destination has been written.
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
+
+// Convert the description of a copy of rows, as it is in a graph.
+Result request_of(const Copy3d* copy, CopyRequest* request);
+
+// Check a copy and return the work that carries it out, which is empty for an empty copy.
+Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::function<void()>* work);
 
 // Queue a copy between two contexts, which must exist. The copy itself does not use them.
 Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, Handle to_context, Handle from_context,

@@ -1,6 +1,7 @@
-// cuMemcpy2D* and cuMemcpy3D*: copies of rows between memory with pitches. Arrays are not supported.
+// cuMemcpy2D* and cuMemcpy3D*: copies of rows between memory with pitches. An array is memory without gaps.
 #include <utility>
 
+#include "cuda/array.hpp"
 #include "cuda/copy.hpp"
 #include "cuda/device.hpp"
 #include "cuda/entry.hpp"
@@ -33,15 +34,35 @@ Result base_of(const CopySide3d& side, std::uint64_t* address, AllowedMemory* al
         *address = side.device;
         *allowed = AllowedMemory::any;
         return success;
-    case memory_array:
-        return not_supported;
     default:
         return invalid_value;
     }
 }
 
+// Replace an array by its memory, and check that the copy is within the array.
+Result use_array(const Extent& extent, CopySide3d* side) {
+    const ArrayRef array = find_array(reinterpret_cast<Handle>(side->array));
+    if (!array) {
+        return invalid_value;
+    }
+    side->memory_type = memory_device;
+    side->device = array->range->base;
+    side->pitch_bytes = array->row_bytes;
+    side->height = array->rows;
+    return fits(side->x_bytes, extent.width_bytes, array->row_bytes) && fits(side->y, extent.height, array->rows) &&
+                   fits(side->z, extent.depth, array->slices)
+               ? success
+               : invalid_value;
+}
+
 // Convert one side of a copy. The pitch counts only with several rows, and the height only with several slices.
-Result layout_of(const CopySide3d& side, const Extent& extent, Layout* layout, AllowedMemory* allowed) {
+Result layout_of(const CopySide3d& given, const Extent& extent, Layout* layout, AllowedMemory* allowed) {
+    CopySide3d side = given;
+    if (given.memory_type == memory_array) {
+        if (const Result result = use_array(extent, &side); result != success) {
+            return result;
+        }
+    }
     std::uint64_t address = 0, pitch_bytes = 0, slice_bytes = 0;
     if (const Result result = base_of(side, &address, allowed); result != success) {
         return result;
@@ -72,6 +93,8 @@ Result layout_of(const CopySide3d& side, const Extent& extent, Layout* layout, A
     return success;
 }
 
+} // namespace
+
 Result request_of(const Copy3d* copy, CopyRequest* request) {
     if (copy == nullptr) {
         return invalid_value;
@@ -80,6 +103,8 @@ Result request_of(const Copy3d* copy, CopyRequest* request) {
     const Result result = layout_of(copy->from, extent, &request->from, &request->from_memory);
     return result != success ? result : layout_of(copy->to, extent, &request->to, &request->to_memory);
 }
+
+namespace {
 
 CopySide3d side_of(const CopySide2d& side) {
     return {side.x_bytes, side.y,           0, 0, side.memory_type, side.host, side.device, side.array,

@@ -23,6 +23,7 @@ enum Result : int {
     peer_access_unsupported = 217,
     operating_system_error = 304,
     invalid_handle = 400,
+    illegal_state = 401,
     not_found = 500,
     not_ready = 600,
     peer_access_already_enabled = 704,
@@ -33,6 +34,16 @@ enum Result : int {
     host_memory_not_registered = 713,
     not_permitted = 800,
     not_supported = 801,
+    stream_capture_unsupported = 900,
+    stream_capture_invalidated = 901,
+    stream_capture_merge = 902,
+    stream_capture_unmatched = 903,
+    stream_capture_unjoined = 904,
+    stream_capture_isolation = 905,
+    stream_capture_implicit = 906,
+    captured_event = 907,
+    stream_capture_wrong_thread = 908,
+    graph_update_failure = 910,
     unknown_error = 999,
 };
 
@@ -67,7 +78,7 @@ enum WaitValueFlags : std::uint32_t { wait_geq = 0, wait_eq = 1, wait_and = 2, w
 // CUflushGPUDirectRDMAWritesOptions
 enum FlushOptions : int { flush_option_host = 1, flush_option_memops = 2 };
 enum EventFlags : std::uint32_t { event_blocking_sync = 1, event_disable_timing = 2, event_interprocess = 4 };
-enum EventRecordFlags : std::uint32_t { event_record_external = 1 };
+enum EventRecordFlags : std::uint32_t { event_record_external = 1 }; // and CU_EVENT_WAIT_EXTERNAL
 
 // CUstreamCaptureMode
 enum CaptureMode : int { capture_mode_global = 0, capture_mode_thread_local = 1, capture_mode_relaxed = 2 };

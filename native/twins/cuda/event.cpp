@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 
+#include "cuda/capture.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/registry.hpp"
 
@@ -16,11 +17,21 @@ struct Event {
     Handle context = 0;
     std::uint32_t flags = 0;
     std::mutex mutex;
-    MarkerRef marker; // of the last record of the event, or null
+    MarkerRef marker;                        // of the last record of the event, or null
+    std::shared_ptr<CapturedEvent> captured; // the last record, if it was in a captured stream, else null
     // The state of an interprocess event, else null. It is set before the event becomes visible to other threads.
     std::shared_ptr<SharedEvent> shared;
     bool is_imported = false; // another process has made the event
 
+    void set_record(MarkerRef new_marker, std::shared_ptr<CapturedEvent> new_captured) {
+        std::lock_guard lock(mutex);
+        marker = std::move(new_marker);
+        captured = std::move(new_captured);
+    }
+    std::shared_ptr<CapturedEvent> captured_record() {
+        std::lock_guard lock(mutex);
+        return captured;
+    }
     MarkerRef recorded_marker() {
         std::lock_guard lock(mutex);
         return marker;
@@ -35,15 +46,22 @@ Registry<Event>& events() {
 Result record_event(const ContextRef& context, Handle handle, Handle stream_handle, unsigned flags) {
     const auto event = events().find(handle);
     StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
         return result;
     }
     if (!event) {
         return invalid_handle;
     }
-    if (flags != 0) {
-        // External records are used only in graphs, which the twin does not implement.
-        return flags == event_record_external ? not_supported : invalid_value;
+    const bool is_captured_stream = is_captured(stream);
+    if (flags != 0 && !(flags == event_record_external && is_captured_stream)) {
+        return invalid_value;
+    }
+    if (flags == event_record_external) {
+        return capture_node(stream, RecordNode{handle});
+    }
+    if (is_captured_stream) {
+        event->set_record(nullptr, capture_record(stream));
+        return success;
     }
     if (event->shared) {
         const std::uint32_t number = event->shared->begin_record();
@@ -54,12 +72,17 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
             event->shared->end_record(number);
             throw;
         }
+        event->set_record(nullptr, nullptr);
         return success;
     }
-    MarkerRef marker = enqueue(stream, {}, Timing::immediate);
-    std::lock_guard lock(event->mutex);
-    event->marker = std::move(marker);
+    event->set_record(enqueue(stream, {}, Timing::immediate), nullptr);
     return success;
+}
+
+// Refuse a call for an event that was last recorded in a captured stream.
+Result refuse_captured_event(const CapturedEvent& captured) {
+    invalidate_capture_of(captured);
+    return captured_event;
 }
 
 Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_handle) {
@@ -70,6 +93,11 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
     const auto end = events().find(end_handle);
     if (!start || !end || ((start->flags | end->flags) & event_disable_timing) != 0) {
         return invalid_handle;
+    }
+    for (const auto& event : {start, end}) {
+        if (const auto captured = event->captured_record()) {
+            return refuse_captured_event(*captured);
+        }
     }
     const MarkerRef start_marker = start->recorded_marker(), end_marker = end->recorded_marker();
     if (!start_marker || !end_marker) {
@@ -86,14 +114,6 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
 
 bool is_done(const EventRecord& record) {
     return record.shared ? record.shared->is_done(record.number) : !record.marker || are_done({record.marker});
-}
-
-void wait_until_done(const EventRecord& record) {
-    if (record.shared) {
-        record.shared->wait_until_done(record.number);
-    } else if (record.marker) {
-        wait_until_done(record.marker);
-    }
 }
 
 Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr<SharedEvent> shared,
@@ -118,7 +138,34 @@ Result find_record(Handle handle, EventRecord* record) {
     record->marker = event->recorded_marker();
     record->shared = event->shared;
     record->number = event->shared ? event->shared->last_record() : 0;
+    record->captured = event->captured_record();
     return success;
+}
+
+bool event_exists(Handle handle) {
+    return events().find(handle) != nullptr;
+}
+
+std::function<void()> begin_record(Handle handle) {
+    const auto event = events().find(handle);
+    if (!event) {
+        return {};
+    }
+    if (event->shared) {
+        event->set_record(nullptr, nullptr);
+        return [shared = event->shared, number = event->shared->begin_record()] { shared->end_record(number); };
+    }
+    MarkerRef marker = make_marker();
+    event->set_record(marker, nullptr);
+    return [marker] { complete(marker); };
+}
+
+void wait_until_done(const EventRecord& record) {
+    if (record.shared) {
+        record.shared->wait_until_done(record.number);
+    } else if (record.marker) {
+        wait_until_done(record.marker);
+    }
 }
 
 void enqueue_wait(const StreamRef& stream, const EventRecord& record) {
@@ -178,6 +225,12 @@ GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
         if (const Result result = find_record(handle, &record); result != success) {
             return result;
         }
+        if (record.captured) {
+            return refuse_captured_event(*record.captured);
+        }
+        if (const Result result = check_unobserved_call(); result != success) {
+            return result;
+        }
         return is_done(record) ? success : not_ready;
     });
 }
@@ -186,6 +239,12 @@ GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
     return entry("cuEventSynchronize", [&] {
         EventRecord record;
         if (const Result result = find_record(handle, &record); result != success) {
+            return result;
+        }
+        if (record.captured) {
+            return refuse_captured_event(*record.captured);
+        }
+        if (const Result result = check_unobserved_call(); result != success) {
             return result;
         }
         wait_until_done(record);

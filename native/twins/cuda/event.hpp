@@ -1,6 +1,7 @@
 // Events: each refers to the point in a stream at which it was last recorded.
 #pragma once
 
+#include <functional>
 #include <memory>
 
 #include "cuda/cuda_abi.hpp"
@@ -9,15 +10,25 @@
 
 namespace gdrkit::twin::cuda {
 
+struct CapturedEvent;
+
 // The last record of an event.
 struct EventRecord {
-    MarkerRef marker;                    // null if the event was never recorded, or is an interprocess event
-    std::shared_ptr<SharedEvent> shared; // null unless the event is an interprocess event
-    std::uint32_t number = 0;            // of the record, in `shared`
+    MarkerRef marker;                        // null if the event was never recorded, or is an interprocess event
+    std::shared_ptr<SharedEvent> shared;     // null unless the event is an interprocess event
+    std::uint32_t number = 0;                // of the record, in `shared`
+    std::shared_ptr<CapturedEvent> captured; // null unless the event was last recorded in a captured stream
 };
 
 // Find the last record of the event with this handle. Fails with invalid_handle.
 Result find_record(Handle event, EventRecord* record);
+
+bool event_exists(Handle event);
+
+// Let an event count as recorded from now on. The returned function ends the record.
+std::function<void()> begin_record(Handle event);
+
+void wait_until_done(const EventRecord& record);
 
 // Queue in a stream a wait for the record.
 void enqueue_wait(const StreamRef& stream, const EventRecord& record);

@@ -2,8 +2,10 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cuda/capture.hpp"
 #include "cuda/device.hpp"
 #include "cuda/entry.hpp"
+#include "cuda/fill.hpp"
 #include "cuda/operand.hpp"
 #include "cuda/stream.hpp"
 
@@ -60,8 +62,14 @@ enum class SyncMode { if_required, asynchronous };
 // done, unless SYNC_MEMOPS is set.
 Result enqueue_fill(const ContextRef& context, const Fill& request, Handle stream_handle, SyncMode sync_mode) {
     StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
         return result;
+    }
+    if (is_captured(stream)) {
+        const FillParameters parameters{request.to,    request.pitch_bytes,
+                                        request.value, static_cast<std::uint32_t>(request.width_bytes),
+                                        request.count, request.rows};
+        return capture_node(stream, FillNode{parameters, context->handle});
     }
     Layout layout;
     if (const Result result = layout_of(request, &layout); result != success) {
@@ -88,6 +96,26 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
 }
 
 } // namespace
+
+Result prepare_fill(const ContextRef& context, const FillParameters& parameters, std::function<void()>* work) {
+    const std::uint32_t width = parameters.element_bytes;
+    Layout layout;
+    if (width != 1 && width != 2 && width != 4) {
+        return invalid_value;
+    }
+    Result result = layout_of(
+        {parameters.to, parameters.value, width, parameters.width, parameters.height, parameters.pitch_bytes}, &layout);
+    if (result != success || layout.width_bytes == 0 || layout.height == 0) {
+        *work = nullptr;
+        return result;
+    }
+    Operand to;
+    result = resolve(layout, *context, AllowedMemory::device_only, Access::write, &to);
+    if (result == success) {
+        *work = [to = std::move(to), value = parameters.value, width] { fill_bytes(to, value, width); };
+    }
+    return result;
+}
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD8_v2(DevicePointer to, unsigned char value, std::size_t count) {
     return entry_in_context("cuMemsetD8_v2", [&](const ContextRef& context) {

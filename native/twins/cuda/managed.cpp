@@ -39,7 +39,7 @@ Result find_pages(DevicePointer pointer, std::uint64_t length_bytes, Pages* page
     return success;
 }
 
-// Return the advice for each part of the pages, which is an entry for its first byte, and make sure that the parts begin
+// Return the advice for each part of the pages, which is an entry for its first byte. Make sure that the parts begin
 // and end with the pages.
 std::span<Advice* const> parts_locked(const Pages& pages, std::vector<Advice*>* parts) {
     auto& advice = pages.range->advice;
@@ -172,9 +172,8 @@ Device device_of(const Location& location) {
 std::vector<std::int32_t> devices_of(std::span<Advice* const> parts, std::size_t count) {
     std::vector<std::int32_t> devices;
     for (const Device device : parts.front()->accessed_by) {
-        if (devices.size() < count && std::ranges::all_of(parts, [=](const Advice* part) {
-                return part->accessed_by.contains(device);
-            })) {
+        if (devices.size() < count &&
+            std::ranges::all_of(parts, [=](const Advice* part) { return part->accessed_by.contains(device); })) {
             devices.push_back(device);
         }
     }
@@ -257,9 +256,8 @@ GDRKIT_CUDA_ENTRY Result cuMemPrefetchAsync_v2(DevicePointer pointer, std::size_
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAdvise(DevicePointer pointer, std::size_t length_bytes, int advice, Device device) {
-    return entry_in_context("cuMemAdvise", [&](const ContextRef&) {
-        return advise(pointer, length_bytes, advice, location_of(device));
-    });
+    return entry_in_context(
+        "cuMemAdvise", [&](const ContextRef&) { return advise(pointer, length_bytes, advice, location_of(device)); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAdvise_v2(DevicePointer pointer, std::size_t length_bytes, int advice,

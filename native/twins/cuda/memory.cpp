@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "cuda/capture.hpp"
 #include "cuda/device.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
@@ -17,6 +18,9 @@ constexpr std::size_t pitch_alignment_bytes = 512;
 Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes) {
     if (pointer == nullptr || length_bytes == 0) {
         return invalid_value;
+    }
+    if (const Result result = check_unobserved_call(); result != success) {
+        return result;
     }
     RangeRef range;
     const Result created = allocate(MemoryKind::device, context->device, length_bytes, &range);
@@ -52,10 +56,17 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
     if (slot.base == 0) {
         return out_of_memory;
     }
+    const Result result = make_range(kind, device, length_bytes, slot, allocated_range);
+    if (result != success) {
+        free_slot(slot);
+    }
+    return result;
+}
+
+Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* made) {
     auto range = std::make_shared<Range>();
     const Result result = Memory::make(device, slot.page_offset_bytes() + length_bytes, &range->memory);
     if (result != success) {
-        free_slot(slot);
         return result;
     }
     range->kind = kind;
@@ -65,7 +76,7 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
     range->length_bytes = length_bytes;
     range->buffer_id = new_buffer_id();
     range->device = device;
-    *allocated_range = std::move(range);
+    *made = std::move(range);
     return success;
 }
 
@@ -100,6 +111,9 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
         if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
             return invalid_value;
         }
+        if (const Result result = check_unobserved_call(); result != success) {
+            return result;
+        }
         const RangeRef range = make_host_range(MemoryKind::managed, length_bytes);
         if (!range) {
             return out_of_memory;
@@ -117,6 +131,9 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
     return entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
         if (pointer == 0) {
             return success;
+        }
+        if (const Result result = check_unobserved_call(); result != success) {
+            return result;
         }
         if (const RangeRef range = find_range_by_base(pointer)) {
             synchronise_users_of(*range, context);

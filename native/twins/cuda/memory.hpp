@@ -84,7 +84,8 @@ struct Range {
     bool gpu_direct_rdma_capable = false;
     std::uint64_t reservation_base = 0, reservation_bytes = 0;
     std::map<Device, int> access; // CUmemAccess_flags; only used for VMM memory
-    // The advice about the pages of managed memory from each address to the next one, guarded by the mutex of managed.cpp.
+    // The advice about the pages of managed memory from each address to the next one, guarded by the mutex of
+    // managed.cpp.
     std::map<std::uint64_t, Advice> advice;
 
     [[nodiscard]] bool is_host() const { return host != nullptr; }
@@ -115,6 +116,8 @@ void set_access(const RangeRef& range, Device device, int flags);
 
 // Allocate memory (kinds device and pool) at a new address. The caller adds the range to the address space.
 Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, RangeRef* range);
+// Do the same at an address that was allocated before.
+Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* range);
 // Allocate host memory (kinds managed and host_alloc); null on failure. The caller adds the range to the address space.
 RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
 // Remove a range (an allocation or a mapping) from the address space and the ledger. Fails with invalid_value if no

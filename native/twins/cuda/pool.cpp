@@ -6,6 +6,7 @@
 #include <cstring>
 #include <span>
 
+#include "cuda/capture.hpp"
 #include "cuda/device.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
@@ -149,8 +150,15 @@ template <typename PoolOf>
 Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes,
                           Handle stream_handle, PoolOf&& pool_of) {
     StreamRef stream;
-    const Result result = find_stream(stream_handle, context, &stream);
-    return result == success ? allocate_from_pool(pool_of(*stream), pointer, length_bytes) : result;
+    const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed);
+    if (result != success) {
+        return result;
+    }
+    const PoolRef pool = pool_of(*stream);
+    if (is_captured(stream) && pool && pointer != nullptr && length_bytes != 0) {
+        return capture_allocation(stream, pool->device, length_bytes, pointer);
+    }
+    return allocate_from_pool(pool, pointer, length_bytes);
 }
 
 } // namespace
@@ -341,11 +349,14 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocFromPoolAsync(DevicePointer* pointer, std::si
 GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_handle) {
     return entry_in_context("cuMemFreeAsync", [&](const ContextRef& context) {
         StreamRef stream;
-        if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
+        if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
             return result;
         }
         if (pointer == 0) {
             return success;
+        }
+        if (is_captured(stream)) {
+            return capture_node(stream, FreeNode{pointer});
         }
         RangeRef range;
         if (const Result result = remove_range(pointer, {MemoryKind::pool, MemoryKind::device}, &range);
@@ -361,7 +372,9 @@ GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_han
             stream,
             [range = std::move(range), slot]() mutable {
                 range.reset();
-                free_slot(slot);
+                if (slot.base != 0) {
+                    free_slot(slot);
+                }
             },
             Timing::delayed);
         return success;

@@ -203,6 +203,18 @@ MarkerRef enqueue_barrier(const StreamRef& stream, std::function<void()> run, Ti
     return marker;
 }
 
+MarkerRef make_marker() {
+    return std::make_shared<Marker>();
+}
+
+void complete(const MarkerRef& marker) {
+    StreamEngine& state = engine();
+    std::lock_guard lock(state.mutex);
+    marker->is_done = true;
+    marker->completed_at = std::chrono::steady_clock::now();
+    state.changed.notify_all();
+}
+
 void wait_until_done(const MarkerRef& marker) {
     StreamEngine& state = engine();
     std::unique_lock lock(state.mutex);

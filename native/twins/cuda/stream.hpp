@@ -27,6 +27,9 @@ struct Work {
     bool is_delayed = true;
 };
 
+struct Capture;
+struct Node;
+
 struct Stream {
     Handle handle = 0;
     std::uint64_t id = 0;
@@ -41,6 +44,12 @@ struct Stream {
     bool has_thread = false;
     bool is_closed = false;
 
+    // Guarded by graph_mutex(): the capture to which the stream belongs, the nodes on which its next node depends, and
+    // the list of their handles that the program has got.
+    std::shared_ptr<Capture> capture;
+    std::vector<std::shared_ptr<Node>> capture_nodes;
+    std::vector<Handle> capture_handles;
+
     [[nodiscard]] bool is_blocking() const { return (flags & stream_non_blocking) == 0; }
 };
 using StreamRef = std::shared_ptr<Stream>;
@@ -49,9 +58,13 @@ using StreamRef = std::shared_ptr<Stream>;
 inline constexpr int least_stream_priority = 0;
 inline constexpr int greatest_stream_priority = -5;
 
+// allowed: the caller can capture its work in a graph. queried: the caller only queries or changes the capture.
+enum class Capturing { refused, allowed, queried };
+
 // Find the stream of a handle: a created stream, the legacy default stream of the context, or the calling thread's
-// default stream.
-Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream);
+// default stream. If captured streams are refused, fail with an error of captures for one, and invalidate the capture.
+Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream,
+                   Capturing capturing = Capturing::refused);
 
 StreamRef legacy_stream(const ContextRef& context);
 StreamRef thread_stream(const ContextRef& context);
@@ -72,6 +85,10 @@ MarkerRef enqueue(const StreamRef& stream, std::function<void()> run, Timing tim
 MarkerRef enqueue_barrier(const StreamRef& stream, std::function<void()> run, Timing timing,
                           const std::vector<ContextRef>& contexts);
 
+// Make a marker that is not done, and let it be done.
+MarkerRef make_marker();
+void complete(const MarkerRef& marker);
+
 void wait_until_done(const MarkerRef& marker);
 void wait_until_done(const std::vector<MarkerRef>& markers);
 std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker);
@@ -91,5 +108,8 @@ void destroy_streams_of(Handle context);
 
 // Return whether the calling thread runs a host function of a stream, which must not call the driver.
 bool is_in_host_function();
+
+// Return the work that calls a host function. During this call the thread must not call the driver.
+std::function<void()> host_function_work(void (*function)(void*), void* user);
 
 } // namespace gdrkit::twin::cuda

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "cuda/capture.hpp"
 #include "cuda/entry.hpp"
 #include "cuda/event.hpp"
 #include "cuda/registry.hpp"
@@ -11,8 +12,6 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 thread_local bool is_running_host_function = false;
-// How calls of this thread affect captures of streams. The twin has no captures, so it only stores the mode.
-thread_local int capture_mode = capture_mode_global;
 
 Registry<Stream>& streams() {
     static auto* const instance = new Registry<Stream>("cuda_stream");
@@ -37,15 +36,6 @@ template <typename HostFunction> void run_host_function(HostFunction&& function)
     is_running_host_function = false;
 }
 
-// Run the body of an exported function that takes a stream.
-template <typename Body> Result stream_entry(std::string_view symbol, Handle handle, Body&& body) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
-        StreamRef stream;
-        const Result result = find_stream(handle, context, &stream);
-        return result == success ? body(stream) : result;
-    });
-}
-
 template <typename Value> Result write_result(Value* result, Value value) {
     if (result == nullptr) {
         return invalid_value;
@@ -54,13 +44,8 @@ template <typename Value> Result write_result(Value* result, Value value) {
     return success;
 }
 
-} // namespace
-
-bool is_in_host_function() {
-    return is_running_host_function;
-}
-
-Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
+// Find a stream without regard to captures.
+Result find_any_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
     if (handle == default_stream_handle || handle == legacy_stream_handle) {
         *stream = legacy_stream(context);
         return success;
@@ -73,11 +58,51 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream) 
     return *stream ? success : invalid_handle;
 }
 
+// Run the body of an exported function that takes a stream.
+template <typename Body> Result stream_entry(std::string_view symbol, Handle handle, Capturing capturing, Body&& body) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        StreamRef stream;
+        const Result result = find_stream(handle, context, &stream, capturing);
+        return result == success ? body(stream) : result;
+    });
+}
+
+// Query a property of a stream, which may be captured.
+template <typename Value, typename Property>
+Result query_stream(std::string_view symbol, Handle handle, Value* value, Property&& property) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        StreamRef stream;
+        const Result result = find_any_stream(handle, context, &stream);
+        return result == success ? write_result<Value>(value, property(*stream)) : result;
+    });
+}
+
+} // namespace
+
+bool is_in_host_function() {
+    return is_running_host_function;
+}
+
+std::function<void()> host_function_work(void (*function)(void*), void* user) {
+    return [=] { run_host_function([&] { function(user); }); };
+}
+
+Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, Capturing capturing) {
+    if (const Result result = find_any_stream(handle, context, stream); result != success) {
+        return result;
+    }
+    if (*stream == legacy_stream(context)) {
+        return check_legacy_stream(context, capturing == Capturing::queried);
+    }
+    return capturing != Capturing::refused ? success : refuse_captured(*stream);
+}
+
 void destroy_streams_of(Handle context) {
-    streams().take_all([=](const Stream& stream) {
+    const auto removed = streams().take_all([=](const Stream& stream) {
         const ContextRef owner = stream.context.lock();
         return !owner || owner->handle == context;
     });
+    std::ranges::for_each(removed, abandon_capture);
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamCreate(Handle* handle, unsigned flags) {
@@ -96,33 +121,50 @@ GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
         if (!stream) {
             return invalid_handle;
         }
+        abandon_capture(stream);
         close_stream(stream);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
-    return stream_entry("cuStreamQuery", handle, [](const StreamRef& stream) {
+    return stream_entry("cuStreamQuery", handle, Capturing::refused, [](const StreamRef& stream) {
         return unfinished_markers(stream).empty() ? success : not_ready;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
-    return stream_entry("cuStreamSynchronize", handle, [](const StreamRef& stream) {
+    return stream_entry("cuStreamSynchronize", handle, Capturing::refused, [](const StreamRef& stream) {
         wait_until_done(unfinished_markers(stream));
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
-    return stream_entry("cuStreamWaitEvent", handle, [&](const StreamRef& stream) {
+    return entry_in_context("cuStreamWaitEvent", [&](const ContextRef& context) {
+        StreamRef stream;
         EventRecord record;
+        if (const Result result = find_any_stream(handle, context, &stream); result != success) {
+            return result;
+        }
         if (const Result result = find_record(event, &record); result != success) {
             return result;
         }
-        if (flags != 0) {
-            // CU_EVENT_WAIT_EXTERNAL (1) is used only in graphs, which the twin does not implement.
-            return flags == 1 ? not_supported : invalid_value;
+        const bool is_external = flags == event_record_external;
+        const bool is_captured_stream = is_captured(stream);
+        if (flags != 0 && !(is_external && is_captured_stream)) {
+            return invalid_value;
+        }
+        if (is_external) {
+            return capture_node(stream, WaitNode{event});
+        }
+        if (record.captured || is_captured_stream) {
+            return capture_wait(context, stream, record.captured);
+        }
+        if (stream == legacy_stream(context)) {
+            if (const Result result = check_legacy_stream(context); result != success) {
+                return result;
+            }
         }
         enqueue_wait(stream, record);
         return success;
@@ -131,7 +173,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
 
 GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Handle, Result, void*), void* user,
                                              unsigned flags) {
-    return stream_entry("cuStreamAddCallback", handle, [&](const StreamRef& stream) {
+    return stream_entry("cuStreamAddCallback", handle, Capturing::refused, [&](const StreamRef& stream) {
         if (callback == nullptr || flags != 0) {
             return invalid_value;
         }
@@ -142,57 +184,42 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
 }
 
 GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* user) {
-    return stream_entry("cuLaunchHostFunc", handle, [&](const StreamRef& stream) {
+    return stream_entry("cuLaunchHostFunc", handle, Capturing::allowed, [&](const StreamRef& stream) {
         if (function == nullptr) {
             return invalid_value;
         }
-        auto work = [=] { run_host_function([&] { function(user); }); };
-        enqueue(stream, work, Timing::delayed);
+        if (is_captured(stream)) {
+            return capture_node(stream, HostParameters{function, user});
+        }
+        enqueue(stream, host_function_work(function, user), Timing::delayed);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetFlags(Handle handle, unsigned* flags) {
-    return stream_entry("cuStreamGetFlags", handle,
-                        [&](const StreamRef& stream) { return write_result<unsigned>(flags, stream->flags); });
+    return query_stream("cuStreamGetFlags", handle, flags, [](const Stream& stream) { return stream.flags; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetPriority(Handle handle, int* priority) {
-    return stream_entry("cuStreamGetPriority", handle,
-                        [&](const StreamRef& stream) { return write_result<int>(priority, stream->priority); });
+    return query_stream("cuStreamGetPriority", handle, priority, [](const Stream& stream) { return stream.priority; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetId(Handle handle, std::uint64_t* id) {
-    return stream_entry("cuStreamGetId", handle,
-                        [&](const StreamRef& stream) { return write_result<std::uint64_t>(id, stream->id); });
+    return query_stream("cuStreamGetId", handle, id, [](const Stream& stream) { return stream.id; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
-    return stream_entry("cuStreamGetDevice", handle,
-                        [&](const StreamRef& stream) { return write_result<Device>(device, stream->device); });
+    return query_stream("cuStreamGetDevice", handle, device, [](const Stream& stream) { return stream.device; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
-    return stream_entry("cuStreamGetCtx", handle, [&](const StreamRef& stream) {
+    return entry_in_context("cuStreamGetCtx", [&](const ContextRef& current) {
+        StreamRef stream;
+        if (const Result result = find_any_stream(handle, current, &stream); result != success) {
+            return result;
+        }
         const ContextRef owner = stream->context.lock();
         return owner && owner->is_alive ? write_result<Handle>(context, owner->handle) : context_is_destroyed;
-    });
-}
-
-GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle handle, int* status) {
-    return stream_entry("cuStreamIsCapturing", handle, [&](const StreamRef&) {
-        // Streams are captured only into graphs, which the twin does not implement.
-        return write_result<int>(status, 0);
-    });
-}
-
-GDRKIT_CUDA_ENTRY Result cuThreadExchangeStreamCaptureMode(int* mode) {
-    return entry("cuThreadExchangeStreamCaptureMode", [&] {
-        if (mode == nullptr || *mode < capture_mode_global || *mode > capture_mode_relaxed) {
-            return invalid_value;
-        }
-        std::swap(*mode, capture_mode);
-        return success;
     });
 }
 

@@ -1,5 +1,6 @@
 // cudaMemcpy* and cudaMemset*, in both forms (forms.hpp).
 #include "cudart/forms.hpp"
+#include "cudart/rows.hpp"
 
 namespace gdrkit::twin::cudart {
 namespace {
@@ -43,23 +44,6 @@ Error copy_in_stream(void* to, const void* from, std::size_t length_bytes, int k
     }
 }
 
-bool is_valid_kind(int kind) {
-    return kind >= host_to_host && kind <= inferred;
-}
-
-// The memory that one side of a copy must be in. The driver finds out itself what inferred memory is.
-std::uint32_t source_of(int kind) {
-    return kind == inferred                                     ? cuda::memory_unified
-           : kind == device_to_host || kind == device_to_device ? cuda::memory_device
-                                                                : cuda::memory_host;
-}
-
-std::uint32_t destination_of(int kind) {
-    return kind == inferred                                     ? cuda::memory_unified
-           : kind == host_to_device || kind == device_to_device ? cuda::memory_device
-                                                                : cuda::memory_host;
-}
-
 cuda::Copy2d copy_of_rows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
                           std::size_t width_bytes, std::size_t height, int kind) {
     return {{0, 0, source_of(kind), from, address_of(from), nullptr, from_pitch},
@@ -82,28 +66,6 @@ Error check_rows(std::size_t to_pitch, std::size_t from_pitch, std::size_t width
         return invalid_pitch_value;
     }
     return body();
-}
-
-cuda::CopySide3d side_of(const Position& position, const PitchedPointer& memory, std::uint32_t memory_type) {
-    return {position.x, position.y,   position.z,   0, memory_type, memory.pointer, address_of(memory.pointer), nullptr,
-            0,          memory.pitch, memory.y_size};
-}
-
-// Convert a three-dimensional copy, and check it. Arrays are not supported.
-Error convert(const Copy3d* copy, cuda::Copy3d* converted) {
-    if (copy == nullptr) {
-        return invalid_value;
-    }
-    if (copy->from_array != nullptr || copy->to_array != nullptr) {
-        return not_supported;
-    }
-    if (!is_valid_kind(copy->kind)) {
-        return invalid_memcpy_direction;
-    }
-    *converted = {side_of(copy->from_position, copy->from, source_of(copy->kind)),
-                  side_of(copy->to_position, copy->to, destination_of(copy->kind)), copy->extent.width,
-                  copy->extent.height, copy->extent.depth};
-    return success;
 }
 
 // Convert a copy between devices. The driver orders it with the work of the primary contexts of both.

@@ -21,6 +21,7 @@ enum Error : int {
     invalid_value = 1,
     memory_allocation = 2,
     invalid_pitch_value = 12,
+    invalid_channel_descriptor = 20,
     invalid_memcpy_direction = 21,
     insufficient_driver = 35,
     call_requires_newer_driver = 36,
@@ -105,6 +106,9 @@ struct PeerCopy3d { // cudaMemcpy3DPeerParms
     Extent extent;
 };
 static_assert(sizeof(PeerCopy3d) == 168 && offsetof(PeerCopy3d, to_array) == 72 && offsetof(PeerCopy3d, extent) == 144);
+
+// cudaChannelFormatKind
+enum ChannelKind : int { channel_signed = 0, channel_unsigned = 1, channel_float = 2 };
 
 struct ChannelFormat { // cudaChannelFormatDesc
     std::int32_t x, y, z, w;

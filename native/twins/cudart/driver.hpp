@@ -2,7 +2,9 @@
 // functions are called.
 #pragma once
 
+#include "cuda/array_abi.hpp"
 #include "cuda/cuda_abi.hpp"
+#include "cuda/graph_abi.hpp"
 #include "cudart/cudart_abi.hpp"
 
 namespace gdrkit::twin::cudart {

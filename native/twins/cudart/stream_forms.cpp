@@ -14,18 +14,6 @@ template <typename Allocate> Error allocate_in_stream(void** pointer, Allocate&&
     return error;
 }
 
-// Store that a stream is not captured. Captured streams cannot be queried, because graphs are not supported.
-Error query_capture(Handle stream, int* status, std::uint64_t* id) {
-    if (status == nullptr) {
-        return invalid_value;
-    }
-    const Error error = call(&Driver::cuStreamIsCapturing, stream, status);
-    if (error == success && *status == 0 && id != nullptr) {
-        *id = 0;
-    }
-    return error == success && *status != 0 ? not_supported : error;
-}
-
 } // namespace
 
 GDRKIT_STREAM_FORM(cudaStreamGetPriority)(Handle stream, int* priority) {
@@ -64,31 +52,6 @@ GDRKIT_STREAM_FORM(cudaStreamAddCallback)
 GDRKIT_STREAM_FORM(cudaLaunchHostFunc)(Handle stream, void (*function)(void*), void* user) {
     return call_in_context(&Driver::cuLaunchHostFunc, resolved(stream), function, user);
 }
-
-GDRKIT_STREAM_FORM(cudaStreamIsCapturing)(Handle stream, int* status) {
-    return call_in_context(&Driver::cuStreamIsCapturing, resolved(stream), status);
-}
-
-#if GDRKIT_CUDART_MAJOR == 12
-GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)(Handle stream, int* status, std::uint64_t* id) {
-    return entry_in_context([&] { return query_capture(resolved(stream), status, id); });
-}
-
-GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo_v2)
-(Handle stream, int* status, std::uint64_t* id, void**, void**, std::size_t*) {
-    return entry_in_context([&] { return query_capture(resolved(stream), status, id); });
-}
-
-GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo_v3)
-(Handle stream, int* status, std::uint64_t* id, void**, void**, void**, std::size_t*) {
-    return entry_in_context([&] { return query_capture(resolved(stream), status, id); });
-}
-#else
-GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)
-(Handle stream, int* status, std::uint64_t* id, void**, void**, void**, std::size_t*) {
-    return entry_in_context([&] { return query_capture(resolved(stream), status, id); });
-}
-#endif
 
 GDRKIT_STREAM_FORM(cudaEventRecord)(Handle event, Handle stream) {
     return call_in_context(&Driver::cuEventRecord, event, resolved(stream));

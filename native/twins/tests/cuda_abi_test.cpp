@@ -1,7 +1,9 @@
 // Compares the declarations of cuda_abi.hpp with the real cuda.h at compile time, if that header is installed.
 #include <cuda.h>
 
+#include "cuda/array_abi.hpp"
 #include "cuda/cuda_abi.hpp"
+#include "cuda/graph_abi.hpp"
 
 namespace twin = gdrkit::twin::cuda;
 
@@ -214,5 +216,36 @@ CHECK_OFFSET(ContextParameters, cig, CUctxCreateParams, cigParams);
 CHECK_VALUE(limit_count, CU_LIMIT_MAX);
 CHECK_VALUE(device_attribute_last, CU_DEVICE_ATTRIBUTE_MAX - 1);
 #endif
+
+CHECK_VALUE(stream_capture_unsupported, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+CHECK_VALUE(stream_capture_wrong_thread, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+CHECK_VALUE(captured_event, CUDA_ERROR_CAPTURED_EVENT);
+CHECK_VALUE(graph_update_failure, CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE);
+CHECK_VALUE(node_copy, CU_GRAPH_NODE_TYPE_MEMCPY);
+CHECK_VALUE(node_record_event, CU_GRAPH_NODE_TYPE_EVENT_RECORD);
+CHECK_VALUE(node_free, CU_GRAPH_NODE_TYPE_MEM_FREE);
+CHECK_VALUE(capture_invalidated, CU_STREAM_CAPTURE_STATUS_INVALIDATED);
+CHECK_VALUE(capture_set_dependencies, CU_STREAM_SET_CAPTURE_DEPENDENCIES);
+CHECK_VALUE(instantiate_auto_free, CUDA_GRAPH_INSTANTIATE_FLAG_AUTO_FREE_ON_LAUNCH);
+CHECK_VALUE(instantiate_node_priority, CUDA_GRAPH_INSTANTIATE_FLAG_USE_NODE_PRIORITY);
+CHECK_VALUE(instantiate_invalid_structure, CUDA_GRAPH_INSTANTIATE_INVALID_STRUCTURE);
+CHECK_VALUE(update_parameters_changed, CU_GRAPH_EXEC_UPDATE_ERROR_PARAMETERS_CHANGED);
+CHECK_VALUE(format_signed_32, CU_AD_FORMAT_SIGNED_INT32);
+CHECK_VALUE(format_float, CU_AD_FORMAT_FLOAT);
+CHECK_VALUE(array_gather, CUDA_ARRAY3D_TEXTURE_GATHER);
+
+static_assert(sizeof(twin::FillParameters) == sizeof(CUDA_MEMSET_NODE_PARAMS));
+static_assert(sizeof(twin::HostParameters) == sizeof(CUDA_HOST_NODE_PARAMS));
+static_assert(sizeof(twin::AllocateParameters) == sizeof(CUDA_MEM_ALLOC_NODE_PARAMS));
+static_assert(offsetof(twin::AllocateParameters, pointer) == offsetof(CUDA_MEM_ALLOC_NODE_PARAMS, dptr));
+static_assert(sizeof(twin::EdgeData) == sizeof(CUgraphEdgeData));
+static_assert(sizeof(twin::NodeParameterUnion) == sizeof(CUgraphNodeParams));
+static_assert(offsetof(twin::NodeParameterUnion, copy.copy) == offsetof(CUgraphNodeParams, memcpy.copyParams));
+static_assert(offsetof(twin::NodeParameterUnion, fill.context) == offsetof(CUgraphNodeParams, memset.ctx));
+static_assert(sizeof(twin::InstantiateParameters) == sizeof(CUDA_GRAPH_INSTANTIATE_PARAMS));
+static_assert(sizeof(twin::UpdateInformation) == sizeof(CUgraphExecUpdateResultInfo));
+static_assert(sizeof(twin::PlaneDescription) == sizeof(CUDA_ARRAY_DESCRIPTOR));
+static_assert(sizeof(twin::ArrayDescription) == sizeof(CUDA_ARRAY3D_DESCRIPTOR));
+static_assert(offsetof(twin::ArrayDescription, flags) == offsetof(CUDA_ARRAY3D_DESCRIPTOR, Flags));
 
 int main() {}

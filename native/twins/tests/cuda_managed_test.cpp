@@ -6,8 +6,8 @@ using namespace gdrkit::twin::cuda;
 namespace {
 
 constexpr u64 page_bytes = 4096, length_bytes = 4 * page_bytes;
-constexpr Location first_device{location_device, 0}, second_device{location_device, 1}, missing_device{location_device, 2},
-    host{location_host, 7}, nowhere{location_none, 0};
+constexpr Location first_device{location_device, 0}, second_device{location_device, 1},
+    missing_device{location_device, 2}, host{location_host, 7}, nowhere{location_none, 0};
 
 u64 allocate_managed() {
     u64 pointer = 0;

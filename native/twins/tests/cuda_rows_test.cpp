@@ -146,8 +146,8 @@ void test_invalid_rows_are_refused() {
     // The source is too short for 16 GiB of rows, which the driver finds out before it lists the rows.
     expect(invalid_value, {device_rows(memory, 1), host_rows(host.data(), 1), 1, u64{1} << 34});
     copy = valid;
-    copy.to.memory_type = memory_array;
-    expect(not_supported, copy);
+    copy.to.memory_type = memory_array; // with a null handle
+    expect(invalid_value, copy);
     copy.to.memory_type = 9;
     expect(invalid_value, copy);
     copy = valid;

@@ -19,6 +19,7 @@ endfunction()
 foreach(major IN ITEMS 12 13)
   gdrkit_cudart_test(${major} "")
   gdrkit_cudart_test(${major} symbols_)
+  gdrkit_cudart_test(${major} graph_)
 endforeach()
 
 # This test is built only if the real headers are installed. Their version decides which twin it compares.

@@ -4,7 +4,9 @@
 
 #undef GDRKIT_CUDART_MAJOR
 #define GDRKIT_CUDART_MAJOR (CUDART_VERSION / 1000)
+#include "cuda/array_abi.hpp"
 #include "cuda/cuda_abi.hpp"
+#include "cuda/graph_abi.hpp"
 #include "cudart/cudart_abi.hpp"
 
 namespace twin = gdrkit::twin::cudart;
@@ -63,6 +65,20 @@ CHECK_OFFSET(Copy3d, kind, cudaMemcpy3DParms, kind);
 CHECK_SIZE(PeerCopy3d, cudaMemcpy3DPeerParms);
 CHECK_OFFSET(PeerCopy3d, to_device, cudaMemcpy3DPeerParms, dstDevice);
 CHECK_SIZE(ChannelFormat, cudaChannelFormatDesc);
+CHECK_VALUE(channel_float, cudaChannelFormatKindFloat);
+CHECK_VALUE(invalid_channel_descriptor, cudaErrorInvalidChannelDescriptor);
+static_assert(sizeof(cudaGraphNodeParams) == sizeof(gdrkit::twin::cuda::NodeParameterUnion));
+static_assert(sizeof(cudaMemsetParams) == sizeof(gdrkit::twin::cuda::FillParameters));
+static_assert(sizeof(cudaMemAllocNodeParams) == sizeof(gdrkit::twin::cuda::AllocateParameters));
+static_assert(sizeof(cudaHostNodeParams) == sizeof(gdrkit::twin::cuda::HostParameters));
+static_assert(sizeof(cudaGraphExecUpdateResultInfo) == sizeof(gdrkit::twin::cuda::UpdateInformation));
+static_assert(sizeof(cudaGraphInstantiateParams) == sizeof(gdrkit::twin::cuda::InstantiateParameters));
+static_assert(sizeof(cudaMemcpyNodeParams) == 16 + sizeof(twin::Copy3d));
+static_assert(offsetof(cudaGraphNodeParams, memcpy) == 16 && offsetof(cudaMemcpyNodeParams, copyParams) == 16);
+static_assert(int{cudaGraphNodeTypeMemFree} == int{gdrkit::twin::cuda::node_free});
+static_assert(int{cudaMemAdviseUnsetAccessedBy} == int{gdrkit::twin::cuda::advise_unset_accessed_by});
+static_assert(int{cudaMemLocationTypeHostNumaCurrent} == int{gdrkit::twin::cuda::location_host_numa_current});
+static_assert(cudaArrayTextureGather == unsigned{gdrkit::twin::cuda::array_gather});
 
 CHECK_SIZE(DeviceProperties, cudaDeviceProp);
 CHECK_PROPERTY(uuid, uuid);

@@ -1,0 +1,364 @@
+// cuArrayCreate, cuMipmappedArrayCreate, and the copies that name arrays by one offset.
+#include "cuda/array.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <map>
+#include <mutex>
+
+#include "cuda/capture.hpp"
+#include "cuda/copy.hpp"
+#include "cuda/entry.hpp"
+#include "cuda/registry.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// Sizes of an H200.
+constexpr std::size_t width_max = 131072, height_max = 65536, size_3d_max = 16384, layers_max = 2048;
+
+struct Mipmap {
+    std::vector<Handle> levels;
+    Handle context = 0;
+};
+
+struct Arrays {
+    Registry<Array> created{"cuda_array"};
+    Registry<Mipmap> mipmaps{"cuda_mipmapped_array"};
+    std::mutex mutex;
+    std::map<Handle, ArrayRef> levels; // of mipmapped arrays, which destroy them
+};
+
+Arrays& arrays() {
+    static auto* const instance = new Arrays;
+    return *instance;
+}
+
+std::uint64_t channel_bytes(std::int32_t format) {
+    switch (format) {
+    case format_unsigned_8:
+    case format_signed_8:
+        return 1;
+    case format_unsigned_16:
+    case format_signed_16:
+    case format_half:
+        return 2;
+    case format_unsigned_32:
+    case format_signed_32:
+    case format_float:
+        return 4;
+    default:
+        return 0;
+    }
+}
+
+bool has_valid_size(const ArrayDescription& description) {
+    const auto& [width, height, depth, format, channels, flags] = description;
+    if ((flags & array_cubemap) != 0) {
+        const bool has_faces = (flags & array_layered) != 0 ? depth % 6 == 0 : depth == 6;
+        return width == height && depth != 0 && has_faces && width <= height_max;
+    }
+    if ((flags & array_layered) != 0) {
+        return depth != 0 && depth <= layers_max && width <= width_max && height <= height_max;
+    }
+    if (depth != 0) {
+        return height != 0 && width <= size_3d_max && height <= size_3d_max && depth <= size_3d_max;
+    }
+    return width <= width_max && height <= height_max;
+}
+
+Result check(const ArrayDescription* description) {
+    if (description == nullptr || channel_bytes(description->format) == 0 ||
+        (description->channels != 1 && description->channels != 2 && description->channels != 4)) {
+        return invalid_value;
+    }
+    if ((description->flags & ~(array_layered | array_surface | array_cubemap | array_gather)) != 0) {
+        return not_supported;
+    }
+    return description->width != 0 && has_valid_size(*description) ? success : invalid_value;
+}
+
+Result make_array(const ContextRef& context, const ArrayDescription& description, ArrayRef* made) {
+    if (const Result result = check_unobserved_call(); result != success) {
+        return result;
+    }
+    auto array = std::make_shared<Array>();
+    array->description = description;
+    array->context = context->handle;
+    array->element_bytes = channel_bytes(description.format) * description.channels;
+    array->row_bytes = description.width * array->element_bytes;
+    array->rows = std::max<std::size_t>(description.height, 1);
+    array->slices = std::max<std::size_t>(description.depth, 1);
+    const Result result =
+        allocate(MemoryKind::device, context->device, array->row_bytes * array->rows * array->slices, &array->range);
+    if (result == success) {
+        array->range->context = context->handle;
+        add_range(array->range);
+        *made = std::move(array);
+    }
+    return result;
+}
+
+Result create(const ContextRef& context, Handle* handle, const ArrayDescription* description) {
+    ArrayRef array;
+    Result result = handle == nullptr ? invalid_value : check(description);
+    if (result == success) {
+        result = make_array(context, *description, &array);
+    }
+    if (result == success) {
+        *handle = new_handle();
+        arrays().created.add(*handle, std::move(array));
+    }
+    return result;
+}
+
+// Free the memory of an array when the work that uses it is done.
+void free_memory(const Array& array) {
+    ContextRef context;
+    RangeRef range;
+    if (find_context(array.context, &context) == success) {
+        synchronise(context);
+    }
+    if (find_range_by_base(array.range->base) == array.range &&
+        remove_range(array.range->base, {MemoryKind::device}, &range) == success) {
+        free_slot(range->slot);
+    }
+}
+
+ArrayRef take_level(Handle handle) {
+    std::lock_guard lock(arrays().mutex);
+    const auto level = arrays().levels.extract(handle);
+    return level.empty() ? nullptr : level.mapped();
+}
+
+void free_levels(const Mipmap& mipmap) {
+    for (const Handle handle : mipmap.levels) {
+        if (const ArrayRef level = take_level(handle)) {
+            free_memory(*level);
+        }
+    }
+}
+
+Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescription* description, unsigned count) {
+    if (const Result result = check(description); handle == nullptr || count == 0 || result != success) {
+        return result == success ? invalid_value : result;
+    }
+    const bool is_layered = (description->flags & (array_layered | array_cubemap)) != 0;
+    const std::size_t longest =
+        std::max({description->width, description->height, is_layered ? 0 : description->depth});
+    auto mipmap = std::make_shared<Mipmap>();
+    mipmap->context = context->handle;
+    ArrayDescription level = *description;
+    for (unsigned index = 0; index < std::min<unsigned>(count, static_cast<unsigned>(std::bit_width(longest)));
+         ++index) {
+        ArrayRef array;
+        if (const Result result = make_array(context, level, &array); result != success) {
+            free_levels(*mipmap);
+            return result;
+        }
+        const Handle level_handle = new_handle();
+        {
+            std::lock_guard lock(arrays().mutex);
+            arrays().levels.emplace(level_handle, std::move(array));
+        }
+        mipmap->levels.push_back(level_handle);
+        const auto halve = [](std::size_t* size) { *size = *size == 0 ? 0 : std::max<std::size_t>(*size / 2, 1); };
+        halve(&level.width);
+        halve(&level.height);
+        if (!is_layered) {
+            halve(&level.depth);
+        }
+    }
+    *handle = new_handle();
+    arrays().mipmaps.add(*handle, std::move(mipmap));
+    return success;
+}
+
+// A part of an array that one offset names: its elements in order, without rows.
+Result part_of(Handle handle, std::uint64_t offset, std::uint64_t length_bytes, std::uint64_t* address) {
+    const ArrayRef array = find_array(handle);
+    if (!array) {
+        return invalid_handle;
+    }
+    if (offset > array->range->length_bytes || length_bytes > array->range->length_bytes - offset) {
+        return invalid_value;
+    }
+    *address = array->range->base + offset;
+    return success;
+}
+
+std::uint64_t address_of(const void* pointer) {
+    return reinterpret_cast<std::uint64_t>(pointer);
+}
+
+// Copy to or from a part of an array by `copy`, which gets the address of the part.
+template <typename Copy>
+Result copy_part(std::string_view symbol, Handle array, std::uint64_t offset, std::uint64_t length_bytes, Copy&& copy) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        std::uint64_t address = 0;
+        const Result result = part_of(array, offset, length_bytes, &address);
+        return result == success ? copy(context, address) : result;
+    });
+}
+
+Result describe(Handle handle, ArrayDescription* description) {
+    const ArrayRef array = find_array(handle);
+    if (description == nullptr || !array) {
+        return array ? invalid_value : invalid_handle;
+    }
+    *description = array->description;
+    return success;
+}
+
+} // namespace
+
+ArrayRef find_array(Handle handle) {
+    if (ArrayRef array = arrays().created.find(handle)) {
+        return array;
+    }
+    std::lock_guard lock(arrays().mutex);
+    const auto level = arrays().levels.find(handle);
+    return level == arrays().levels.end() ? nullptr : level->second;
+}
+
+void destroy_arrays_of(Handle context) {
+    for (const auto& array : arrays().created.take_all([=](const Array& array) { return array.context == context; })) {
+        free_memory(*array);
+    }
+    for (const auto& mipmap : arrays().mipmaps.take_all([=](const Mipmap& made) { return made.context == context; })) {
+        free_levels(*mipmap);
+    }
+}
+
+GDRKIT_CUDA_ENTRY Result cuArrayCreate_v2(Handle* array, const PlaneDescription* plane) {
+    return entry_in_context("cuArrayCreate_v2", [&](const ContextRef& context) {
+        if (plane == nullptr) {
+            return invalid_value;
+        }
+        const ArrayDescription description{plane->width, plane->height, 0, plane->format, plane->channels, 0};
+        return create(context, array, &description);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuArray3DCreate_v2(Handle* array, const ArrayDescription* description) {
+    return entry_in_context("cuArray3DCreate_v2",
+                            [&](const ContextRef& context) { return create(context, array, description); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuArrayGetDescriptor_v2(PlaneDescription* plane, Handle array) {
+    return entry_in_context("cuArrayGetDescriptor_v2", [&](const ContextRef&) {
+        ArrayDescription description{};
+        const Result result = plane == nullptr ? invalid_value : describe(array, &description);
+        if (result == success) {
+            *plane = {description.width, description.height, description.format, description.channels};
+        }
+        return result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuArray3DGetDescriptor_v2(ArrayDescription* description, Handle array) {
+    return entry_in_context("cuArray3DGetDescriptor_v2",
+                            [&](const ContextRef&) { return describe(array, description); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuArrayDestroy(Handle handle) {
+    return entry_in_context("cuArrayDestroy", [&](const ContextRef&) {
+        const ArrayRef array = arrays().created.take(handle);
+        if (!array) {
+            return invalid_handle;
+        }
+        free_memory(*array);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMipmappedArrayCreate(Handle* mipmap, const ArrayDescription* description, unsigned levels) {
+    return entry_in_context("cuMipmappedArrayCreate", [&](const ContextRef& context) {
+        return create_mipmap(context, mipmap, description, levels);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMipmappedArrayGetLevel(Handle* array, Handle handle, unsigned level) {
+    return entry_in_context("cuMipmappedArrayGetLevel", [&](const ContextRef&) {
+        const auto mipmap = arrays().mipmaps.find(handle);
+        if (!mipmap) {
+            return invalid_handle;
+        }
+        if (array == nullptr || level >= mipmap->levels.size()) {
+            return invalid_value;
+        }
+        *array = mipmap->levels[level];
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMipmappedArrayDestroy(Handle handle) {
+    return entry_in_context("cuMipmappedArrayDestroy", [&](const ContextRef&) {
+        const auto mipmap = arrays().mipmaps.take(handle);
+        if (!mipmap) {
+            return invalid_handle;
+        }
+        free_levels(*mipmap);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyHtoA_v2(Handle array, std::size_t offset, const void* from, std::size_t length_bytes) {
+    return copy_part("cuMemcpyHtoA_v2", array, offset, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part) {
+                         return copy_synchronous(context, contiguous(part, address_of(from), length_bytes));
+                     });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoH_v2(void* to, Handle array, std::size_t offset, std::size_t length_bytes) {
+    return copy_part("cuMemcpyAtoH_v2", array, offset, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part) {
+                         return copy_synchronous(context, contiguous(address_of(to), part, length_bytes));
+                     });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyDtoA_v2(Handle array, std::size_t offset, DevicePointer from,
+                                         std::size_t length_bytes) {
+    return copy_part(
+        "cuMemcpyDtoA_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
+            return copy_synchronous(
+                context, contiguous(part, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only));
+        });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoD_v2(DevicePointer to, Handle array, std::size_t offset, std::size_t length_bytes) {
+    return copy_part("cuMemcpyAtoD_v2", array, offset, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part) {
+                         return copy_synchronous(context, contiguous(to, part, length_bytes, AllowedMemory::device_only,
+                                                                     AllowedMemory::device_only));
+                     });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoA_v2(Handle to, std::size_t to_offset, Handle from, std::size_t from_offset,
+                                         std::size_t length_bytes) {
+    return copy_part(
+        "cuMemcpyAtoA_v2", to, to_offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
+            std::uint64_t source = 0;
+            const Result result = part_of(from, from_offset, length_bytes, &source);
+            return result == success ? copy_synchronous(context, contiguous(part, source, length_bytes)) : result;
+        });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyHtoAAsync_v2(Handle array, std::size_t offset, const void* from,
+                                              std::size_t length_bytes, Handle stream) {
+    return copy_part("cuMemcpyHtoAAsync_v2", array, offset, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part) {
+                         return enqueue_copy(context, contiguous(part, address_of(from), length_bytes), stream);
+                     });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemcpyAtoHAsync_v2(void* to, Handle array, std::size_t offset, std::size_t length_bytes,
+                                              Handle stream) {
+    return copy_part("cuMemcpyAtoHAsync_v2", array, offset, length_bytes,
+                     [&](const ContextRef& context, std::uint64_t part) {
+                         return enqueue_copy(context, contiguous(address_of(to), part, length_bytes), stream);
+                     });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,268 @@
+// The rules of captures: which streams, events and calls belong to a capture, and what invalidates it.
+#include "cuda/capture.hpp"
+
+#include <algorithm>
+#include <set>
+#include <utility>
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// How calls of this thread affect captures.
+thread_local int thread_mode = capture_mode_global;
+
+// The captures that have not ended; guarded by graph_mutex().
+std::vector<CaptureRef>& captures() {
+    static auto* const instance = new std::vector<CaptureRef>;
+    return *instance;
+}
+
+// Return the streams of a capture that still belong to it.
+std::vector<StreamRef> streams_of(const CaptureRef& capture) {
+    std::vector<StreamRef> streams;
+    for (const auto& weak_stream : capture->streams) {
+        if (StreamRef stream = weak_stream.lock(); stream && stream->capture == capture) {
+            streams.push_back(std::move(stream));
+        }
+    }
+    return streams;
+}
+
+// Invalidate every capture with a stream for which the predicate is true.
+template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool only_queries = false) {
+    bool is_found = false;
+    for (const CaptureRef& capture : captures()) {
+        if (std::ranges::any_of(streams_of(capture), predicate)) {
+            capture->is_invalidated |= !only_queries;
+            is_found = true;
+        }
+    }
+    return is_found;
+}
+
+void join(const CaptureRef& capture, const StreamRef& stream, std::vector<NodeRef> dependencies) {
+    stream->capture = capture;
+    stream->capture_nodes = std::move(dependencies);
+    capture->streams.push_back(stream);
+}
+
+void leave(const StreamRef& stream) {
+    stream->capture.reset();
+    stream->capture_nodes.clear();
+}
+
+void finish(const CaptureRef& capture) {
+    std::ranges::for_each(streams_of(capture), leave);
+    capture->graph->is_capturing = false;
+    std::erase(captures(), capture);
+}
+
+// Return whether all work of the other streams is ordered before the end of the origin.
+bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
+    std::set<NodeRef> reached;
+    std::vector<NodeRef> pending = origin->capture_nodes;
+    while (!pending.empty()) {
+        const NodeRef node = pending.back();
+        pending.pop_back();
+        if (reached.insert(node).second) {
+            pending.insert(pending.end(), node->dependencies.begin(), node->dependencies.end());
+        }
+    }
+    return std::ranges::all_of(streams_of(capture), [&](const StreamRef& stream) {
+        return std::ranges::all_of(stream->capture_nodes, [&](const NodeRef& node) { return reached.contains(node); });
+    });
+}
+
+} // namespace
+
+int& thread_capture_mode() {
+    return thread_mode;
+}
+
+Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies) {
+    static std::uint64_t last_id = 0;
+    if (stream->capture) {
+        return illegal_state;
+    }
+    auto capture = std::make_shared<Capture>();
+    capture->id = ++last_id;
+    capture->makes_graph = graph == nullptr;
+    capture->graph = graph ? std::move(graph) : make_graph();
+    capture->graph->is_capturing = true;
+    capture->mode = mode;
+    capture->thread = std::this_thread::get_id();
+    capture->origin = stream;
+    captures().push_back(capture);
+    join(capture, stream, std::move(dependencies));
+    return success;
+}
+
+Result end_capture(const StreamRef& stream, Handle* handle) {
+    const CaptureRef capture = stream->capture;
+    if (!capture) {
+        return illegal_state;
+    }
+    if (capture->origin.lock() != stream) {
+        capture->is_invalidated = true;
+        return stream_capture_unmatched;
+    }
+    if (capture->mode != capture_mode_relaxed && capture->thread != std::this_thread::get_id()) {
+        return stream_capture_wrong_thread;
+    }
+    const Result result = capture->is_invalidated       ? stream_capture_invalidated
+                          : !is_joined(capture, stream) ? stream_capture_unjoined
+                                                        : success;
+    finish(capture);
+    if (result == success && capture->makes_graph) {
+        own_graph(capture->graph);
+    }
+    *handle = result == success ? capture->graph->handle : 0;
+    return result;
+}
+
+bool is_captured(const StreamRef& stream) {
+    std::lock_guard lock(graph_mutex());
+    return stream->capture != nullptr;
+}
+
+Result refuse_captured(const StreamRef& stream) {
+    std::lock_guard lock(graph_mutex());
+    if (!stream->capture) {
+        return success;
+    }
+    stream->capture->is_invalidated = true;
+    return stream_capture_unsupported;
+}
+
+Result capture_node_locked(const StreamRef& stream, NodeParameters parameters) {
+    const CaptureRef capture = stream->capture;
+    if (!capture || capture->is_invalidated) {
+        return stream_capture_invalidated;
+    }
+    const Result result = check_parameters(parameters);
+    if (result != success) {
+        capture->is_invalidated = true;
+        return result;
+    }
+    stream->capture_nodes = {add_node(capture->graph, std::move(parameters), stream->capture_nodes)};
+    return success;
+}
+
+Result capture_node(const StreamRef& stream, NodeParameters parameters) {
+    std::lock_guard lock(graph_mutex());
+    return capture_node_locked(stream, std::move(parameters));
+}
+
+Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t length_bytes, DevicePointer* pointer) {
+    AllocateParameters parameters{};
+    parameters.pool.allocation_type = allocation_pinned;
+    parameters.pool.location = {location_device, device};
+    parameters.length_bytes = length_bytes;
+    AllocateNode node;
+    std::lock_guard lock(graph_mutex());
+    Result result = make_allocation(&parameters, &node);
+    if (result == success) {
+        result = capture_node_locked(stream, std::move(node));
+    }
+    if (result == success) {
+        *pointer = parameters.pointer;
+    }
+    return result;
+}
+
+std::shared_ptr<CapturedEvent> capture_record(const StreamRef& stream) {
+    std::lock_guard lock(graph_mutex());
+    return stream->capture ? std::make_shared<CapturedEvent>(stream->capture, stream->capture_nodes) : nullptr;
+}
+
+void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* to) {
+    for (const NodeRef& node : nodes) {
+        if (std::ranges::find(*to, node) == to->end()) {
+            to->push_back(node);
+        }
+    }
+}
+
+Result capture_wait(const ContextRef& context, const StreamRef& stream, const std::shared_ptr<CapturedEvent>& event) {
+    std::lock_guard lock(graph_mutex());
+    const CaptureRef capture = event ? event->capture.lock() : nullptr;
+    const CaptureRef& of_stream = stream->capture;
+    if (!capture) {
+        // The event stands for work outside of captures, or for a capture that has ended.
+        if (of_stream) {
+            of_stream->is_invalidated = true;
+        }
+        return of_stream ? stream_capture_isolation : captured_event;
+    }
+    if (capture->is_invalidated || (of_stream && of_stream->is_invalidated)) {
+        return stream_capture_invalidated;
+    }
+    if (stream == context->legacy_stream) {
+        capture->is_invalidated = true;
+        return stream_capture_implicit;
+    }
+    if (!of_stream) {
+        join(capture, stream, event->nodes);
+        return success;
+    }
+    if (of_stream != capture) {
+        of_stream->is_invalidated = capture->is_invalidated = true;
+        return stream_capture_merge;
+    }
+    add_missing_nodes(event->nodes, &stream->capture_nodes);
+    return success;
+}
+
+void invalidate_capture_of(const CapturedEvent& event) {
+    std::lock_guard lock(graph_mutex());
+    if (const CaptureRef capture = event.capture.lock()) {
+        capture->is_invalidated = true;
+    }
+}
+
+Result check_legacy_stream(const ContextRef& context, bool only_queries) {
+    std::lock_guard lock(graph_mutex());
+    const bool is_waiting = invalidate_if(
+        [&](const StreamRef& stream) { return stream->is_blocking() && stream->context.lock() == context; },
+        only_queries);
+    return is_waiting ? stream_capture_implicit : success;
+}
+
+Result check_synchronisation(const ContextRef& context) {
+    std::lock_guard lock(graph_mutex());
+    const bool is_captured = invalidate_if([&](const StreamRef& stream) { return stream->context.lock() == context; });
+    return is_captured ? stream_capture_unsupported : success;
+}
+
+Result check_unobserved_call() {
+    if (thread_mode == capture_mode_relaxed) {
+        return success;
+    }
+    std::lock_guard lock(graph_mutex());
+    Result result = success;
+    for (const CaptureRef& capture : captures()) {
+        const bool is_of_this_thread = capture->thread == std::this_thread::get_id();
+        if (is_of_this_thread ? capture->mode != capture_mode_relaxed
+                              : capture->mode == capture_mode_global && thread_mode == capture_mode_global) {
+            capture->is_invalidated = true;
+            result = stream_capture_unsupported;
+        }
+    }
+    return result;
+}
+
+void abandon_capture(const StreamRef& stream) {
+    std::lock_guard lock(graph_mutex());
+    const CaptureRef capture = stream->capture;
+    if (!capture) {
+        return;
+    }
+    capture->is_invalidated = true;
+    if (capture->origin.lock() == stream) {
+        // No call can end this capture any more.
+        finish(capture);
+    }
+    leave(stream);
+}
+
+} // namespace gdrkit::twin::cuda

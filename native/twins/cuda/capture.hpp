@@ -1,0 +1,81 @@
+// The capture of streams: work that is queued in a captured stream becomes nodes of a graph.
+#pragma once
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "cuda/graph.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+
+// A capture sequence: from cuStreamBeginCapture to cuStreamEndCapture.
+struct Capture {
+    std::uint64_t id = 0;
+    GraphRef graph;
+    bool makes_graph = false; // the graph is new, so the program gets it when the capture ends
+    int mode = capture_mode_global;
+    std::thread::id thread;
+    std::weak_ptr<Stream> origin;
+    std::vector<std::weak_ptr<Stream>> streams; // the origin, and the streams that have joined
+    bool is_invalidated = false;
+};
+using CaptureRef = std::shared_ptr<Capture>;
+
+// An event that was last recorded in a captured stream, and the nodes that it stands for.
+struct CapturedEvent {
+    std::weak_ptr<Capture> capture;
+    std::vector<NodeRef> nodes;
+};
+
+// Begin a capture in a stream, into a graph after some of its nodes, or into a new graph if it is null. End the capture
+// and store the handle of the graph, or 0. Both require graph_mutex().
+Result begin_capture(const StreamRef& stream, int mode, GraphRef graph, std::vector<NodeRef> dependencies);
+Result end_capture(const StreamRef& stream, Handle* graph);
+
+// How calls of this thread affect captures (CUstreamCaptureMode).
+int& thread_capture_mode();
+
+// Add the nodes that are not in the list yet.
+void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* to);
+
+// Return whether work of the stream is captured now, also if the capture was invalidated.
+bool is_captured(const StreamRef& stream);
+
+// Fail with stream_capture_unsupported, and invalidate the capture, if the stream is captured.
+Result refuse_captured(const StreamRef& stream);
+
+// Add a node for work that is queued in a captured stream. Fails if the capture was invalidated, or invalidates it.
+Result capture_node(const StreamRef& stream, NodeParameters parameters);
+// Do the same while graph_mutex() is held.
+Result capture_node_locked(const StreamRef& stream, NodeParameters parameters);
+
+// Capture cuMemAllocAsync: reserve the address of an allocation on the device.
+Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t length_bytes, DevicePointer* pointer);
+
+// Record an event in a captured stream without a node.
+std::shared_ptr<CapturedEvent> capture_record(const StreamRef& stream);
+
+// Let a stream wait for an event that was recorded in a captured stream, or a captured stream for any event. The stream
+// joins the capture of the event.
+Result capture_wait(const ContextRef& context, const StreamRef& stream, const std::shared_ptr<CapturedEvent>& event);
+
+// Invalidate the capture of an event, which the program used in a way that no capture allows.
+void invalidate_capture_of(const CapturedEvent& event);
+
+// Fail with stream_capture_implicit if a blocking stream of the context is captured, because the legacy stream would
+// wait for it. Also invalidate its capture, unless the call only queries.
+Result check_legacy_stream(const ContextRef& context, bool only_queries = false);
+
+// Fail if a captured stream of the context makes it impossible to wait for the context.
+Result check_synchronisation(const ContextRef& context);
+
+// Fail with stream_capture_unsupported, and invalidate the capture, if this thread is prohibited from calls that a
+// capture does not observe, such as an allocation (cuThreadExchangeStreamCaptureMode).
+Result check_unobserved_call();
+
+// Invalidate the capture of a stream whose handle is destroyed.
+void abandon_capture(const StreamRef& stream);
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,176 @@
+// cuStreamBeginCapture, cuStreamEndCapture, and queries and changes of captures.
+#include <utility>
+
+#include "cuda/capture.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// Run `body` with a stream whose capture begins, ends or is queried.
+template <typename Body> Result capture_entry(std::string_view symbol, Handle handle, Body&& body) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        StreamRef stream;
+        const Result found = find_stream(handle, context, &stream, Capturing::queried);
+        std::lock_guard lock(graph_mutex());
+        return found == success ? body(context, stream) : found;
+    });
+}
+
+bool is_legacy(Handle handle) {
+    return handle == default_stream_handle || handle == legacy_stream_handle;
+}
+
+Result begin_new_graph(std::string_view symbol, Handle handle, int mode) {
+    return entry_in_context(symbol, [&](const ContextRef& context) {
+        StreamRef stream;
+        if (is_legacy(handle)) {
+            return stream_capture_unsupported;
+        }
+        const Result result = find_stream(handle, context, &stream, Capturing::allowed);
+        if (result != success || mode < capture_mode_global || mode > capture_mode_relaxed) {
+            return result != success ? result : invalid_value;
+        }
+        std::lock_guard lock(graph_mutex());
+        return begin_capture(stream, mode, nullptr, {});
+    });
+}
+
+struct CaptureInfo {
+    int* status;
+    std::uint64_t* id;
+    Handle* graph;
+    const Handle** dependencies;
+    std::size_t* count;
+};
+
+Result query_capture(const StreamRef& stream, const CaptureInfo& info) {
+    if (info.status == nullptr) {
+        return invalid_value;
+    }
+    const CaptureRef& capture = stream->capture;
+    *info.status = !capture ? capture_none : capture->is_invalidated ? capture_invalidated : capture_active;
+    if (info.id != nullptr) {
+        *info.id = capture ? capture->id : 0;
+    }
+    if (*info.status != capture_active) {
+        return success;
+    }
+    stream->capture_handles.clear();
+    for (const NodeRef& node : stream->capture_nodes) {
+        stream->capture_handles.push_back(node->handle);
+    }
+    if (info.graph != nullptr) {
+        *info.graph = capture->graph->handle;
+    }
+    if (info.dependencies != nullptr) {
+        *info.dependencies = stream->capture_handles.data();
+    }
+    if (info.count != nullptr) {
+        *info.count = stream->capture_handles.size();
+    }
+    return success;
+}
+
+Result query_capture(std::string_view symbol, Handle handle, const CaptureInfo& info) {
+    return capture_entry(symbol, handle,
+                         [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, info); });
+}
+
+Result update_dependencies(const StreamRef& stream, const Handle* handles, std::size_t count, unsigned flags) {
+    std::vector<NodeRef> nodes;
+    if (!stream->capture) {
+        return illegal_state;
+    }
+    if (stream->capture->is_invalidated) {
+        return stream_capture_invalidated;
+    }
+    if (flags > capture_set_dependencies || find_nodes(*stream->capture->graph, handles, count, &nodes) != success) {
+        return invalid_value;
+    }
+    if (flags == capture_set_dependencies) {
+        stream->capture_nodes.clear();
+    }
+    add_missing_nodes(nodes, &stream->capture_nodes);
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuStreamBeginCapture(Handle stream) {
+    return begin_new_graph("cuStreamBeginCapture", stream, capture_mode_global);
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamBeginCapture_v2(Handle stream, int mode) {
+    return begin_new_graph("cuStreamBeginCapture_v2", stream, mode);
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph_handle, const Handle* dependencies,
+                                                     const EdgeData*, std::size_t count, int mode) {
+    return capture_entry("cuStreamBeginCaptureToGraph", handle, [&](const ContextRef&, const StreamRef& stream) {
+        std::vector<NodeRef> nodes;
+        const GraphRef graph = find_graph(graph_handle);
+        if (is_legacy(handle)) {
+            return stream_capture_unsupported;
+        }
+        if (!graph || graph->is_capturing || mode < capture_mode_global || mode > capture_mode_relaxed ||
+            find_nodes(*graph, dependencies, count, &nodes) != success) {
+            return invalid_value;
+        }
+        return begin_capture(stream, mode, graph, std::move(nodes));
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamEndCapture(Handle handle, Handle* graph) {
+    return capture_entry("cuStreamEndCapture", handle, [&](const ContextRef&, const StreamRef& stream) {
+        return graph == nullptr ? invalid_value : end_capture(stream, graph);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamIsCapturing(Handle stream, int* status) {
+    return query_capture("cuStreamIsCapturing", stream, {status, nullptr, nullptr, nullptr, nullptr});
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo(Handle stream, int* status, std::uint64_t* id) {
+    return query_capture("cuStreamGetCaptureInfo", stream, {status, id, nullptr, nullptr, nullptr});
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo_v2(Handle stream, int* status, std::uint64_t* id, Handle* graph,
+                                                   const Handle** dependencies, std::size_t* count) {
+    return query_capture("cuStreamGetCaptureInfo_v2", stream, {status, id, graph, dependencies, count});
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo_v3(Handle stream, int* status, std::uint64_t* id, Handle* graph,
+                                                   const Handle** dependencies, const EdgeData** edges,
+                                                   std::size_t* count) {
+    if (edges != nullptr) {
+        static constexpr EdgeData no_data[64] = {};
+        *edges = no_data;
+    }
+    return query_capture("cuStreamGetCaptureInfo_v3", stream, {status, id, graph, dependencies, count});
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies(Handle handle, Handle* nodes, std::size_t count,
+                                                           unsigned flags) {
+    return capture_entry("cuStreamUpdateCaptureDependencies", handle, [&](const ContextRef&, const StreamRef& stream) {
+        return update_dependencies(stream, nodes, count, flags);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies_v2(Handle handle, Handle* nodes, const EdgeData*,
+                                                              std::size_t count, unsigned flags) {
+    return capture_entry(
+        "cuStreamUpdateCaptureDependencies_v2", handle,
+        [&](const ContextRef&, const StreamRef& stream) { return update_dependencies(stream, nodes, count, flags); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuThreadExchangeStreamCaptureMode(int* mode) {
+    return entry("cuThreadExchangeStreamCaptureMode", [&] {
+        if (mode == nullptr || *mode < capture_mode_global || *mode > capture_mode_relaxed) {
+            return invalid_value;
+        }
+        std::swap(*mode, thread_capture_mode());
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

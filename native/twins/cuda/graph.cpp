@@ -1,0 +1,206 @@
+// All graphs and their nodes, and functions that create, clone and destroy them.
+#include "cuda/graph.hpp"
+
+#include <algorithm>
+#include <map>
+#include <set>
+#include <utility>
+
+#include "cuda/registry.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+struct Graphs {
+    std::recursive_mutex mutex;
+    Registry<Graph> created{"cuda_graph"}; // the graphs that the program destroys
+    std::map<Handle, std::weak_ptr<Graph>> all;
+    std::map<Handle, std::weak_ptr<Node>> nodes;
+    std::mutex memory_mutex; // guards `memory`, because the last reference may be dropped without the other mutex
+    std::set<const GraphMemory*> memory;
+};
+
+Graphs& graphs() {
+    static auto* const instance = new Graphs;
+    return *instance;
+}
+
+Result destroy_node(Handle handle) {
+    const NodeRef node = find_node(handle);
+    const GraphRef graph = node ? node->graph.lock() : nullptr;
+    if (!graph || graph->is_capturing || has_memory_nodes(*graph)) {
+        return invalid_value;
+    }
+    for (const NodeRef& other : graph->nodes) {
+        std::erase(other->dependencies, node);
+    }
+    std::erase(graph->nodes, node);
+    graphs().nodes.erase(handle);
+    return success;
+}
+
+} // namespace
+
+std::recursive_mutex& graph_mutex() {
+    return graphs().mutex;
+}
+
+Graph::~Graph() {
+    std::lock_guard lock(graph_mutex());
+    graphs().all.erase(handle);
+    for (const NodeRef& node : nodes) {
+        graphs().nodes.erase(node->handle);
+        // Nodes that refer to each other would keep each other alive.
+        node->dependencies.clear();
+    }
+}
+
+GraphMemory::~GraphMemory() {
+    {
+        std::lock_guard lock(graphs().memory_mutex);
+        graphs().memory.erase(this);
+    }
+    free_slot(slot);
+}
+
+GraphRef make_graph() {
+    auto graph = std::make_shared<Graph>();
+    graph->handle = new_handle();
+    graphs().all[graph->handle] = graph;
+    return graph;
+}
+
+void own_graph(const GraphRef& graph) {
+    graphs().created.add(graph->handle, graph);
+}
+
+void remember_memory(const GraphMemory* memory) {
+    std::lock_guard lock(graphs().memory_mutex);
+    graphs().memory.insert(memory);
+}
+
+GraphRef find_graph(Handle handle) {
+    const auto found = graphs().all.find(handle);
+    return found == graphs().all.end() ? nullptr : found->second.lock();
+}
+
+NodeRef find_node(Handle handle) {
+    const auto found = graphs().nodes.find(handle);
+    return found == graphs().nodes.end() ? nullptr : found->second.lock();
+}
+
+bool is_graph_memory(DevicePointer address) {
+    std::lock_guard lock(graphs().memory_mutex);
+    return std::ranges::any_of(
+        graphs().memory, [=](const GraphMemory* memory) { return address - memory->slot.base < memory->length_bytes; });
+}
+
+NodeType type_of(const Node& node) {
+    constexpr NodeType types[] = {node_empty,        node_copy,       node_fill,     node_host, node_graph,
+                                  node_record_event, node_wait_event, node_allocate, node_free};
+    static_assert(std::size(types) == std::variant_size_v<NodeParameters>);
+    return types[node.parameters.index()];
+}
+
+bool has_memory_nodes(const Graph& graph) {
+    return std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
+        return type_of(*node) == node_allocate || type_of(*node) == node_free;
+    });
+}
+
+Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes) {
+    if (count != 0 && handles == nullptr) {
+        return invalid_value;
+    }
+    for (const Handle handle : std::span(handles, count)) {
+        NodeRef node = find_node(handle);
+        if (!node || node->graph.lock().get() != &graph || std::ranges::find(*nodes, node) != nodes->end()) {
+            return invalid_value;
+        }
+        nodes->push_back(std::move(node));
+    }
+    return success;
+}
+
+NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies) {
+    auto node = std::make_shared<Node>();
+    node->handle = new_handle();
+    node->graph = graph;
+    node->parameters = std::move(parameters);
+    node->dependencies = std::move(dependencies);
+    graphs().nodes[node->handle] = node;
+    graph->nodes.push_back(node);
+    return node;
+}
+
+GraphRef clone_graph(const Graph& graph) {
+    GraphRef clone = make_graph();
+    std::map<NodeRef, NodeRef> copies;
+    for (const NodeRef& node : graph.nodes) {
+        NodeParameters parameters = node->parameters;
+        if (const auto* const child = std::get_if<ChildNode>(&parameters)) {
+            GraphRef copy = clone_graph(*child->graph);
+            copy->is_child = true;
+            parameters = ChildNode{std::move(copy)};
+        }
+        copies[node] = add_node(clone, std::move(parameters), {});
+        copies[node]->origin = node->handle;
+    }
+    for (const NodeRef& node : graph.nodes) {
+        for (const NodeRef& dependency : node->dependencies) {
+            copies[node]->dependencies.push_back(copies[dependency]);
+        }
+    }
+    return clone;
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphCreate(Handle* handle, unsigned flags) {
+    return graph_entry("cuGraphCreate", [&] {
+        if (handle == nullptr || flags != 0) {
+            return invalid_value;
+        }
+        const GraphRef graph = make_graph();
+        own_graph(graph);
+        *handle = graph->handle;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphDestroy(Handle handle) {
+    return graph_entry("cuGraphDestroy", [&] {
+        const GraphRef graph = find_graph(handle);
+        if (graph && (graph->is_child || graph->is_capturing)) {
+            return invalid_value;
+        }
+        return graphs().created.take(handle) ? success : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphClone(Handle* clone, Handle original) {
+    return with_graph("cuGraphClone", original, [&](const GraphRef& graph) {
+        if (clone == nullptr || has_memory_nodes(*graph)) {
+            return invalid_value;
+        }
+        const GraphRef made = clone_graph(*graph);
+        own_graph(made);
+        *clone = made->handle;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeFindInClone(Handle* node, Handle original, Handle clone) {
+    return with_graph("cuGraphNodeFindInClone", clone, [&](const GraphRef& graph) {
+        const auto found = std::ranges::find(graph->nodes, original, [](const NodeRef& copy) { return copy->origin; });
+        if (node == nullptr || original == 0 || found == graph->nodes.end()) {
+            return invalid_value;
+        }
+        *node = (*found)->handle;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphDestroyNode(Handle node) {
+    return graph_entry("cuGraphDestroyNode", [&] { return destroy_node(node); });
+}
+
+} // namespace gdrkit::twin::cuda

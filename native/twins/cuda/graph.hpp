@@ -1,0 +1,136 @@
+// Graphs of work: nodes with dependencies. graph.cpp has the structure of graphs, graph_nodes.cpp the parameters of
+// nodes, graph_exec.cpp executable graphs, and capture.cpp the capture of streams into graphs.
+#pragma once
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <variant>
+#include <vector>
+
+#include "cuda/entry.hpp"
+#include "cuda/graph_abi.hpp"
+#include "cuda/pool.hpp"
+
+namespace gdrkit::twin::cuda {
+
+// The memory of an allocation node. It has its address at all times, and a range while it is allocated.
+struct GraphMemory : Pool {
+    GraphMemory() = default;
+    GraphMemory(const GraphMemory&) = delete;
+    GraphMemory& operator=(const GraphMemory&) = delete;
+    ~GraphMemory();
+    Slot slot;
+    std::uint64_t length_bytes = 0;
+};
+
+struct Graph;
+using GraphRef = std::shared_ptr<Graph>;
+
+struct EmptyNode {};
+struct CopyNode {
+    Copy3d copy{};
+    Handle context = 0;
+};
+struct FillNode {
+    FillParameters fill{};
+    Handle context = 0;
+};
+struct ChildNode {
+    GraphRef graph;
+};
+struct RecordNode {
+    Handle event = 0;
+};
+struct WaitNode {
+    Handle event = 0;
+};
+struct AllocateNode {
+    AllocateParameters parameters{};
+    std::shared_ptr<GraphMemory> memory;
+};
+struct FreeNode {
+    DevicePointer pointer = 0;
+};
+using NodeParameters = std::variant<EmptyNode, CopyNode, FillNode, HostParameters, ChildNode, RecordNode, WaitNode,
+                                    AllocateNode, FreeNode>;
+
+struct Node {
+    Handle handle = 0;
+    std::weak_ptr<Graph> graph;
+    NodeParameters parameters;
+    std::vector<std::shared_ptr<Node>> dependencies;
+    Handle origin = 0; // the node of which this node of a cloned graph is a copy, or 0
+};
+using NodeRef = std::shared_ptr<Node>;
+
+struct Graph {
+    Graph() = default;
+    Graph(const Graph&) = delete;
+    Graph& operator=(const Graph&) = delete;
+    ~Graph();
+    Handle handle = 0;
+    std::vector<NodeRef> nodes;     // in the order in which they were added
+    bool is_child = false;          // a node owns the graph
+    bool is_capturing = false;      // a capture adds nodes
+    std::weak_ptr<void> executable; // of a graph that allocates or frees memory, which may have only one
+};
+
+// Guards all graphs, executable graphs and captures. Other mutexes of the twin may be locked while it is held. It is
+// recursive, because the last reference to a graph may be dropped with and without it.
+std::recursive_mutex& graph_mutex();
+
+// The following functions require the mutex.
+
+GraphRef make_graph();
+// Let the program own a graph, and destroy it.
+void own_graph(const GraphRef& graph);
+void remember_memory(const GraphMemory* memory);
+GraphRef find_graph(Handle handle);
+NodeRef find_node(Handle handle);
+NodeType type_of(const Node& node);
+bool has_memory_nodes(const Graph& graph);
+
+// Find nodes of a graph by their handles. Fails with invalid_value, also for a node that is listed twice.
+Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes);
+
+NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies);
+
+// Return a copy of a graph, with copies of its child graphs.
+GraphRef clone_graph(const Graph& graph);
+
+// Check the parameters of a new node: operands of copies must exist, or belong to an allocation node.
+Result check_parameters(const NodeParameters& parameters);
+
+// Reserve an address for an allocation node and store it in the parameters. Fails if they are invalid.
+Result make_allocation(AllocateParameters* parameters, AllocateNode* node);
+
+// Return whether the memory of an allocation node has this address.
+bool is_graph_memory(DevicePointer address);
+
+// Run the body of an exported function that uses graphs.
+template <typename Body> Result graph_entry(std::string_view symbol, Body&& body) {
+    return entry(symbol, [&] {
+        std::lock_guard lock(graph_mutex());
+        return body();
+    });
+}
+
+// Run `body` with the graph or the node of a handle. Fails with invalid_value if it does not exist.
+template <typename Body> Result with_graph(std::string_view symbol, Handle handle, Body&& body) {
+    return graph_entry(symbol, [&] {
+        const GraphRef graph = find_graph(handle);
+        return graph ? body(graph) : invalid_value;
+    });
+}
+
+template <typename Body> Result with_node(std::string_view symbol, Handle handle, Body&& body) {
+    return graph_entry(symbol, [&] {
+        const NodeRef node = find_node(handle);
+        return node ? body(node) : invalid_value;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,301 @@
+// Executable graphs: instantiation, updates and launches.
+#include <algorithm>
+#include <utility>
+
+#include "cuda/capture.hpp"
+#include "cuda/graph_launch.hpp"
+#include "cuda/registry.hpp"
+#include "cuda/stream.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// A graph that was instantiated. Its own graph is a copy; the nodes of the copy know their origins.
+struct Executable {
+    Handle handle = 0;
+    GraphRef graph;
+    std::uint64_t flags = 0;
+    std::vector<Handle> disabled; // nodes of the original graph
+    MarkerRef last_launch;
+};
+using ExecutableRef = std::shared_ptr<Executable>;
+
+Registry<Executable>& executables() {
+    static auto* const instance = new Registry<Executable>("cuda_graph_executable");
+    return *instance;
+}
+
+bool has_cycle(const Graph& graph) {
+    return random_order(graph).size() != graph.nodes.size() ||
+           std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
+               const auto* const child = std::get_if<ChildNode>(&node->parameters);
+               return child != nullptr && has_cycle(*child->graph);
+           });
+}
+
+Result instantiate(Handle* handle, Handle graph_handle, std::uint64_t flags) {
+    const GraphRef graph = find_graph(graph_handle);
+    constexpr std::uint64_t known_flags = instantiate_auto_free | instantiate_upload | instantiate_node_priority;
+    if (handle == nullptr || !graph || graph->is_capturing) {
+        return invalid_value;
+    }
+    if ((flags & ~known_flags) != 0) {
+        return flags == instantiate_device_launch ? not_supported : invalid_value;
+    }
+    if (has_cycle(*graph) || (has_memory_nodes(*graph) && !graph->executable.expired())) {
+        return invalid_value;
+    }
+    auto executable = std::make_shared<Executable>();
+    executable->handle = new_handle();
+    executable->graph = clone_graph(*graph);
+    executable->flags = flags;
+    if (has_memory_nodes(*graph)) {
+        graph->executable = executable;
+    }
+    executables().add(executable->handle, executable);
+    *handle = executable->handle;
+    return success;
+}
+
+Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
+    const ExecutableRef executable = executables().find(handle);
+    StreamRef stream;
+    if (!executable) {
+        return invalid_value;
+    }
+    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
+        return result;
+    }
+    if (stream->capture) {
+        if (has_memory_nodes(*executable->graph)) {
+            return not_supported;
+        }
+        GraphRef child = clone_graph(*executable->graph);
+        child->is_child = true;
+        return capture_node_locked(stream, ChildNode{std::move(child)});
+    }
+    const ContextRef owner = stream->context.lock();
+    std::function<void()> work;
+    if (const Result result =
+            prepare_launch(owner ? owner : context, *executable->graph, executable->flags, executable->disabled, &work);
+        result != success) {
+        return result;
+    }
+    std::vector<MarkerRef> dependencies;
+    if (executable->last_launch) {
+        dependencies.push_back(executable->last_launch);
+    }
+    executable->last_launch = enqueue(stream, std::move(work), Timing::delayed, std::move(dependencies));
+    return success;
+}
+
+// Give the executable graph the parameters of a graph with the same nodes and dependencies.
+Result update(Handle handle, Handle graph_handle, UpdateInformation* information) {
+    const ExecutableRef executable = executables().find(handle);
+    const GraphRef graph = find_graph(graph_handle);
+    *information = {update_error, 0, 0};
+    if (!executable || !graph) {
+        return invalid_value;
+    }
+    const auto fail = [&](UpdateResult result, Handle node) {
+        *information = {result, node, 0};
+        return graph_update_failure;
+    };
+    const auto &to = executable->graph->nodes, &from = graph->nodes;
+    if (to.size() != from.size()) {
+        return fail(update_topology_changed, 0);
+    }
+    const auto index_of = [](const auto& nodes, const NodeRef& node) {
+        return std::ranges::find(nodes, node) - nodes.begin();
+    };
+    for (std::size_t index = 0; index < to.size(); ++index) {
+        if (to[index]->dependencies.size() != from[index]->dependencies.size()) {
+            return fail(update_topology_changed, from[index]->handle);
+        }
+        for (std::size_t at = 0; at < to[index]->dependencies.size(); ++at) {
+            if (index_of(to, to[index]->dependencies[at]) != index_of(from, from[index]->dependencies[at])) {
+                return fail(update_topology_changed, from[index]->handle);
+            }
+        }
+        if (type_of(*to[index]) != type_of(*from[index])) {
+            return fail(update_node_type_changed, from[index]->handle);
+        }
+        if (type_of(*to[index]) == node_allocate || type_of(*to[index]) == node_free) {
+            return fail(update_parameters_changed, from[index]->handle);
+        }
+    }
+    const GraphRef copy = clone_graph(*graph);
+    for (std::size_t index = 0; index < to.size(); ++index) {
+        to[index]->parameters = copy->nodes[index]->parameters;
+    }
+    *information = {update_success, 0, 0};
+    return success;
+}
+
+// Find the copy of a node of the original graph in an executable graph; null if there is none.
+NodeRef find_copy(const ExecutableRef& executable, Handle original) {
+    if (!executable || original == 0) {
+        return nullptr;
+    }
+    const auto& nodes = executable->graph->nodes;
+    const auto found = std::ranges::find(nodes, original, [](const NodeRef& node) { return node->origin; });
+    return found == nodes.end() ? nullptr : *found;
+}
+
+// Replace the parameters that an executable graph has for a node of its original graph.
+template <typename Type> Result set_parameters(Handle handle, Handle node_handle, Type parameters) {
+    const NodeRef node = find_copy(executables().find(handle), node_handle);
+    if (!node || !std::holds_alternative<Type>(node->parameters)) {
+        return invalid_value;
+    }
+    const Result result = check_parameters(parameters);
+    if (result == success) {
+        node->parameters = std::move(parameters);
+    }
+    return result;
+}
+
+// Only copies, memsets and kernels can be disabled.
+Result find_disabled(Handle handle, Handle node_handle, ExecutableRef* executable) {
+    *executable = executables().find(handle);
+    const NodeRef node = find_copy(*executable, node_handle);
+    return node && (type_of(*node) == node_copy || type_of(*node) == node_fill) ? success : invalid_value;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long flags) {
+    return graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate(executable, graph, flags); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph, Handle* error_node, char*,
+                                               std::size_t) {
+    return graph_entry("cuGraphInstantiate_v2", [&] {
+        if (error_node != nullptr) {
+            *error_node = 0;
+        }
+        return instantiate(executable, graph, 0);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle graph,
+                                                      InstantiateParameters* parameters) {
+    return graph_entry("cuGraphInstantiateWithParams", [&] {
+        if (parameters == nullptr) {
+            return invalid_value;
+        }
+        const Result result = instantiate(executable, graph, parameters->flags);
+        const GraphRef found = find_graph(graph);
+        const bool is_invalid = result != success && found && has_cycle(*found);
+        parameters->error_node = is_invalid ? found->nodes.front()->handle : 0;
+        parameters->result = result == success ? instantiate_success
+                             : is_invalid      ? instantiate_invalid_structure
+                                               : instantiate_error;
+        return result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecDestroy(Handle executable) {
+    return graph_entry("cuGraphExecDestroy", [&] { return executables().take(executable) ? success : invalid_value; });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle handle, std::uint64_t* flags) {
+    return graph_entry("cuGraphExecGetFlags", [&] {
+        const ExecutableRef executable = executables().find(handle);
+        if (!executable || flags == nullptr) {
+            return invalid_value;
+        }
+        *flags = executable->flags;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphLaunch(Handle executable, Handle stream) {
+    return entry_in_context("cuGraphLaunch", [&](const ContextRef& context) {
+        std::lock_guard lock(graph_mutex());
+        return launch(context, executable, stream);
+    });
+}
+
+// There is nothing to upload.
+GDRKIT_CUDA_ENTRY Result cuGraphUpload(Handle executable, Handle stream_handle) {
+    return entry_in_context("cuGraphUpload", [&](const ContextRef& context) {
+        StreamRef stream;
+        const Result result = find_stream(stream_handle, context, &stream);
+        return result != success ? result : executables().find(executable) ? success : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate_v2(Handle executable, Handle graph, UpdateInformation* information) {
+    return graph_entry("cuGraphExecUpdate_v2",
+                       [&] { return information == nullptr ? invalid_value : update(executable, graph, information); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate(Handle executable, Handle graph, Handle* error_node, int* update_result) {
+    return graph_entry("cuGraphExecUpdate", [&] {
+        UpdateInformation information{};
+        if (error_node == nullptr || update_result == nullptr) {
+            return invalid_value;
+        }
+        const Result result = update(executable, graph, &information);
+        *error_node = information.error_node;
+        *update_result = information.result;
+        return result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy,
+                                                        Handle context) {
+    return graph_entry("cuGraphExecMemcpyNodeSetParams", [&] {
+        return copy == nullptr ? invalid_value : set_parameters(executable, node, CopyNode{*copy, context});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecMemsetNodeSetParams(Handle executable, Handle node, const FillParameters* fill,
+                                                        Handle context) {
+    return graph_entry("cuGraphExecMemsetNodeSetParams", [&] {
+        return fill == nullptr ? invalid_value : set_parameters(executable, node, FillNode{*fill, context});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecHostNodeSetParams(Handle executable, Handle node, const HostParameters* host) {
+    return graph_entry("cuGraphExecHostNodeSetParams",
+                       [&] { return host == nullptr ? invalid_value : set_parameters(executable, node, *host); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecEventRecordNodeSetEvent(Handle executable, Handle node, Handle event) {
+    return graph_entry("cuGraphExecEventRecordNodeSetEvent",
+                       [&] { return set_parameters(executable, node, RecordNode{event}); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphExecEventWaitNodeSetEvent(Handle executable, Handle node, Handle event) {
+    return graph_entry("cuGraphExecEventWaitNodeSetEvent",
+                       [&] { return set_parameters(executable, node, WaitNode{event}); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsigned is_enabled) {
+    return graph_entry("cuGraphNodeSetEnabled", [&] {
+        ExecutableRef executable;
+        const Result result = find_disabled(handle, node, &executable);
+        if (result == success) {
+            std::erase(executable->disabled, node);
+            if (is_enabled == 0) {
+                executable->disabled.push_back(node);
+            }
+        }
+        return result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetEnabled(Handle handle, Handle node, unsigned* is_enabled) {
+    return graph_entry("cuGraphNodeGetEnabled", [&] {
+        ExecutableRef executable;
+        const Result result = is_enabled == nullptr ? invalid_value : find_disabled(handle, node, &executable);
+        if (result == success) {
+            *is_enabled = std::ranges::count(executable->disabled, node) == 0 ? 1 : 0;
+        }
+        return result;
+    });
+}
+
+} // namespace gdrkit::twin::cuda

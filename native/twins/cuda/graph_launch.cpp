@@ -1,0 +1,195 @@
+// The launch of an executable graph. It carries out the nodes one after the other, in a random order that the
+// dependencies allow, so that a missing dependency shows.
+#include "cuda/graph_launch.hpp"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "cuda/copy.hpp"
+#include "cuda/event.hpp"
+#include "cuda/fill.hpp"
+#include "cuda/stream.hpp"
+#include "model/config.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// The work of one launch. If it cannot be prepared, what was changed is undone.
+class Launch {
+public:
+    Launch(ContextRef context, std::uint64_t flags, const std::vector<Handle>& disabled)
+        : context_(std::move(context)), flags_(flags), disabled_(disabled) {}
+
+    Result prepare(const Graph& graph) {
+        const Result result = prepare_graph(graph);
+        if (result != success) {
+            undo();
+        }
+        return result;
+    }
+
+    // Return the prepared work. Events count as recorded from now on, and are done when their node has run.
+    std::function<void()> take() {
+        for (const auto& [index, event] : records_) {
+            steps_[index] = begin_record(event);
+        }
+        return [steps = std::move(steps_)]() mutable {
+            for (std::function<void()>& step : steps) {
+                sleep_random_delay();
+                if (step) {
+                    step();
+                }
+                step = nullptr;
+            }
+        };
+    }
+
+private:
+    Result prepare_graph(const Graph& graph) {
+        for (const NodeRef& node : random_order(graph)) {
+            if (std::ranges::find(disabled_, node->origin) != disabled_.end()) {
+                continue;
+            }
+            if (const Result result =
+                    std::visit([&](const auto& parameters) { return add(parameters); }, node->parameters);
+                result != success) {
+                return result;
+            }
+        }
+        return success;
+    }
+
+    Result context_of(Handle handle, ContextRef* context) const {
+        *context = context_;
+        return handle == 0 ? success : find_context(handle, context);
+    }
+
+    Result add(const EmptyNode&) { return success; }
+    Result add(const CopyNode& node) {
+        ContextRef context;
+        CopyRequest request;
+        Result result = context_of(node.context, &context);
+        if (result == success) {
+            result = request_of(&node.copy, &request);
+        }
+        return result == success ? prepare_copy(context, request, &steps_.emplace_back()) : result;
+    }
+    Result add(const FillNode& node) {
+        ContextRef context;
+        const Result result = context_of(node.context, &context);
+        return result == success ? prepare_fill(context, node.fill, &steps_.emplace_back()) : result;
+    }
+    Result add(const HostParameters& node) {
+        steps_.push_back(host_function_work(node.function, node.user));
+        return success;
+    }
+    Result add(const ChildNode& node) { return prepare_graph(*node.graph); }
+    Result add(const RecordNode& node) {
+        records_.emplace_back(steps_.size(), node.event);
+        steps_.emplace_back();
+        return event_exists(node.event) ? success : invalid_value;
+    }
+    Result add(const WaitNode& node) {
+        EventRecord record;
+        const Result result = find_record(node.event, &record);
+        steps_.emplace_back([record] { wait_until_done(record); });
+        return result;
+    }
+    Result add(const AllocateNode& node) {
+        RangeRef range;
+        const std::uint64_t base = node.memory->slot.base;
+        if (find_range_by_base(base)) {
+            if ((flags_ & instantiate_auto_free) == 0) {
+                return invalid_value;
+            }
+            if (const Result result = remove_range(base, {MemoryKind::pool}, &range); result != success) {
+                return result;
+            }
+            steps_.emplace_back([range]() mutable { range.reset(); });
+            freed_.push_back(range);
+        }
+        const Result result =
+            make_range(MemoryKind::pool, node.memory->device, node.memory->length_bytes, node.memory->slot, &range);
+        if (result != success) {
+            return result;
+        }
+        // The address belongs to the node, and not to the range.
+        range->slot = {};
+        range->owner = std::static_pointer_cast<Pool>(node.memory);
+        add_range(range);
+        allocated_.push_back(range);
+        return success;
+    }
+    Result add(const FreeNode& node) {
+        RangeRef range;
+        if (!find_range_by_base(node.pointer)) {
+            return invalid_value;
+        }
+        const Result result = remove_range(node.pointer, {MemoryKind::pool}, &range);
+        if (result == success) {
+            freed_.push_back(range);
+            steps_.emplace_back([range = std::move(range)]() mutable { range.reset(); });
+        }
+        return result;
+    }
+
+    void undo() {
+        for (const RangeRef& range : allocated_) {
+            RangeRef removed;
+            if (find_range_by_base(range->base) == range) {
+                (void)remove_range(range->base, {MemoryKind::pool}, &removed);
+            }
+        }
+        for (const RangeRef& range : freed_) {
+            if (std::ranges::find(allocated_, range) == allocated_.end()) {
+                add_range(range);
+            }
+        }
+    }
+
+    ContextRef context_;
+    std::uint64_t flags_;
+    const std::vector<Handle>& disabled_;
+    std::vector<std::function<void()>> steps_;
+    std::vector<std::pair<std::size_t, Handle>> records_; // the step and the event of each record
+    std::vector<RangeRef> allocated_, freed_;
+};
+
+} // namespace
+
+// Return the nodes in a random order in which each node follows its dependencies. It is shorter if there is a cycle.
+std::vector<NodeRef> random_order(const Graph& graph) {
+    std::vector<NodeRef> order, ready;
+    std::map<NodeRef, std::size_t> missing;
+    for (const NodeRef& node : graph.nodes) {
+        missing[node] = node->dependencies.size();
+        if (node->dependencies.empty()) {
+            ready.push_back(node);
+        }
+    }
+    while (!ready.empty()) {
+        const auto chosen = ready.begin() + static_cast<std::ptrdiff_t>(random_u64() % ready.size());
+        const NodeRef node = *chosen;
+        ready.erase(chosen);
+        order.push_back(node);
+        for (const NodeRef& other : graph.nodes) {
+            if (std::ranges::find(other->dependencies, node) != other->dependencies.end() && --missing[other] == 0) {
+                ready.push_back(other);
+            }
+        }
+    }
+    return order;
+}
+
+Result prepare_launch(const ContextRef& context, const Graph& graph, std::uint64_t flags,
+                      const std::vector<Handle>& disabled, std::function<void()>* work) {
+    Launch launch(context, flags, disabled);
+    const Result result = launch.prepare(graph);
+    if (result == success) {
+        *work = launch.take();
+    }
+    return result;
+}
+
+} // namespace gdrkit::twin::cuda

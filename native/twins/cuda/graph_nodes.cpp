@@ -1,0 +1,346 @@
+// Nodes of graphs: cuGraphAdd*Node, and their parameters.
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "cuda/copy.hpp"
+#include "cuda/device.hpp"
+#include "cuda/event.hpp"
+#include "cuda/fill.hpp"
+#include "cuda/graph.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// The graph and the dependencies that every function names which adds a node.
+struct Position {
+    Handle graph;
+    const Handle* dependencies;
+    std::size_t count;
+};
+
+Result add_to_graph(Handle* handle, const Position& position, NodeParameters parameters) {
+    const GraphRef graph = find_graph(position.graph);
+    std::vector<NodeRef> dependencies;
+    if (handle == nullptr || !graph) {
+        return invalid_value;
+    }
+    Result result = find_nodes(*graph, position.dependencies, position.count, &dependencies);
+    if (result == success) {
+        result = check_parameters(parameters);
+    }
+    if (result == success) {
+        *handle = add_node(graph, std::move(parameters), std::move(dependencies))->handle;
+    }
+    return result;
+}
+
+// A node must have allocated the address, and no other node of this graph may free it.
+Result add_free(Handle* handle, const Position& position, DevicePointer pointer) {
+    const GraphRef graph = find_graph(position.graph);
+    const bool is_freed = graph && std::ranges::any_of(graph->nodes, [=](const NodeRef& node) {
+                              const auto* const free = std::get_if<FreeNode>(&node->parameters);
+                              return free != nullptr && free->pointer == pointer;
+                          });
+    return is_freed ? invalid_value : add_to_graph(handle, position, FreeNode{pointer});
+}
+
+Result add_child(Handle* handle, const Position& position, Handle child) {
+    const GraphRef graph = find_graph(child);
+    if (!graph || child == position.graph || has_memory_nodes(*graph)) {
+        return invalid_value;
+    }
+    GraphRef copy = clone_graph(*graph);
+    copy->is_child = true;
+    return add_to_graph(handle, position, ChildNode{std::move(copy)});
+}
+
+Result add_allocation(Handle* handle, const Position& position, AllocateParameters* parameters) {
+    AllocateNode node;
+    const Result result = make_allocation(parameters, &node);
+    return result == success ? add_to_graph(handle, position, std::move(node)) : result;
+}
+
+// Add a node whose parameters are described by the union for all types.
+Result add_any(Handle* handle, const Position& position, NodeParameterUnion* parameters) {
+    if (parameters == nullptr) {
+        return invalid_value;
+    }
+    switch (parameters->type) {
+    case node_copy:
+        return add_to_graph(handle, position, CopyNode{parameters->copy.copy, parameters->copy.context});
+    case node_fill:
+        return add_to_graph(handle, position, FillNode{parameters->fill.fill, parameters->fill.context});
+    case node_host:
+        return add_to_graph(handle, position, parameters->host);
+    case node_graph:
+        return add_child(handle, position, parameters->graph);
+    case node_empty:
+        return add_to_graph(handle, position, EmptyNode{});
+    case node_wait_event:
+        return add_to_graph(handle, position, WaitNode{parameters->event});
+    case node_record_event:
+        return add_to_graph(handle, position, RecordNode{parameters->event});
+    case node_allocate:
+        return add_allocation(handle, position, &parameters->allocate);
+    case node_free:
+        return add_free(handle, position, parameters->free);
+    default:
+        return not_supported;
+    }
+}
+
+// Run `body` with the parameters of a node of one type.
+template <typename Type, typename Body> Result with_parameters(std::string_view symbol, Handle handle, Body&& body) {
+    return with_node(symbol, handle, [&](const NodeRef& node) {
+        auto* const parameters = std::get_if<Type>(&node->parameters);
+        return parameters == nullptr ? invalid_value : body(parameters);
+    });
+}
+
+template <typename Value> Result store(Value* result, const Value& value) {
+    if (result == nullptr) {
+        return invalid_value;
+    }
+    *result = value;
+    return success;
+}
+
+// Replace the parameters of a node after a check.
+template <typename Type> Result replace(Type* parameters, Type replacement) {
+    const Result result = check_parameters(replacement);
+    if (result == success) {
+        *parameters = std::move(replacement);
+    }
+    return result;
+}
+
+Result check_context(Handle handle, ContextRef* context) {
+    return handle == 0 ? current_context(context) : find_context(handle, context);
+}
+
+Result check_copy(const CopyNode& node) {
+    ContextRef context;
+    CopyRequest request;
+    std::function<void()> run;
+    if (const Result result = check_context(node.context, &context); result != success) {
+        return result;
+    }
+    if (const Result result = request_of(&node.copy, &request); result != success) {
+        return result;
+    }
+    // The memory of an allocation node exists only while the graph runs.
+    if (is_graph_memory(request.to.address) || is_graph_memory(request.from.address)) {
+        return success;
+    }
+    return prepare_copy(context, request, &run);
+}
+
+Result check_fill(const FillNode& node) {
+    ContextRef context;
+    std::function<void()> run;
+    const Result result = check_context(node.context, &context);
+    return result != success || is_graph_memory(node.fill.to) ? result : prepare_fill(context, node.fill, &run);
+}
+
+Result check_event(Handle event) {
+    return event_exists(event) ? success : invalid_value;
+}
+
+} // namespace
+
+Result check_parameters(const NodeParameters& parameters) {
+    if (const auto* const copy = std::get_if<CopyNode>(&parameters)) {
+        return check_copy(*copy);
+    }
+    if (const auto* const fill = std::get_if<FillNode>(&parameters)) {
+        return check_fill(*fill);
+    }
+    if (const auto* const host = std::get_if<HostParameters>(&parameters)) {
+        return host->function == nullptr ? invalid_value : success;
+    }
+    if (const auto* const record = std::get_if<RecordNode>(&parameters)) {
+        return check_event(record->event);
+    }
+    if (const auto* const wait = std::get_if<WaitNode>(&parameters)) {
+        return check_event(wait->event);
+    }
+    if (const auto* const free = std::get_if<FreeNode>(&parameters)) {
+        return is_graph_memory(free->pointer) ? success : invalid_value;
+    }
+    return success;
+}
+
+Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
+    if (parameters == nullptr || parameters->length_bytes == 0 ||
+        (parameters->access == nullptr && parameters->access_count != 0) ||
+        parameters->pool.allocation_type != allocation_pinned || parameters->pool.handle_types != handle_none ||
+        parameters->pool.location.type != location_device || !device_exists(parameters->pool.location.id)) {
+        return invalid_value;
+    }
+    auto memory = std::make_shared<GraphMemory>();
+    memory->device = parameters->pool.location.id;
+    memory->length_bytes = parameters->length_bytes;
+    for (const AccessDescription& access : std::span(parameters->access, parameters->access_count)) {
+        if (access.location.type != location_device || !device_exists(access.location.id)) {
+            return invalid_value;
+        }
+        memory->access[access.location.id] = access.flags;
+    }
+    memory->slot = allocate_slot(parameters->length_bytes);
+    if (memory->slot.base == 0) {
+        return out_of_memory;
+    }
+    remember_memory(memory.get());
+    parameters->pointer = memory->slot.base;
+    node->parameters = *parameters;
+    node->parameters.access = nullptr;
+    node->parameters.access_count = 0;
+    node->memory = std::move(memory);
+    return success;
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddEmptyNode(Handle* node, Handle graph, const Handle* dependencies,
+                                             std::size_t count) {
+    return graph_entry("cuGraphAddEmptyNode", [&] {
+        return add_to_graph(node, {graph, dependencies, count}, EmptyNode{});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
+                                              const Copy3d* copy, Handle context) {
+    return graph_entry("cuGraphAddMemcpyNode", [&] {
+        return copy == nullptr ? invalid_value
+                               : add_to_graph(node, {graph, dependencies, count}, CopyNode{*copy, context});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
+                                              const FillParameters* fill, Handle context) {
+    return graph_entry("cuGraphAddMemsetNode", [&] {
+        return fill == nullptr ? invalid_value
+                               : add_to_graph(node, {graph, dependencies, count}, FillNode{*fill, context});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddHostNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
+                                            const HostParameters* host) {
+    return graph_entry("cuGraphAddHostNode", [&] {
+        return host == nullptr ? invalid_value : add_to_graph(node, {graph, dependencies, count}, *host);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddChildGraphNode(Handle* node, Handle graph, const Handle* dependencies,
+                                                  std::size_t count, Handle child) {
+    return graph_entry("cuGraphAddChildGraphNode", [&] {
+        return add_child(node, {graph, dependencies, count}, child);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddEventRecordNode(Handle* node, Handle graph, const Handle* dependencies,
+                                                   std::size_t count, Handle event) {
+    return graph_entry("cuGraphAddEventRecordNode", [&] {
+        return add_to_graph(node, {graph, dependencies, count}, RecordNode{event});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddEventWaitNode(Handle* node, Handle graph, const Handle* dependencies,
+                                                 std::size_t count, Handle event) {
+    return graph_entry("cuGraphAddEventWaitNode", [&] {
+        return add_to_graph(node, {graph, dependencies, count}, WaitNode{event});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddMemAllocNode(Handle* node, Handle graph, const Handle* dependencies,
+                                                std::size_t count, AllocateParameters* parameters) {
+    return graph_entry("cuGraphAddMemAllocNode", [&] {
+        return add_allocation(node, {graph, dependencies, count}, parameters);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddMemFreeNode(Handle* node, Handle graph, const Handle* dependencies,
+                                               std::size_t count, DevicePointer pointer) {
+    return graph_entry("cuGraphAddMemFreeNode", [&] { return add_free(node, {graph, dependencies, count}, pointer); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
+                                        NodeParameterUnion* parameters) {
+    return graph_entry("cuGraphAddNode", [&] { return add_any(node, {graph, dependencies, count}, parameters); });
+}
+
+// The nodes of the twin have only edges without data.
+GDRKIT_CUDA_ENTRY Result cuGraphAddNode_v2(Handle* node, Handle graph, const Handle* dependencies, const EdgeData*,
+                                           std::size_t count, NodeParameterUnion* parameters) {
+    return graph_entry("cuGraphAddNode_v2", [&] { return add_any(node, {graph, dependencies, count}, parameters); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphMemcpyNodeGetParams(Handle node, Copy3d* copy) {
+    return with_parameters<CopyNode>("cuGraphMemcpyNodeGetParams", node,
+                                     [&](CopyNode* parameters) { return store(copy, parameters->copy); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphMemcpyNodeSetParams(Handle node, const Copy3d* copy) {
+    return with_parameters<CopyNode>("cuGraphMemcpyNodeSetParams", node, [&](CopyNode* parameters) {
+        return copy == nullptr ? invalid_value : replace(parameters, CopyNode{*copy, parameters->context});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphMemsetNodeGetParams(Handle node, FillParameters* fill) {
+    return with_parameters<FillNode>("cuGraphMemsetNodeGetParams", node,
+                                     [&](FillNode* parameters) { return store(fill, parameters->fill); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphMemsetNodeSetParams(Handle node, const FillParameters* fill) {
+    return with_parameters<FillNode>("cuGraphMemsetNodeSetParams", node, [&](FillNode* parameters) {
+        return fill == nullptr ? invalid_value : replace(parameters, FillNode{*fill, parameters->context});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphHostNodeGetParams(Handle node, HostParameters* host) {
+    return with_parameters<HostParameters>("cuGraphHostNodeGetParams", node,
+                                           [&](HostParameters* parameters) { return store(host, *parameters); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphHostNodeSetParams(Handle node, const HostParameters* host) {
+    return with_parameters<HostParameters>("cuGraphHostNodeSetParams", node, [&](HostParameters* parameters) {
+        return host == nullptr ? invalid_value : replace(parameters, *host);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphChildGraphNodeGetGraph(Handle node, Handle* graph) {
+    return with_parameters<ChildNode>("cuGraphChildGraphNodeGetGraph", node,
+                                      [&](ChildNode* parameters) { return store(graph, parameters->graph->handle); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphEventRecordNodeGetEvent(Handle node, Handle* event) {
+    return with_parameters<RecordNode>("cuGraphEventRecordNodeGetEvent", node,
+                                       [&](RecordNode* parameters) { return store(event, parameters->event); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphEventRecordNodeSetEvent(Handle node, Handle event) {
+    return with_parameters<RecordNode>("cuGraphEventRecordNodeSetEvent", node,
+                                       [&](RecordNode* parameters) { return replace(parameters, RecordNode{event}); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphEventWaitNodeGetEvent(Handle node, Handle* event) {
+    return with_parameters<WaitNode>("cuGraphEventWaitNodeGetEvent", node,
+                                     [&](WaitNode* parameters) { return store(event, parameters->event); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphEventWaitNodeSetEvent(Handle node, Handle event) {
+    return with_parameters<WaitNode>("cuGraphEventWaitNodeSetEvent", node,
+                                     [&](WaitNode* parameters) { return replace(parameters, WaitNode{event}); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphMemAllocNodeGetParams(Handle node, AllocateParameters* result) {
+    return with_parameters<AllocateNode>("cuGraphMemAllocNodeGetParams", node, [&](AllocateNode* parameters) {
+        return store(result, parameters->parameters);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphMemFreeNodeGetParams(Handle node, DevicePointer* pointer) {
+    return with_parameters<FreeNode>("cuGraphMemFreeNodeGetParams", node,
+                                     [&](FreeNode* parameters) { return store(pointer, parameters->pointer); });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,232 @@
+// Queries and changes of the structure of graphs: nodes, dependencies, edges.
+#include <algorithm>
+#include <cstdio>
+#include <iterator>
+#include <utility>
+
+#include "cuda/graph.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// An edge: the second node depends on the first one.
+using Edge = std::pair<NodeRef, NodeRef>;
+
+bool depends_on(const Node& node, const NodeRef& other) {
+    return std::ranges::find(node.dependencies, other) != node.dependencies.end();
+}
+
+// Store the handles of nodes as the queries of graphs do: only their number if `handles` is null; a surplus is zeroed.
+Result store_nodes(const std::vector<NodeRef>& nodes, Handle* handles, std::size_t* count) {
+    if (count == nullptr) {
+        return invalid_value;
+    }
+    if (handles != nullptr) {
+        for (std::size_t index = 0; index < *count; ++index) {
+            handles[index] = index < nodes.size() ? nodes[index]->handle : 0;
+        }
+        *count = std::min(*count, nodes.size());
+    } else {
+        *count = nodes.size();
+    }
+    return success;
+}
+
+std::vector<NodeRef> dependents_of(const NodeRef& node) {
+    std::vector<NodeRef> dependents;
+    const GraphRef graph = node->graph.lock();
+    std::ranges::copy_if(graph->nodes, std::back_inserter(dependents),
+                         [&](const NodeRef& other) { return depends_on(*other, node); });
+    return dependents;
+}
+
+Result store_edges(const Graph& graph, Handle* from, Handle* to, std::size_t* count) {
+    std::vector<NodeRef> sources, targets;
+    for (const NodeRef& node : graph.nodes) {
+        for (const NodeRef& dependency : node->dependencies) {
+            sources.push_back(dependency);
+            targets.push_back(node);
+        }
+    }
+    if (count == nullptr || (from == nullptr) != (to == nullptr)) {
+        return invalid_value;
+    }
+    std::size_t count_of_targets = *count;
+    store_nodes(targets, to, &count_of_targets);
+    return store_nodes(sources, from, count);
+}
+
+// Store default data for all edges of a query.
+void clear_edge_data(EdgeData* data, const std::size_t* count) {
+    if (data != nullptr && count != nullptr) {
+        std::fill_n(data, *count, EdgeData{});
+    }
+}
+
+bool is_default(const EdgeData* data, std::size_t count) {
+    return data == nullptr || std::all_of(data, data + count, [](const EdgeData& edge) {
+               return edge.from_port == 0 && edge.to_port == 0 && edge.type == 0;
+           });
+}
+
+Result find_edges(Handle handle, const Handle* from, const Handle* to, std::size_t count, GraphRef* graph,
+                  std::vector<Edge>* edges) {
+    *graph = find_graph(handle);
+    if (!*graph || (count != 0 && (from == nullptr || to == nullptr))) {
+        return invalid_value;
+    }
+    for (std::size_t index = 0; index < count; ++index) {
+        Edge edge{find_node(from[index]), find_node(to[index])};
+        if (!edge.first || !edge.second || edge.first == edge.second || edge.first->graph.lock() != *graph ||
+            edge.second->graph.lock() != *graph) {
+            return invalid_value;
+        }
+        edges->push_back(std::move(edge));
+    }
+    return success;
+}
+
+Result add_dependencies(Handle handle, const Handle* from, const Handle* to, std::size_t count) {
+    GraphRef graph;
+    std::vector<Edge> edges;
+    if (const Result result = find_edges(handle, from, to, count, &graph, &edges); result != success) {
+        return result;
+    }
+    if (std::ranges::any_of(edges, [](const Edge& edge) { return depends_on(*edge.second, edge.first); })) {
+        return invalid_value;
+    }
+    for (const auto& [source, target] : edges) {
+        target->dependencies.push_back(source);
+    }
+    return success;
+}
+
+Result remove_dependencies(Handle handle, const Handle* from, const Handle* to, std::size_t count) {
+    GraphRef graph;
+    std::vector<Edge> edges;
+    if (const Result result = find_edges(handle, from, to, count, &graph, &edges); result != success) {
+        return result;
+    }
+    if (has_memory_nodes(*graph) ||
+        !std::ranges::all_of(edges, [](const Edge& edge) { return depends_on(*edge.second, edge.first); })) {
+        return invalid_value;
+    }
+    for (const auto& [source, target] : edges) {
+        std::erase(target->dependencies, source);
+    }
+    return success;
+}
+
+// Write the graph in the language of Graphviz.
+Result print_dot(const Graph& graph, const char* path) {
+    std::FILE* const file = std::fopen(path, "w");
+    if (file == nullptr) {
+        return operating_system_error;
+    }
+    std::fprintf(file, "digraph dot {\n");
+    for (const NodeRef& node : graph.nodes) {
+        std::fprintf(file, "\"node_%llx\" [label=\"type %d\"];\n", static_cast<unsigned long long>(node->handle),
+                     static_cast<int>(type_of(*node)));
+        for (const NodeRef& dependency : node->dependencies) {
+            std::fprintf(file, "\"node_%llx\" -> \"node_%llx\";\n", static_cast<unsigned long long>(dependency->handle),
+                         static_cast<unsigned long long>(node->handle));
+        }
+    }
+    std::fprintf(file, "}\n");
+    return std::fclose(file) == 0 ? success : operating_system_error;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetType(Handle handle, int* type) {
+    return with_node("cuGraphNodeGetType", handle, [&](const NodeRef& node) {
+        if (type == nullptr) {
+            return invalid_value;
+        }
+        *type = type_of(*node);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphGetNodes(Handle handle, Handle* nodes, std::size_t* count) {
+    return with_graph("cuGraphGetNodes", handle,
+                      [&](const GraphRef& graph) { return store_nodes(graph->nodes, nodes, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphGetRootNodes(Handle handle, Handle* nodes, std::size_t* count) {
+    return with_graph("cuGraphGetRootNodes", handle, [&](const GraphRef& graph) {
+        std::vector<NodeRef> roots;
+        std::ranges::copy_if(graph->nodes, std::back_inserter(roots),
+                             [](const NodeRef& node) { return node->dependencies.empty(); });
+        return store_nodes(roots, nodes, count);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphGetEdges(Handle handle, Handle* from, Handle* to, std::size_t* count) {
+    return with_graph("cuGraphGetEdges", handle,
+                      [&](const GraphRef& graph) { return store_edges(*graph, from, to, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphGetEdges_v2(Handle handle, Handle* from, Handle* to, EdgeData* data,
+                                            std::size_t* count) {
+    return with_graph("cuGraphGetEdges_v2", handle, [&](const GraphRef& graph) {
+        clear_edge_data(data, count);
+        return store_edges(*graph, from, to, count);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies(Handle handle, Handle* nodes, std::size_t* count) {
+    return with_node("cuGraphNodeGetDependencies", handle,
+                     [&](const NodeRef& node) { return store_nodes(node->dependencies, nodes, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies_v2(Handle handle, Handle* nodes, EdgeData* data,
+                                                       std::size_t* count) {
+    return with_node("cuGraphNodeGetDependencies_v2", handle, [&](const NodeRef& node) {
+        clear_edge_data(data, count);
+        return store_nodes(node->dependencies, nodes, count);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes(Handle handle, Handle* nodes, std::size_t* count) {
+    return with_node("cuGraphNodeGetDependentNodes", handle,
+                     [&](const NodeRef& node) { return store_nodes(dependents_of(node), nodes, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes_v2(Handle handle, Handle* nodes, EdgeData* data,
+                                                         std::size_t* count) {
+    return with_node("cuGraphNodeGetDependentNodes_v2", handle, [&](const NodeRef& node) {
+        clear_edge_data(data, count);
+        return store_nodes(dependents_of(node), nodes, count);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies(Handle graph, const Handle* from, const Handle* to, std::size_t count) {
+    return graph_entry("cuGraphAddDependencies", [&] { return add_dependencies(graph, from, to, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies_v2(Handle graph, const Handle* from, const Handle* to,
+                                                   const EdgeData* data, std::size_t count) {
+    return graph_entry("cuGraphAddDependencies_v2", [&] {
+        return is_default(data, count) ? add_dependencies(graph, from, to, count) : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies(Handle graph, const Handle* from, const Handle* to,
+                                                   std::size_t count) {
+    return graph_entry("cuGraphRemoveDependencies", [&] { return remove_dependencies(graph, from, to, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies_v2(Handle graph, const Handle* from, const Handle* to,
+                                                      const EdgeData* data, std::size_t count) {
+    return graph_entry("cuGraphRemoveDependencies_v2", [&] {
+        return is_default(data, count) ? remove_dependencies(graph, from, to, count) : invalid_value;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphDebugDotPrint(Handle handle, const char* path, unsigned) {
+    return with_graph("cuGraphDebugDotPrint", handle,
+                      [&](const GraphRef& graph) { return path == nullptr ? invalid_value : print_dot(*graph, path); });
+}
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,134 @@
+// Arrays and mipmapped arrays. Their handles are the driver's. Copies are in array_forms.cpp.
+#include "cuda/array_abi.hpp"
+#include "cudart/entry.hpp"
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+// Return the driver's format of one channel; 0: there is none.
+std::int32_t format_of(int bits, int kind) {
+    const bool is_signed = kind == channel_signed;
+    if (kind == channel_float) {
+        return bits == 16 ? cuda::format_half : bits == 32 ? cuda::format_float : 0;
+    }
+    if (!is_signed && kind != channel_unsigned) {
+        return 0;
+    }
+    switch (bits) {
+    case 8:
+        return is_signed ? cuda::format_signed_8 : cuda::format_unsigned_8;
+    case 16:
+        return is_signed ? cuda::format_signed_16 : cuda::format_unsigned_16;
+    case 32:
+        return is_signed ? cuda::format_signed_32 : cuda::format_unsigned_32;
+    default:
+        return 0;
+    }
+}
+
+ChannelFormat channel_format_of(const cuda::ArrayDescription& description) {
+    const std::int32_t format = description.format;
+    const bool is_float = format == cuda::format_half || format == cuda::format_float;
+    const bool is_signed =
+        format == cuda::format_signed_8 || format == cuda::format_signed_16 || format == cuda::format_signed_32;
+    const bool is_wide =
+        format == cuda::format_float || format == cuda::format_unsigned_32 || format == cuda::format_signed_32;
+    const bool is_narrow = format == cuda::format_unsigned_8 || format == cuda::format_signed_8;
+    const int bits = is_wide ? 32 : is_narrow ? 8 : 16;
+    const auto channel = [&](unsigned index) { return index < description.channels ? bits : 0; };
+    return {channel(0), channel(1), channel(2), channel(3),
+            is_float    ? channel_float
+            : is_signed ? channel_signed
+                        : channel_unsigned};
+}
+
+// Convert the size and the format of an array. All channels of an element have the same size.
+Error describe(const ChannelFormat* format, const Extent& extent, unsigned flags, cuda::ArrayDescription* description) {
+    if (format == nullptr) {
+        return invalid_value;
+    }
+    const std::int32_t channels[] = {format->x, format->y, format->z, format->w};
+    unsigned count = 0;
+    while (count < 4 && channels[count] != 0) {
+        ++count;
+    }
+    for (unsigned index = 0; index < 4; ++index) {
+        if (channels[index] != (index < count ? format->x : 0)) {
+            return invalid_channel_descriptor;
+        }
+    }
+    *description = {extent.width, extent.height, extent.depth, format_of(format->x, format->kind), count, flags};
+    return description->format == 0 || count == 3 ? invalid_channel_descriptor : success;
+}
+
+// Run `create`, a call of the driver that gets the description of an array.
+template <typename Create>
+Error create_array(const ChannelFormat* format, const Extent& extent, unsigned flags, Create&& create) {
+    return entry_in_context([&] {
+        cuda::ArrayDescription description{};
+        const Error error = describe(format, extent, flags, &description);
+        return error == success ? create(static_cast<const cuda::ArrayDescription*>(&description)) : error;
+    });
+}
+
+template <typename Value> void store(Value* result, const Value& value) {
+    if (result != nullptr) {
+        *result = value;
+    }
+}
+
+Error query_array(ChannelFormat* format, Extent* extent, unsigned* flags, Handle array) {
+    cuda::ArrayDescription description{};
+    const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
+    if (error == success) {
+        store(format, channel_format_of(description));
+        store(extent, Extent{description.width, description.height, description.depth});
+        store(flags, unsigned{description.flags});
+    }
+    return error;
+}
+
+} // namespace
+
+GDRKIT_CUDART_ENTRY Error cudaMallocArray(Handle* array, const ChannelFormat* format, std::size_t width,
+                                          std::size_t height, unsigned flags) {
+    return create_array(format, {width, height, 0}, flags, [&](const cuda::ArrayDescription* description) {
+        return call(&Driver::cuArray3DCreate_v2, array, description);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMalloc3DArray(Handle* array, const ChannelFormat* format, Extent extent, unsigned flags) {
+    return create_array(format, extent, flags, [&](const cuda::ArrayDescription* description) {
+        return call(&Driver::cuArray3DCreate_v2, array, description);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMallocMipmappedArray(Handle* mipmap, const ChannelFormat* format, Extent extent,
+                                                   unsigned levels, unsigned flags) {
+    return create_array(format, extent, flags, [&](const cuda::ArrayDescription* description) {
+        return call(&Driver::cuMipmappedArrayCreate, mipmap, description, levels);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaFreeArray(Handle array) {
+    return entry_in_context([&] { return array == 0 ? success : call(&Driver::cuArrayDestroy, array); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaFreeMipmappedArray(Handle mipmap) {
+    return entry_in_context([&] { return mipmap == 0 ? success : call(&Driver::cuMipmappedArrayDestroy, mipmap); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGetMipmappedArrayLevel(Handle* array, Handle mipmap, unsigned level) {
+    return call_in_context(&Driver::cuMipmappedArrayGetLevel, array, mipmap, level);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaArrayGetInfo(ChannelFormat* format, Extent* extent, unsigned* flags, Handle array) {
+    return entry_in_context([&] { return query_array(format, extent, flags, array); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGetChannelDesc(ChannelFormat* format, Handle array) {
+    return entry_in_context(
+        [&] { return format == nullptr ? invalid_value : query_array(format, nullptr, nullptr, array); });
+}
+
+} // namespace gdrkit::twin::cudart

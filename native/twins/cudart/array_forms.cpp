@@ -1,0 +1,160 @@
+// Copies to and from arrays, in both forms (forms.hpp). The elements of an array are in rows without gaps.
+#include "cudart/forms.hpp"
+#include "cudart/rows.hpp"
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+// A side of a copy of rows that is memory with a pitch, or an array.
+cuda::CopySide2d memory_side(const void* memory, std::size_t pitch, std::uint32_t type) {
+    return {0, 0, type, memory, address_of(memory), nullptr, pitch};
+}
+
+cuda::CopySide2d array_side(Handle array, std::size_t x_bytes, std::size_t y) {
+    return {x_bytes, y, cuda::memory_array, nullptr, 0, reinterpret_cast<void*>(array), 0};
+}
+
+// Check and run a copy of rows in a stream. In a synchronous function, `stream` is null, and the copy is in the default
+// stream of the form.
+Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Handle* stream) {
+    if (copy.width_bytes == 0 || copy.height == 0) {
+        return success;
+    }
+    if (!is_valid_kind(kind)) {
+        return invalid_memcpy_direction;
+    }
+    if (copy.width_bytes > pitch) {
+        return invalid_pitch_value;
+    }
+    if (stream != nullptr) {
+        return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolved(*stream));
+    }
+    return is_per_thread ? finish(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
+                         : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
+}
+
+Error copy_rows_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch,
+                   std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
+    return entry_in_context([&] {
+        return copy_rows(
+            {memory_side(from, pitch, source_of(kind)), array_side(array, x_bytes, y), width_bytes, height}, pitch,
+            kind, stream);
+    });
+}
+
+Error copy_rows_from(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y,
+                     std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
+    return entry_in_context([&] {
+        return copy_rows(
+            {array_side(array, x_bytes, y), memory_side(to, pitch, destination_of(kind)), width_bytes, height}, pitch,
+            kind, stream);
+    });
+}
+
+// Return the offset of a position in an array, whose rows follow each other.
+Error offset_of(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset) {
+    std::size_t row_bytes = 0;
+    const Error error = row_bytes_of(array, &row_bytes);
+    *offset = y * row_bytes + x_bytes;
+    return error;
+}
+
+// Copy a range to an array, also over the ends of its rows.
+Error copy_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind,
+              Handle stream) {
+    return entry_in_context([&] {
+        std::size_t offset = 0;
+        if (const Error error = offset_of(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
+            return error == success ? invalid_memcpy_direction : error;
+        }
+        return call(&Driver::cuMemcpyHtoAAsync_v2, array, offset, from, length_bytes, resolved(stream));
+    });
+}
+
+Error copy_from(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind,
+                Handle stream) {
+    return entry_in_context([&] {
+        std::size_t offset = 0;
+        if (const Error error = offset_of(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
+            return error == success ? invalid_memcpy_direction : error;
+        }
+        return call(&Driver::cuMemcpyAtoHAsync_v2, to, array, offset, length_bytes, resolved(stream));
+    });
+}
+
+Error wait_for_default_stream(Error error) {
+    return error == success ? record(call(&Driver::cuStreamSynchronize, resolved(0))) : error;
+}
+
+} // namespace
+
+GDRKIT_SYNC_FORM(cudaMemcpy2DToArray)
+(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch, std::size_t width_bytes,
+ std::size_t height, int kind) {
+    return copy_rows_to(array, x_bytes, y, from, pitch, width_bytes, height, kind, nullptr);
+}
+
+GDRKIT_STREAM_FORM(cudaMemcpy2DToArrayAsync)
+(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch, std::size_t width_bytes,
+ std::size_t height, int kind, Handle stream) {
+    return copy_rows_to(array, x_bytes, y, from, pitch, width_bytes, height, kind, &stream);
+}
+
+GDRKIT_SYNC_FORM(cudaMemcpy2DFromArray)
+(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
+ std::size_t height, int kind) {
+    return copy_rows_from(to, pitch, array, x_bytes, y, width_bytes, height, kind, nullptr);
+}
+
+GDRKIT_STREAM_FORM(cudaMemcpy2DFromArrayAsync)
+(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y, std::size_t width_bytes,
+ std::size_t height, int kind, Handle stream) {
+    return copy_rows_from(to, pitch, array, x_bytes, y, width_bytes, height, kind, &stream);
+}
+
+GDRKIT_SYNC_FORM(cudaMemcpy2DArrayToArray)
+(Handle to, std::size_t to_x_bytes, std::size_t to_y, Handle from, std::size_t from_x_bytes, std::size_t from_y,
+ std::size_t width_bytes, std::size_t height, int kind) {
+    return entry_in_context([&] {
+        return copy_rows(
+            {array_side(from, from_x_bytes, from_y), array_side(to, to_x_bytes, to_y), width_bytes, height},
+            width_bytes, kind, nullptr);
+    });
+}
+
+GDRKIT_SYNC_FORM(cudaMemcpyToArray)
+(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind) {
+    return wait_for_default_stream(copy_to(array, x_bytes, y, from, length_bytes, kind, 0));
+}
+
+GDRKIT_STREAM_FORM(cudaMemcpyToArrayAsync)
+(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind,
+ Handle stream) {
+    return copy_to(array, x_bytes, y, from, length_bytes, kind, stream);
+}
+
+GDRKIT_SYNC_FORM(cudaMemcpyFromArray)
+(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind) {
+    return wait_for_default_stream(copy_from(to, array, x_bytes, y, length_bytes, kind, 0));
+}
+
+GDRKIT_STREAM_FORM(cudaMemcpyFromArrayAsync)
+(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind, Handle stream) {
+    return copy_from(to, array, x_bytes, y, length_bytes, kind, stream);
+}
+
+GDRKIT_SYNC_FORM(cudaMemcpyArrayToArray)
+(Handle to, std::size_t to_x_bytes, std::size_t to_y, Handle from, std::size_t from_x_bytes, std::size_t from_y,
+ std::size_t length_bytes, int) {
+    return entry_in_context([&] {
+        std::size_t to_offset = 0, from_offset = 0;
+        Error error = offset_of(to, to_x_bytes, to_y, &to_offset);
+        if (error == success) {
+            error = offset_of(from, from_x_bytes, from_y, &from_offset);
+        }
+        return error == success ? call(&Driver::cuMemcpyAtoA_v2, to, to_offset, from, from_offset, length_bytes)
+                                : error;
+    });
+}
+
+} // namespace gdrkit::twin::cudart

@@ -1,0 +1,281 @@
+// Graphs, except the functions that take a stream. Nodes and graphs have the handles of the driver.
+#include <algorithm>
+
+#include "cuda/graph_abi.hpp"
+#include "cudart/entry.hpp"
+#include "cudart/rows.hpp"
+
+namespace gdrkit::twin::cudart {
+namespace {
+
+struct CopyNodeParameters { // cudaMemcpyNodeParams
+    std::int32_t flags;
+    std::int32_t reserved[3];
+    Copy3d copy;
+};
+
+// cudaGraphNodeParams: only copies and memsets differ from the driver's structure.
+struct NodeParameters {
+    std::int32_t type;
+    std::int32_t reserved[3];
+    union {
+        std::uint64_t words[29];
+        CopyNodeParameters copy;
+        cuda::FillParameters fill;
+        cuda::AllocateParameters allocate;
+    };
+    std::uint64_t reserved_too;
+};
+static_assert(sizeof(NodeParameters) == sizeof(cuda::NodeParameterUnion));
+
+// Run `body` with the current context, in which the nodes of a graph run.
+template <typename Body> Error with_context(Body&& body) {
+    return entry_in_context([&] {
+        Handle context = 0;
+        const Error error = call(&Driver::cuCtxGetCurrent, &context);
+        return error == success ? body(context) : error;
+    });
+}
+
+// Convert a copy and pass it to `body` with the current context.
+template <typename Body> Error with_copy(const Copy3d* copy, Body&& body) {
+    return with_context([&](Handle context) {
+        cuda::Copy3d converted{};
+        const Error error = convert(copy, &converted);
+        return error == success ? body(static_cast<const cuda::Copy3d*>(&converted), context) : error;
+    });
+}
+
+// Describe a copy of one range.
+Copy3d copy_of_range(void* to, const void* from, std::size_t length_bytes, int kind) {
+    return {nullptr,
+            {},
+            {const_cast<void*>(from), length_bytes, length_bytes, 1},
+            nullptr,
+            {},
+            {to, length_bytes, length_bytes, 1},
+            {length_bytes, 1, 1},
+            kind};
+}
+
+PitchedPointer pointer_of(const cuda::CopySide3d& side) {
+    void* const pointer =
+        side.memory_type == cuda::memory_host ? const_cast<void*>(side.host) : reinterpret_cast<void*>(side.device);
+    return {pointer, side.pitch_bytes, side.pitch_bytes, side.height};
+}
+
+Position position_of(const cuda::CopySide3d& side) {
+    return {side.x_bytes, side.y, side.z};
+}
+
+Error query_copy(Handle node, Copy3d* copy) {
+    cuda::Copy3d found{};
+    const Error error = copy == nullptr ? invalid_value : call(&Driver::cuGraphMemcpyNodeGetParams, node, &found);
+    if (error == success) {
+        *copy = {nullptr,
+                 position_of(found.from),
+                 pointer_of(found.from),
+                 nullptr,
+                 position_of(found.to),
+                 pointer_of(found.to),
+                 {found.width_bytes, found.height, found.depth},
+                 inferred};
+    }
+    return error;
+}
+
+Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size_t count, NodeParameters* parameters,
+               Handle context) {
+    if (parameters == nullptr) {
+        return invalid_value;
+    }
+    cuda::NodeParameterUnion converted{};
+    converted.type = parameters->type;
+    std::copy_n(parameters->words, std::size(converted.words), converted.words);
+    if (parameters->type == cuda::node_copy) {
+        converted.copy = {};
+        converted.copy.context = context;
+        if (const Error error = convert(&parameters->copy.copy, &converted.copy.copy); error != success) {
+            return error;
+        }
+    } else if (parameters->type == cuda::node_fill) {
+        converted.fill = {parameters->fill, context};
+    }
+    const Error error = call(&Driver::cuGraphAddNode, node, graph, dependencies, count, &converted);
+    if (error == success && parameters->type == cuda::node_allocate) {
+        parameters->allocate.pointer = converted.allocate.pointer;
+    }
+    return error;
+}
+
+} // namespace
+
+// Defines a function of the runtime that passes its arguments to a function of the driver.
+#define PASS(name, driver_name, parameters, ...)                                                                       \
+    GDRKIT_CUDART_ENTRY Error name parameters {                                                                        \
+        return call_in_context(&Driver::driver_name, __VA_ARGS__);                                                     \
+    }
+
+PASS(cudaGraphCreate, cuGraphCreate, (Handle * graph, unsigned flags), graph, flags)
+PASS(cudaGraphDestroy, cuGraphDestroy, (Handle graph), graph)
+PASS(cudaGraphClone, cuGraphClone, (Handle * clone, Handle original), clone, original)
+PASS(cudaGraphNodeFindInClone, cuGraphNodeFindInClone, (Handle * node, Handle original, Handle clone), node, original,
+     clone)
+PASS(cudaGraphDestroyNode, cuGraphDestroyNode, (Handle node), node)
+PASS(cudaGraphNodeGetType, cuGraphNodeGetType, (Handle node, int* type), node, type)
+PASS(cudaGraphGetNodes, cuGraphGetNodes, (Handle graph, Handle* nodes, std::size_t* count), graph, nodes, count)
+PASS(cudaGraphGetRootNodes, cuGraphGetRootNodes, (Handle graph, Handle* nodes, std::size_t* count), graph, nodes, count)
+PASS(cudaGraphDebugDotPrint, cuGraphDebugDotPrint, (Handle graph, const char* path, unsigned flags), graph, path, flags)
+
+#if GDRKIT_CUDART_MAJOR == 12
+#define WITH_EDGES(name) name##_v2
+PASS(cudaGraphGetEdges, cuGraphGetEdges, (Handle graph, Handle* from, Handle* to, std::size_t* count), graph, from, to,
+     count)
+PASS(cudaGraphNodeGetDependencies, cuGraphNodeGetDependencies, (Handle node, Handle* nodes, std::size_t* count), node,
+     nodes, count)
+PASS(cudaGraphNodeGetDependentNodes, cuGraphNodeGetDependentNodes, (Handle node, Handle* nodes, std::size_t* count),
+     node, nodes, count)
+PASS(cudaGraphAddDependencies, cuGraphAddDependencies,
+     (Handle graph, const Handle* from, const Handle* to, std::size_t count), graph, from, to, count)
+PASS(cudaGraphRemoveDependencies, cuGraphRemoveDependencies,
+     (Handle graph, const Handle* from, const Handle* to, std::size_t count), graph, from, to, count)
+
+GDRKIT_CUDART_ENTRY Error cudaGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
+                                           NodeParameters* parameters) {
+    return with_context(
+        [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
+}
+#else
+#define WITH_EDGES(name) name
+#endif
+
+PASS(WITH_EDGES(cudaGraphGetEdges), cuGraphGetEdges_v2,
+     (Handle graph, Handle* from, Handle* to, cuda::EdgeData* data, std::size_t* count), graph, from, to, data, count)
+PASS(WITH_EDGES(cudaGraphNodeGetDependencies), cuGraphNodeGetDependencies_v2,
+     (Handle node, Handle* nodes, cuda::EdgeData* data, std::size_t* count), node, nodes, data, count)
+PASS(WITH_EDGES(cudaGraphNodeGetDependentNodes), cuGraphNodeGetDependentNodes_v2,
+     (Handle node, Handle* nodes, cuda::EdgeData* data, std::size_t* count), node, nodes, data, count)
+PASS(WITH_EDGES(cudaGraphAddDependencies), cuGraphAddDependencies_v2,
+     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* data, std::size_t count), graph, from,
+     to, data, count)
+PASS(WITH_EDGES(cudaGraphRemoveDependencies), cuGraphRemoveDependencies_v2,
+     (Handle graph, const Handle* from, const Handle* to, const cuda::EdgeData* data, std::size_t count), graph, from,
+     to, data, count)
+
+GDRKIT_CUDART_ENTRY Error WITH_EDGES(cudaGraphAddNode)(Handle* node, Handle graph, const Handle* dependencies,
+                                                       const cuda::EdgeData*, std::size_t count,
+                                                       NodeParameters* parameters) {
+    return with_context(
+        [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
+}
+
+PASS(cudaGraphAddEmptyNode, cuGraphAddEmptyNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count), node, graph, dependencies, count)
+PASS(cudaGraphAddHostNode, cuGraphAddHostNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, const cuda::HostParameters* host),
+     node, graph, dependencies, count, host)
+PASS(cudaGraphAddChildGraphNode, cuGraphAddChildGraphNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle child), node, graph,
+     dependencies, count, child)
+PASS(cudaGraphAddEventRecordNode, cuGraphAddEventRecordNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle event), node, graph,
+     dependencies, count, event)
+PASS(cudaGraphAddEventWaitNode, cuGraphAddEventWaitNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, Handle event), node, graph,
+     dependencies, count, event)
+PASS(cudaGraphAddMemAllocNode, cuGraphAddMemAllocNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, cuda::AllocateParameters* parameters),
+     node, graph, dependencies, count, parameters)
+PASS(cudaGraphAddMemFreeNode, cuGraphAddMemFreeNode,
+     (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, void* pointer), node, graph,
+     dependencies, count, address_of(pointer))
+
+GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies,
+                                                 std::size_t count, const Copy3d* copy) {
+    return with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
+        return call(&Driver::cuGraphAddMemcpyNode, node, graph, dependencies, count, converted, context);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode1D(Handle* node, Handle graph, const Handle* dependencies,
+                                                   std::size_t count, void* to, const void* from,
+                                                   std::size_t length_bytes, int kind) {
+    const Copy3d copy = copy_of_range(to, from, length_bytes, kind);
+    return cudaGraphAddMemcpyNode(node, graph, dependencies, count, &copy);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies,
+                                                 std::size_t count, const cuda::FillParameters* fill) {
+    return with_context([&](Handle context) {
+        return call(&Driver::cuGraphAddMemsetNode, node, graph, dependencies, count, fill, context);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeGetParams(Handle node, Copy3d* copy) {
+    return entry_in_context([&] { return query_copy(node, copy); });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams(Handle node, const Copy3d* copy) {
+    return with_copy(copy, [&](const cuda::Copy3d* converted, Handle) {
+        return call(&Driver::cuGraphMemcpyNodeSetParams, node, converted);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams1D(Handle node, void* to, const void* from,
+                                                         std::size_t length_bytes, int kind) {
+    const Copy3d copy = copy_of_range(to, from, length_bytes, kind);
+    return cudaGraphMemcpyNodeSetParams(node, &copy);
+}
+
+PASS(cudaGraphMemsetNodeGetParams, cuGraphMemsetNodeGetParams, (Handle node, cuda::FillParameters* fill), node, fill)
+PASS(cudaGraphMemsetNodeSetParams, cuGraphMemsetNodeSetParams, (Handle node, const cuda::FillParameters* fill), node,
+     fill)
+PASS(cudaGraphHostNodeGetParams, cuGraphHostNodeGetParams, (Handle node, cuda::HostParameters* host), node, host)
+PASS(cudaGraphHostNodeSetParams, cuGraphHostNodeSetParams, (Handle node, const cuda::HostParameters* host), node, host)
+PASS(cudaGraphChildGraphNodeGetGraph, cuGraphChildGraphNodeGetGraph, (Handle node, Handle* graph), node, graph)
+PASS(cudaGraphEventRecordNodeGetEvent, cuGraphEventRecordNodeGetEvent, (Handle node, Handle* event), node, event)
+PASS(cudaGraphEventRecordNodeSetEvent, cuGraphEventRecordNodeSetEvent, (Handle node, Handle event), node, event)
+PASS(cudaGraphEventWaitNodeGetEvent, cuGraphEventWaitNodeGetEvent, (Handle node, Handle* event), node, event)
+PASS(cudaGraphEventWaitNodeSetEvent, cuGraphEventWaitNodeSetEvent, (Handle node, Handle event), node, event)
+PASS(cudaGraphMemAllocNodeGetParams, cuGraphMemAllocNodeGetParams, (Handle node, cuda::AllocateParameters* parameters),
+     node, parameters)
+PASS(cudaGraphMemFreeNodeGetParams, cuGraphMemFreeNodeGetParams, (Handle node, Address* pointer), node, pointer)
+
+PASS(cudaGraphInstantiate, cuGraphInstantiateWithFlags, (Handle * executable, Handle graph, std::uint64_t flags),
+     executable, graph, flags)
+PASS(cudaGraphInstantiateWithFlags, cuGraphInstantiateWithFlags,
+     (Handle * executable, Handle graph, std::uint64_t flags), executable, graph, flags)
+PASS(cudaGraphExecDestroy, cuGraphExecDestroy, (Handle executable), executable)
+PASS(cudaGraphExecGetFlags, cuGraphExecGetFlags, (Handle executable, std::uint64_t* flags), executable, flags)
+PASS(cudaGraphExecUpdate, cuGraphExecUpdate_v2, (Handle executable, Handle graph, cuda::UpdateInformation* information),
+     executable, graph, information)
+PASS(cudaGraphExecHostNodeSetParams, cuGraphExecHostNodeSetParams,
+     (Handle executable, Handle node, const cuda::HostParameters* host), executable, node, host)
+PASS(cudaGraphExecEventRecordNodeSetEvent, cuGraphExecEventRecordNodeSetEvent,
+     (Handle executable, Handle node, Handle event), executable, node, event)
+PASS(cudaGraphExecEventWaitNodeSetEvent, cuGraphExecEventWaitNodeSetEvent,
+     (Handle executable, Handle node, Handle event), executable, node, event)
+PASS(cudaGraphNodeSetEnabled, cuGraphNodeSetEnabled, (Handle executable, Handle node, unsigned is_enabled), executable,
+     node, is_enabled)
+PASS(cudaGraphNodeGetEnabled, cuGraphNodeGetEnabled, (Handle executable, Handle node, unsigned* is_enabled), executable,
+     node, is_enabled)
+
+GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy) {
+    return with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
+        return call(&Driver::cuGraphExecMemcpyNodeSetParams, executable, node, converted, context);
+    });
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams1D(Handle executable, Handle node, void* to, const void* from,
+                                                             std::size_t length_bytes, int kind) {
+    const Copy3d copy = copy_of_range(to, from, length_bytes, kind);
+    return cudaGraphExecMemcpyNodeSetParams(executable, node, &copy);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaGraphExecMemsetNodeSetParams(Handle executable, Handle node,
+                                                           const cuda::FillParameters* fill) {
+    return with_context(
+        [&](Handle context) { return call(&Driver::cuGraphExecMemsetNodeSetParams, executable, node, fill, context); });
+}
+
+} // namespace gdrkit::twin::cudart

@@ -1,0 +1,86 @@
+// Descriptions of copies of rows, converted from the runtime's structures to the driver's.
+#pragma once
+
+#include "cuda/array_abi.hpp"
+#include "cudart/driver.hpp"
+
+namespace gdrkit::twin::cudart {
+
+inline bool is_valid_kind(int kind) {
+    return kind >= host_to_host && kind <= inferred;
+}
+
+// The memory that one side of a copy must be in. The driver finds out itself what inferred memory is.
+inline std::uint32_t source_of(int kind) {
+    return kind == inferred                                     ? cuda::memory_unified
+           : kind == device_to_host || kind == device_to_device ? cuda::memory_device
+                                                                : cuda::memory_host;
+}
+
+inline std::uint32_t destination_of(int kind) {
+    return kind == inferred                                     ? cuda::memory_unified
+           : kind == host_to_device || kind == device_to_device ? cuda::memory_device
+                                                                : cuda::memory_host;
+}
+
+inline cuda::CopySide3d side_of(const Position& position, const PitchedPointer& memory, std::uint32_t memory_type) {
+    return {position.x, position.y,   position.z,   0, memory_type, memory.pointer, address_of(memory.pointer), nullptr,
+            0,          memory.pitch, memory.y_size};
+}
+
+// Store the sizes of an element and of a row of an array.
+inline Error array_bytes_of(Handle array, std::size_t* element_bytes, std::size_t* row_bytes) {
+    cuda::ArrayDescription description{};
+    const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
+    const std::int32_t format = description.format;
+    const bool is_narrow = format == cuda::format_unsigned_8 || format == cuda::format_signed_8;
+    const bool is_wide =
+        format == cuda::format_unsigned_32 || format == cuda::format_signed_32 || format == cuda::format_float;
+    *element_bytes = description.channels * (is_narrow ? 1 : is_wide ? 4 : 2);
+    *row_bytes = description.width * *element_bytes;
+    return error;
+}
+
+inline Error row_bytes_of(Handle array, std::size_t* row_bytes) {
+    std::size_t element_bytes = 0;
+    return array_bytes_of(array, &element_bytes, row_bytes);
+}
+
+// Let a side of a copy be an array, whose positions count elements. Store the size of an element.
+inline Error use_array(const void* array, const Position& position, cuda::CopySide3d* side,
+                       std::size_t* element_bytes) {
+    std::size_t row_bytes = 0;
+    const Error error = array_bytes_of(address_of(array), element_bytes, &row_bytes);
+    *side = {};
+    side->x_bytes = position.x * *element_bytes;
+    side->y = position.y;
+    side->z = position.z;
+    side->memory_type = cuda::memory_array;
+    side->array = const_cast<void*>(array);
+    return error;
+}
+
+// Convert a three-dimensional copy, and check it. The extent counts elements if an array participates, else bytes.
+inline Error convert(const Copy3d* copy, cuda::Copy3d* converted) {
+    if (copy == nullptr) {
+        return invalid_value;
+    }
+    if (!is_valid_kind(copy->kind)) {
+        return invalid_memcpy_direction;
+    }
+    *converted = {side_of(copy->from_position, copy->from, source_of(copy->kind)),
+                  side_of(copy->to_position, copy->to, destination_of(copy->kind)), copy->extent.width,
+                  copy->extent.height, copy->extent.depth};
+    std::size_t element_bytes = 1;
+    Error error = success;
+    if (copy->from_array != nullptr) {
+        error = use_array(copy->from_array, copy->from_position, &converted->from, &element_bytes);
+    }
+    if (error == success && copy->to_array != nullptr) {
+        error = use_array(copy->to_array, copy->to_position, &converted->to, &element_bytes);
+    }
+    converted->width_bytes = copy->extent.width * element_bytes;
+    return error;
+}
+
+} // namespace gdrkit::twin::cudart

@@ -1,0 +1,308 @@
+// Tests of graphs: nodes, dependencies, executable graphs and their launches.
+#include <algorithm>
+#include <atomic>
+
+#include "cuda/graph_abi.hpp"
+#include "cuda_driver.hpp"
+
+using namespace gdrkit::twin::cuda;
+
+namespace {
+
+constexpr u64 length_bytes = 1000;
+const Handle* const no_nodes = nullptr;
+
+Handle create_graph() {
+    Handle graph = 0;
+    EXPECT_SUCCESS("cuGraphCreate", &graph, 0U);
+    return graph;
+}
+
+Handle create_stream() {
+    Handle stream = 0;
+    EXPECT_SUCCESS("cuStreamCreate", &stream, 1U);
+    return stream;
+}
+
+Copy3d copy_of(u64 to, u64 from) {
+    Copy3d copy{};
+    copy.to.memory_type = copy.from.memory_type = memory_unified;
+    copy.to.device = to;
+    copy.from.device = from;
+    copy.width_bytes = length_bytes;
+    copy.height = copy.depth = 1;
+    return copy;
+}
+
+Handle add_copy(Handle graph, const std::vector<Handle>& dependencies, u64 to, u64 from) {
+    Handle node = 0;
+    const Copy3d copy = copy_of(to, from);
+    EXPECT_SUCCESS("cuGraphAddMemcpyNode", &node, graph, dependencies.data(), u64{dependencies.size()}, &copy,
+                   Handle{0});
+    return node;
+}
+
+Handle add_fill(Handle graph, const std::vector<Handle>& dependencies, u64 to, unsigned value) {
+    Handle node = 0;
+    const FillParameters fill{to, 0, value, 1, length_bytes, 1};
+    EXPECT_SUCCESS("cuGraphAddMemsetNode", &node, graph, dependencies.data(), u64{dependencies.size()}, &fill,
+                   Handle{0});
+    return node;
+}
+
+Handle instantiate(Handle graph, u64 flags = 0) {
+    Handle executable = 0;
+    EXPECT_SUCCESS("cuGraphInstantiateWithFlags", &executable, graph, flags);
+    return executable;
+}
+
+void launch(Handle executable, Handle stream) {
+    EXPECT_SUCCESS("cuGraphLaunch", executable, stream);
+    EXPECT_SUCCESS("cuStreamSynchronize", stream);
+}
+
+int type_of(Handle node) {
+    int type = -1;
+    EXPECT_SUCCESS("cuGraphNodeGetType", node, &type);
+    return type;
+}
+
+std::vector<Handle> nodes_of(const char* symbol, Handle of) {
+    u64 count = 0;
+    EXPECT_SUCCESS(symbol, of, static_cast<Handle*>(nullptr), &count);
+    std::vector<Handle> nodes(count);
+    EXPECT_SUCCESS(symbol, of, nodes.data(), &count);
+    return nodes;
+}
+
+// Each launch carries out the nodes again, and the nodes in the order of their dependencies.
+void test_launch_follows_dependencies() {
+    const Handle graph = create_graph(), stream = create_stream();
+    const u64 first = allocate(length_bytes), second = allocate(length_bytes);
+    static std::atomic<int> calls{0};
+    const HostParameters host{[](void* count) { ++*static_cast<std::atomic<int>*>(count); }, &calls};
+    // The nodes are added in the reverse order.
+    Handle host_node = 0;
+    EXPECT_SUCCESS("cuGraphAddHostNode", &host_node, graph, no_nodes, u64{0}, &host);
+    const Handle copy = add_copy(graph, {}, second, first), fill = add_fill(graph, {}, first, 7);
+    const Handle from[] = {fill, copy}, to[] = {copy, host_node};
+    EXPECT_SUCCESS("cuGraphAddDependencies", graph, static_cast<const Handle*>(from), static_cast<const Handle*>(to),
+                   u64{2});
+    const Handle executable = instantiate(graph);
+    CHECK(calls == 0);
+    for (int round = 1; round <= 20; ++round) {
+        EXPECT_SUCCESS("cuMemsetD8_v2", first, static_cast<unsigned char>(round), length_bytes);
+        EXPECT_SUCCESS("cuMemsetD8_v2", second, static_cast<unsigned char>(round), length_bytes);
+        EXPECT_SUCCESS("cuCtxSynchronize");
+        launch(executable, stream);
+        CHECK(read_device(second, length_bytes) == std::vector<unsigned char>(length_bytes, 7) && calls == round);
+    }
+    CHECK((nodes_of("cuGraphGetNodes", graph) == std::vector{host_node, copy, fill}));
+    CHECK(nodes_of("cuGraphGetRootNodes", graph) == std::vector{fill});
+    CHECK(nodes_of("cuGraphNodeGetDependencies", copy) == std::vector{fill});
+    CHECK(nodes_of("cuGraphNodeGetDependentNodes", copy) == std::vector{host_node});
+    CHECK(type_of(copy) == node_copy && type_of(fill) == node_fill && type_of(host_node) == node_host);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    launch(executable, stream);
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_RESULT(invalid_value, "cuGraphLaunch", executable, stream);
+    EXPECT_SUCCESS("cuMemFree_v2", first);
+    EXPECT_SUCCESS("cuMemFree_v2", second);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+// A change of the graph does not change an executable graph, but an update does.
+void test_executable_graph_is_updated() {
+    const Handle graph = create_graph(), stream = create_stream();
+    const u64 memory = allocate(length_bytes);
+    const Handle node = add_fill(graph, {}, memory, 1), executable = instantiate(graph);
+    FillParameters fill{memory, 0, 2, 1, length_bytes, 1};
+    EXPECT_SUCCESS("cuGraphMemsetNodeSetParams", node, &fill);
+    launch(executable, stream);
+    CHECK(read_device(memory, 1)[0] == 1);
+    UpdateInformation information{9, 9, 9};
+    EXPECT_SUCCESS("cuGraphExecUpdate_v2", executable, graph, &information);
+    CHECK(information.result == update_success && information.error_node == 0);
+    launch(executable, stream);
+    CHECK(read_device(memory, 1)[0] == 2);
+    fill.value = 3;
+    EXPECT_SUCCESS("cuGraphExecMemsetNodeSetParams", executable, node, &fill, Handle{0});
+    launch(executable, stream);
+    CHECK(read_device(memory, 1)[0] == 3);
+    EXPECT_SUCCESS("cuGraphNodeSetEnabled", executable, node, 0U);
+    EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(0), length_bytes);
+    EXPECT_SUCCESS("cuCtxSynchronize");
+    launch(executable, stream);
+    CHECK(read_device(memory, 1)[0] == 0);
+    add_fill(graph, {node}, memory, 4);
+    EXPECT_RESULT(graph_update_failure, "cuGraphExecUpdate_v2", executable, graph, &information);
+    CHECK(information.result == update_topology_changed);
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+void test_child_graph_and_clone_are_copies() {
+    const Handle child = create_graph(), graph = create_graph(), stream = create_stream();
+    const u64 memory = allocate(length_bytes);
+    const Handle fill = add_fill(child, {}, memory, 5);
+    Handle node = 0, copy = 0, clone = 0, fill_in_clone = 0;
+    EXPECT_SUCCESS("cuGraphAddChildGraphNode", &node, graph, no_nodes, u64{0}, child);
+    EXPECT_SUCCESS("cuGraphChildGraphNodeGetGraph", node, &copy);
+    CHECK(copy != child && nodes_of("cuGraphGetNodes", copy).size() == 1);
+    EXPECT_RESULT(invalid_value, "cuGraphDestroy", copy);
+    EXPECT_SUCCESS("cuGraphClone", &clone, child);
+    EXPECT_SUCCESS("cuGraphNodeFindInClone", &fill_in_clone, fill, clone);
+    CHECK(nodes_of("cuGraphGetNodes", clone) == std::vector{fill_in_clone});
+    EXPECT_SUCCESS("cuGraphDestroy", child);
+    const Handle executable = instantiate(graph);
+    launch(executable, stream);
+    CHECK(read_device(memory, length_bytes)[length_bytes - 1] == 5);
+    for (const Handle made : {graph, clone}) {
+        EXPECT_SUCCESS("cuGraphDestroy", made);
+    }
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+// The memory of an allocation node has its address at all times, and exists from its node to the node that frees it.
+void test_memory_nodes_allocate_at_each_launch() {
+    const Handle graph = create_graph(), stream = create_stream();
+    const u64 before = free_memory(), result = allocate(length_bytes);
+    AllocateParameters parameters{};
+    parameters.pool.allocation_type = allocation_pinned;
+    parameters.pool.location = {location_device, 0};
+    parameters.length_bytes = length_bytes;
+    Handle allocation = 0, release = 0, second = 0;
+    EXPECT_SUCCESS("cuGraphAddMemAllocNode", &allocation, graph, no_nodes, u64{0}, &parameters);
+    const Handle fill = add_fill(graph, {allocation}, parameters.pointer, 6);
+    const Handle copy = add_copy(graph, {fill}, result, parameters.pointer);
+    EXPECT_SUCCESS("cuGraphAddMemFreeNode", &release, graph, &copy, u64{1}, parameters.pointer);
+    EXPECT_RESULT(invalid_value, "cuGraphAddMemFreeNode", &second, graph, &copy, u64{1}, parameters.pointer);
+    EXPECT_RESULT(invalid_value, "cuGraphAddMemFreeNode", &second, graph, &copy, u64{1}, result);
+    const Handle executable = instantiate(graph);
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &second, graph, u64{0});
+    EXPECT_RESULT(invalid_value, "cuGraphClone", &second, graph);
+    EXPECT_RESULT(invalid_value, "cuMemsetD8_v2", parameters.pointer, static_cast<unsigned char>(1), u64{1});
+    for (int round = 0; round < 3; ++round) {
+        EXPECT_SUCCESS("cuMemsetD8_v2", result, static_cast<unsigned char>(0), length_bytes);
+        EXPECT_SUCCESS("cuCtxSynchronize");
+        launch(executable, stream);
+        CHECK(read_device(result, length_bytes) == std::vector<unsigned char>(length_bytes, 6));
+    }
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuMemFree_v2", result);
+    CHECK(wait_for_free_memory(before));
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+// Memory that the graph does not free stays allocated, and is freed by the program or at the next launch.
+void test_unfreed_memory_prevents_a_launch() {
+    const Handle stream = create_stream();
+    for (const u64 flags : {u64{0}, u64{instantiate_auto_free}}) {
+        const Handle graph = create_graph();
+        AllocateParameters parameters{};
+        parameters.pool.allocation_type = allocation_pinned;
+        parameters.pool.location = {location_device, 0};
+        parameters.length_bytes = length_bytes;
+        Handle allocation = 0;
+        EXPECT_SUCCESS("cuGraphAddMemAllocNode", &allocation, graph, no_nodes, u64{0}, &parameters);
+        add_fill(graph, {allocation}, parameters.pointer, 6);
+        const Handle executable = instantiate(graph, flags);
+        launch(executable, stream);
+        CHECK(read_device(parameters.pointer, length_bytes)[1] == 6);
+        EXPECT_RESULT(flags == 0 ? invalid_value : success, "cuGraphLaunch", executable, stream);
+        EXPECT_SUCCESS("cuMemFreeAsync", parameters.pointer, stream);
+        launch(executable, stream);
+        EXPECT_SUCCESS("cuMemFree_v2", parameters.pointer);
+        EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+        EXPECT_SUCCESS("cuGraphDestroy", graph);
+    }
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+void test_event_nodes_record_and_wait() {
+    const Handle graph = create_graph(), stream = create_stream();
+    Handle event = 0, record = 0, wait = 0;
+    EXPECT_SUCCESS("cuEventCreate", &event, 0U);
+    const u64 memory = allocate(length_bytes);
+    const Handle fill = add_fill(graph, {}, memory, 8);
+    EXPECT_SUCCESS("cuGraphAddEventRecordNode", &record, graph, &fill, u64{1}, event);
+    EXPECT_SUCCESS("cuGraphAddEventWaitNode", &wait, graph, no_nodes, u64{0}, event);
+    const Handle executable = instantiate(graph);
+    for (int round = 0; round < 5; ++round) {
+        EXPECT_SUCCESS("cuGraphLaunch", executable, stream);
+        EXPECT_SUCCESS("cuEventSynchronize", event);
+        CHECK(read_device(memory, length_bytes)[length_bytes - 1] == 8);
+    }
+    EXPECT_SUCCESS("cuStreamSynchronize", stream);
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuEventDestroy_v2", event);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+// A launch fails if memory of a node was freed, and changes nothing.
+void test_launch_after_free_is_refused() {
+    const Handle graph = create_graph(), stream = create_stream();
+    const u64 memory = allocate(length_bytes);
+    add_fill(graph, {}, memory, 1);
+    const Handle executable = instantiate(graph);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_RESULT(invalid_value, "cuGraphLaunch", executable, stream);
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+void test_wrong_graphs_are_refused() {
+    const Handle graph = create_graph(), other = create_graph();
+    Handle first = 0, second = 0, made = 0;
+    EXPECT_RESULT(invalid_value, "cuGraphCreate", &made, 1U);
+    EXPECT_SUCCESS("cuGraphAddEmptyNode", &first, graph, no_nodes, u64{0});
+    EXPECT_SUCCESS("cuGraphAddEmptyNode", &second, graph, &first, u64{1});
+    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &made, other, &first, u64{1});
+    const Handle twice[] = {first, first};
+    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &made, graph, static_cast<const Handle*>(twice), u64{2});
+    EXPECT_RESULT(invalid_value, "cuGraphAddDependencies", graph, &first, &second, u64{1});
+    EXPECT_RESULT(invalid_value, "cuGraphRemoveDependencies", graph, &second, &first, u64{1});
+    EXPECT_SUCCESS("cuGraphAddDependencies", graph, &second, &first, u64{1});
+    InstantiateParameters parameters{0, 0, 1, 9};
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithParams", &made, graph, &parameters);
+    CHECK(parameters.result == instantiate_invalid_structure && parameters.error_node != 0);
+    EXPECT_SUCCESS("cuGraphRemoveDependencies", graph, &second, &first, u64{1});
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &made, graph, u64{0x100});
+    Copy3d copy = copy_of(0x1000, 0x2000);
+    copy.to.memory_type = memory_device;
+    const Copy3d* const parameters_of_copy = &copy;
+    EXPECT_RESULT(invalid_value, "cuGraphAddMemcpyNode", &made, graph, no_nodes, u64{0}, parameters_of_copy, Handle{0});
+    EXPECT_RESULT(invalid_context, "cuGraphAddMemcpyNode", &made, graph, no_nodes, u64{0}, parameters_of_copy,
+                  Handle{5});
+    const FillParameters fill{0x1000, 0, 0, 3, length_bytes, 1};
+    EXPECT_RESULT(invalid_value, "cuGraphAddMemsetNode", &made, graph, no_nodes, u64{0}, &fill, Handle{0});
+    EXPECT_SUCCESS("cuGraphDestroyNode", first);
+    CHECK(nodes_of("cuGraphGetNodes", graph) == std::vector{second} &&
+          nodes_of("cuGraphGetRootNodes", graph).size() == 1);
+    EXPECT_RESULT(invalid_value, "cuGraphDestroyNode", first);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuGraphDestroy", other);
+    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &made, graph, no_nodes, u64{0});
+}
+
+} // namespace
+
+int main() {
+    init_device();
+    test_launch_follows_dependencies();
+    test_executable_graph_is_updated();
+    test_child_graph_and_clone_are_copies();
+    test_memory_nodes_allocate_at_each_launch();
+    test_unfreed_memory_prevents_a_launch();
+    test_event_nodes_record_and_wait();
+    test_launch_after_free_is_refused();
+    test_wrong_graphs_are_refused();
+}
