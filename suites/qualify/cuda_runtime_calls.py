@@ -13,7 +13,10 @@ import ctypes
 import json
 import sys
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_void_p
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 KIB = 1024
 HOST_TO_HOST, HOST_TO_DEVICE, DEVICE_TO_HOST, DEVICE_TO_DEVICE, DEFAULT = range(5)
@@ -38,10 +41,18 @@ class Calls:
     def __init__(self, library: str) -> None:
         self.runtime = ctypes.CDLL(library)
         self.results: dict[str, list[Any]] = {}
+        version = c_int()
+        assert self.runtime.cudaRuntimeGetVersion(byref(version)) == 0
+        self.is_version_12 = version.value < 13000
 
-    def call(self, title: str, function: str, *arguments: object, output: object = None) -> int:
-        """Call a function, and keep its result, the last error of the thread and a value that it returned."""
-        error = self.runtime[function](*arguments)
+    def call(
+        self, title: str, function: str, *arguments: object, output: object = None, symbol: str | None = None
+    ) -> int:
+        """Call a function, and keep its result, the last error of the thread and a value that it returned.
+
+        ``symbol`` is its name in the library if that is another one.
+        """
+        error = self.runtime[symbol or function](*arguments)
         value = output.value if isinstance(output, ctypes._SimpleCData) else output  # noqa: SLF001
         self.results[f"{function}: {title}"] = [error, self.runtime.cudaGetLastError(), value if error == 0 else None]
         return int(error)
@@ -295,10 +306,10 @@ def kernels_and_reset(calls: Calls) -> None:
     calls.call("after the reset", "cudaFree", pointer)
 
 
-def main() -> None:
-    """Make all calls, and print the results."""
+def run(*groups: Callable[[Calls], None]) -> None:
+    """Make all calls of the groups, and print the results."""
     calls = Calls(sys.argv[1])
-    for group in (devices, memory, copies, streams, pointers, pools, kernels_and_reset):
+    for group in groups:
         sys.stderr.write(f"{group.__name__}\n")
         sys.stderr.flush()
         group(calls)
@@ -306,4 +317,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(devices, memory, copies, streams, pointers, pools, kernels_and_reset)
