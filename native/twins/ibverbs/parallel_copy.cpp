@@ -27,6 +27,13 @@ constexpr std::size_t tail_bytes = 64;
 constexpr std::chrono::microseconds longest_yield{50}, longest_piece{200};
 constexpr std::chrono::milliseconds help_pause{20};
 thread_local std::chrono::steady_clock::time_point help_again_at{};
+// A yield of this duration gave the processor to a thread that used its whole time slice, perhaps to spin for a lock
+// that this thread holds while it polls (UCX polls with the lock of its worker). The spinning thread never gets the
+// lock if this thread stops only within polls, so this thread does not yield for a while. The scheduler then also stops
+// it between two polls.
+constexpr std::chrono::microseconds whole_slice{1000};
+constexpr std::chrono::milliseconds yield_pause{5};
+thread_local std::chrono::steady_clock::time_point yield_again_at{};
 // No thread waits longer than this before it begins a piece.
 constexpr std::chrono::microseconds longest_gap{10};
 
@@ -100,9 +107,16 @@ void ParallelCopy::help() {
 
 void ParallelCopy::yield_processor() {
     const auto began_at = Clock::now();
+    if (began_at < yield_again_at) {
+        return;
+    }
     sched_yield();
-    if (const auto now = Clock::now(); now - began_at > longest_yield) {
+    const auto now = Clock::now();
+    if (now - began_at > longest_yield) {
         help_again_at = now + help_pause;
+    }
+    if (now - began_at > whole_slice) {
+        yield_again_at = now + yield_pause;
     }
 }
 

@@ -39,8 +39,8 @@ public:
     // Take part in the copy that another thread runs, if any. Does nothing if this thread has recently waited for a
     // processor.
     void help();
-    // Call sched_yield. If another thread then keeps the processor for long, help() regards this thread as one that
-    // waits for a processor.
+    // Call sched_yield, unless another thread has recently kept the processor for a whole time slice. If another thread
+    // keeps the processor for long, help() regards this thread as one that waits for a processor.
     static void yield_processor();
 
 private:

@@ -1,4 +1,11 @@
 // Tests of data transfer by every type of request, between two queue pairs of one process.
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "tests/ibverbs_support.hpp"
 
 using namespace gdrkit::twin::tests;
@@ -170,6 +177,43 @@ void test_requests_progress_without_polls() {
     }
 }
 
+// UCX polls with a spin lock of its worker, and another thread spins for that lock. On one processor, the other thread
+// must get it although a poll yields the processor.
+void test_polls_do_not_starve_a_spinning_thread() {
+    Endpoint endpoint;
+    pthread_spinlock_t lock{};
+    CHECK(pthread_spin_init(&lock, PTHREAD_PROCESS_PRIVATE) == 0);
+    std::atomic<bool> must_end{false};
+    cpu_set_t allowed{}, one{};
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    for (int cpu = 0; CPU_COUNT(&one) == 0; ++cpu) {
+        if (CPU_ISSET(cpu, &allowed)) {
+            CPU_SET(cpu, &one);
+        }
+    }
+    CHECK(sched_setaffinity(0, sizeof one, &one) == 0);
+    std::thread poller([&] {
+        while (!must_end) {
+            pthread_spin_lock(&lock);
+            ibv_wc wc{};
+            CHECK(ibv_poll_cq(endpoint.cq, 1, &wc) == 0);
+            pthread_spin_unlock(&lock);
+        }
+    });
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    for (int count = 0; count < 3; ++count) {
+        while (pthread_spin_trylock(&lock) != 0) {
+            CHECK(std::chrono::steady_clock::now() < deadline);
+        }
+        pthread_spin_unlock(&lock);
+        // Let the poller run before the next attempt.
+        usleep(1000);
+    }
+    must_end = true;
+    poller.join();
+    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+}
+
 } // namespace
 
 int main() {
@@ -183,5 +227,6 @@ int main() {
     test_iova_is_remote_address();
     test_requests_wait_for_peer();
     test_requests_progress_without_polls();
+    test_polls_do_not_starve_a_spinning_thread();
     return 0;
 }
