@@ -193,6 +193,22 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
     return find_gpu(gpu, [&](int number) { return uuid != nullptr && uuid_text(number) == uuid; });
 }
 
+GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUIDV(const Uuid* uuid, Gpu** gpu) {
+    if (uuid != nullptr && uuid->version != uuid_version && is_initialized()) {
+        return argument_version_mismatch;
+    }
+    return find_gpu(gpu, [&](int number) {
+        if (uuid == nullptr) {
+            return false;
+        }
+        const auto bytes = gpu_uuid(number);
+        const std::string text = uuid_text(number);
+        return uuid->type == uuid_text_type    ? std::strncmp(uuid->text, text.c_str(), sizeof uuid->text) == 0
+               : uuid->type == uuid_bytes_type ? std::memcmp(uuid->bytes, bytes.data(), sizeof uuid->bytes) == 0
+                                               : false;
+    });
+}
+
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleBySerial(const char* serial, Gpu** gpu) {
     return find_gpu(gpu, [&](int number) { return serial != nullptr && serial_text(number) == serial; });
 }
@@ -258,6 +274,18 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfo_v3(const Gpu* gpu, void* info) {
     return store_pci_info(gpu, info, sizeof(PciInfo));
 }
 
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfoExt(const Gpu* gpu, PciInfoExt* info) {
+    return gpu_entry(gpu, info, [&](int number) {
+        if (info->version != pci_info_ext_version) {
+            return argument_version_mismatch;
+        }
+        const auto bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
+        *info = {pci_info_ext_version, 0, bus, 0, vendor_nvidia, 0, class_display, subclass_3d_controller, {}};
+        ("0000" + pci_address_text(number)).copy(info->bus_id, sizeof info->bus_id - 1);
+        return success;
+    });
+}
+
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo(const Gpu* gpu, Memory* memory) {
     return gpu_entry(gpu, memory, [&](int number) {
         *memory = memory_of(number);
@@ -297,6 +325,24 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pe
             return invalid_argument;
         }
         *current = *pending = 0;
+        return success;
+    });
+}
+
+// Every two GPUs have a host bridge in common, and nothing below it.
+GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyNearestGpus(const Gpu* gpu, int level, unsigned* count, Gpu** nearest) {
+    return gpu_entry(gpu, count, [&](int number) {
+        const auto near_count = static_cast<unsigned>(level == topology_host_bridge ? gpu_count() - 1 : 0);
+        if (nearest != nullptr && *count < near_count) {
+            *count = near_count;
+            return insufficient_size;
+        }
+        *count = near_count;
+        for (int other = 0, index = 0; nearest != nullptr && near_count != 0 && other < gpu_count(); ++other) {
+            if (other != number) {
+                nearest[index++] = &gpus[static_cast<std::size_t>(other)];
+            }
+        }
         return success;
     });
 }

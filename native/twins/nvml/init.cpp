@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <fstream>
 #include <string>
@@ -18,6 +19,7 @@ namespace {
 
 // The first driver of this CUDA version has this number. Versions of real drivers have a further part that is not 0.
 constexpr std::string_view driver_version_text = "580.00";
+constexpr std::string_view driver_branch_text = "r580_00";
 constexpr std::string_view library_version_text = "13.580.00";
 static_assert(cuda_driver_version == 13000);
 
@@ -114,6 +116,18 @@ GDRKIT_NVML_ENTRY const char* nvmlErrorString(int code) {
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetDriverVersion(char* text, unsigned length_bytes) {
     return entry([&] { return store_text(driver_version_text, text, length_bytes); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemGetDriverBranch(DriverBranch* branch, unsigned length_bytes) {
+    return entry([&] {
+        if (branch == nullptr) {
+            return invalid_argument;
+        }
+        if (branch->version != driver_branch_version) {
+            return argument_version_mismatch;
+        }
+        return store_text(driver_branch_text, branch->text, std::min<unsigned>(length_bytes, sizeof branch->text));
+    });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemGetNVMLVersion(char* text, unsigned length_bytes) {

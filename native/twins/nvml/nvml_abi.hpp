@@ -48,6 +48,38 @@ struct PciInfo {
 static_assert(sizeof(PciInfo) == 68);
 inline constexpr std::size_t pci_info_v1_bytes = 32, pci_info_v2_bytes = 52;
 
+struct PciInfoExt {
+    std::uint32_t version, domain, bus, device, pci_device_id, pci_subsystem_id, base_class, sub_class;
+    char bus_id[32];
+};
+inline constexpr std::uint32_t pci_info_ext_version = sizeof(PciInfoExt) | 1U << 24;
+inline constexpr std::uint32_t class_display = 3, subclass_3d_controller = 2; // of PCI
+static_assert(pci_info_ext_version == 0x01000040);
+
+struct Pdi {
+    std::uint32_t version;
+    std::uint64_t value;
+};
+inline constexpr std::uint32_t pdi_version = sizeof(Pdi) | 1U << 24;
+static_assert(pdi_version == 0x01000010);
+
+struct Uuid {
+    std::uint32_t version, type;
+    union {
+        char text[41];
+        std::uint8_t bytes[16];
+    };
+};
+inline constexpr std::uint32_t uuid_version = sizeof(Uuid) | 1U << 24, uuid_text_type = 1, uuid_bytes_type = 2;
+static_assert(uuid_version == 0x01000034);
+
+struct DriverBranch {
+    std::uint32_t version;
+    char text[80];
+};
+inline constexpr std::uint32_t driver_branch_version = sizeof(DriverBranch) | 1U << 24;
+static_assert(driver_branch_version == 0x01000054);
+
 struct ProcessInfoV1 {
     std::uint32_t pid;
     std::uint64_t used_bytes;

@@ -1,5 +1,7 @@
 // Tests of the NVML twin: its exports match the contract, unimplemented functions fail as documented, structures of
 // older versions keep their size, and the process list has this process while it has a context.
+#include <sched.h>
+
 #include <map>
 #include <string_view>
 
@@ -96,6 +98,52 @@ void test_old_structures_keep_their_size() {
     CHECK(fabric.base.version == nvml::fabric_v2_version && fabric.base.state == 0 && fabric.health_summary == 0xee);
 }
 
+void test_versioned_structures_name_the_gpu() {
+    nvml::DriverBranch branch{};
+    CHECK(call("nvmlSystemGetDriverBranch", &branch, 80U) == nvml::argument_version_mismatch);
+    branch.version = nvml::driver_branch_version;
+    CHECK(call("nvmlSystemGetDriverBranch", &branch, 80U) == nvml::success && branch.text[0] == 'r');
+    CHECK(call("nvmlSystemGetDriverBranch", &branch, 4U) == nvml::insufficient_size);
+    nvml::Uuid uuid{};
+    uuid.version = nvml::uuid_version;
+    uuid.type = nvml::uuid_text_type;
+    CHECK(call("nvmlDeviceGetUUID", gpu(1), static_cast<char*>(uuid.text), 41U) == nvml::success);
+    Gpu* handle = nullptr;
+    CHECK(call("nvmlDeviceGetHandleByUUIDV", &uuid, &handle) == nvml::success && handle == gpu(1));
+    nvml::Pdi pdi{nvml::pdi_version, 0}, other_pdi = pdi;
+    CHECK(call("nvmlDeviceGetPdi", gpu(0), &pdi) == nvml::success);
+    CHECK(call("nvmlDeviceGetPdi", gpu(1), &other_pdi) == nvml::success && pdi.value != other_pdi.value);
+    nvml::PciInfoExt info{};
+    CHECK(call("nvmlDeviceGetPciInfoExt", gpu(1), &info) == nvml::argument_version_mismatch);
+    info.version = nvml::pci_info_ext_version;
+    CHECK(call("nvmlDeviceGetPciInfoExt", gpu(1), &info) == nvml::success);
+    CHECK(info.bus == 0xa1 && std::string_view(info.bus_id) == "00000000:A1:00.0");
+}
+
+void test_gpu_is_near_to_processors_and_gpus() {
+    unsigned long words[2]{};
+    CHECK(call("nvmlDeviceGetCpuAffinity", gpu(0), 2U, &words[0]) == nvml::success);
+    cpu_set_t allowed{};
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    for (std::size_t cpu = 0; cpu < 128; ++cpu) {
+        CHECK(((words[cpu / 64] >> (cpu % 64)) & 1) == (CPU_ISSET(cpu, &allowed) ? 1UL : 0UL));
+    }
+    CHECK(call("nvmlDeviceGetCpuAffinityWithinScope", gpu(0), 2U, &words[0], 2U) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceGetMemoryAffinity", gpu(0), 2U, &words[0], 0U) == nvml::success);
+    CHECK(words[0] == 1 && words[1] == 0);
+    Gpu* nearest[3]{};
+    unsigned count = 1;
+    CHECK(call("nvmlDeviceGetTopologyNearestGpus", gpu(1), nvml::topology_host_bridge, &count, &nearest[0]) ==
+          nvml::insufficient_size);
+    CHECK(count == 2);
+    CHECK(call("nvmlDeviceGetTopologyNearestGpus", gpu(1), nvml::topology_host_bridge, &count, &nearest[0]) ==
+          nvml::success);
+    CHECK(nearest[0] == gpu(0) && nearest[1] == gpu(2) && nearest[2] == nullptr);
+    CHECK(call("nvmlDeviceGetTopologyNearestGpus", gpu(1), 0, &count, &nearest[0]) == nvml::success && count == 0);
+    CHECK(call("nvmlDeviceSetPersistenceMode", gpu(0), 0) == nvml::success);
+    CHECK(call("nvmlDeviceSetPersistenceMode", gpu(0), 1) == nvml::unsupported);
+}
+
 void test_process_is_listed_while_it_has_a_context() {
     constexpr std::uint64_t length_bytes = 2U << 20;
     unsigned count = 0;
@@ -135,6 +183,8 @@ int main() {
     check_unimplemented_functions(nvml::unsupported);
     test_invalid_arguments_are_refused();
     test_old_structures_keep_their_size();
+    test_versioned_structures_name_the_gpu();
+    test_gpu_is_near_to_processors_and_gpus();
     test_process_is_listed_while_it_has_a_context();
     test_every_init_needs_a_shutdown();
 }

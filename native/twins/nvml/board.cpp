@@ -1,0 +1,110 @@
+// The board of a GPU: its settings, its PCIe link, and the processors and NUMA nodes that are near to it.
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "model/gpu.hpp"
+#include "nvml/entry.hpp"
+
+namespace gdrkit::twin::nvml {
+namespace {
+
+constexpr int brand_nvidia = 14; // NVML_BRAND_NVIDIA
+constexpr unsigned affinity_scope_end = 2, word_bits = 64;
+
+// The GPUs of the twin are near to every processor that this thread may use.
+int store_cpus(const Gpu* gpu, unsigned word_count, unsigned long* words) {
+    return gpu_entry(gpu, words, [&](int) {
+        cpu_set_t allowed{};
+        if (word_count == 0) {
+            return invalid_argument;
+        }
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
+            return unknown;
+        }
+        std::fill_n(words, word_count, 0UL);
+        const auto cpu_count = std::min<std::size_t>(CPU_SETSIZE, std::size_t{word_count} * word_bits);
+        for (std::size_t cpu = 0; cpu < cpu_count; ++cpu) {
+            if (CPU_ISSET(cpu, &allowed)) {
+                words[cpu / word_bits] |= 1UL << (cpu % word_bits);
+            }
+        }
+        return success;
+    });
+}
+
+// The settings of the twin's GPUs are off, and cannot be switched on.
+int set_off(const Gpu* gpu, int state) {
+    return entry([&] {
+        if (number_of(gpu) < 0 || state < 0 || state > 1) {
+            return invalid_argument;
+        }
+        return state == 0 ? success : unsupported;
+    });
+}
+
+} // namespace
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetBrand(const Gpu* gpu, int* brand) {
+    return constant_of(gpu, brand, brand_nvidia);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPersistenceMode(const Gpu* gpu, int* state) {
+    return constant_of(gpu, state, 0);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceSetPersistenceMode(const Gpu* gpu, int state) {
+    return set_off(gpu, state);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetDisplayMode(const Gpu* gpu, int* state) {
+    return constant_of(gpu, state, 0);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetDisplayActive(const Gpu* gpu, int* state) {
+    return constant_of(gpu, state, 0);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetModuleId(const Gpu* gpu, unsigned* module_id) {
+    return gpu_entry(gpu, module_id, [&](int number) {
+        *module_id = static_cast<unsigned>(number);
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPdi(const Gpu* gpu, Pdi* pdi) {
+    return gpu_entry(gpu, pdi, [&](int number) {
+        if (pdi->version != pdi_version) {
+            return argument_version_mismatch;
+        }
+        const auto uuid = gpu_uuid(number);
+        std::memcpy(&pdi->value, uuid.data(), sizeof pdi->value);
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCpuAffinity(const Gpu* gpu, unsigned word_count, unsigned long* words) {
+    return store_cpus(gpu, word_count, words);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCpuAffinityWithinScope(const Gpu* gpu, unsigned word_count, unsigned long* words,
+                                                          unsigned scope) {
+    return scope < affinity_scope_end || !is_initialized() ? store_cpus(gpu, word_count, words) : invalid_argument;
+}
+
+// Node 0 exists on every machine.
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryAffinity(const Gpu* gpu, unsigned word_count, unsigned long* words,
+                                                  unsigned scope) {
+    return gpu_entry(gpu, words, [&](int) {
+        if (word_count == 0 || scope >= affinity_scope_end) {
+            return invalid_argument;
+        }
+        std::fill_n(words, word_count, 0UL);
+        words[0] = 1;
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::nvml
