@@ -2,16 +2,10 @@
 // long.
 #include "usrbio/client/gpu_pool.hpp"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <bit>
-#include <charconv>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
-#include <cstring>
 #include <list>
 #include <mutex>
 #include <new>
@@ -21,6 +15,7 @@
 #include "usrbio/client/gpu_block.hpp"
 #include "usrbio/client/library_mutex.hpp"
 #include "usrbio/client/log.hpp"
+#include "usrbio/client/pools.hpp"
 
 namespace gdrkit::usrbio {
 namespace {
@@ -33,23 +28,6 @@ constexpr std::size_t fine_steps_above_bytes = 1 << 20;
 constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
 constexpr std::size_t idle_ms_default = 10000;
 constexpr std::chrono::milliseconds check_interval{1000}; // How often the thread checks the idle blocks.
-
-// Returns the number in an environment variable. For any other text, logs a warning and returns the default.
-std::size_t number_from_environment(const char* variable, std::size_t default_value) {
-    const char* const text = std::getenv(variable);
-    if (text == nullptr) {
-        return default_value;
-    }
-    std::size_t value = 0;
-    const char* const end = text + std::strlen(text);
-    const auto [position, error] = std::from_chars(text, end, value);
-    if (error == std::errc() && position == end && position != text) {
-        return value;
-    }
-    log_line(LogLevel::warning, "%s must be a number without a unit, not \"%s\"; %zu is used", variable, text,
-             default_value);
-    return default_value;
-}
 
 // All members are guarded by library_mutex(), which fork() locks.
 struct Pool {
@@ -150,24 +128,8 @@ void start_thread(Pool& state) {
     if (state.has_thread) {
         return;
     }
-    sigset_t all_signals, previous_mask;
-    sigfillset(&all_signals);
-    // The new thread inherits this mask, so that only threads of the application handle signals.
-    pthread_sigmask(SIG_SETMASK, &all_signals, &previous_mask);
-    pthread_t thread{};
-    const int status = pthread_create(
-        &thread, nullptr,
-        [](void*) -> void* {
-            pthread_setname_np(pthread_self(), "hf3fs-gpu-pool");
-            trim_until_empty();
-            return nullptr;
-        },
-        nullptr);
-    pthread_sigmask(SIG_SETMASK, &previous_mask, nullptr);
-    if (status == 0) {
-        pthread_detach(thread);
-        state.has_thread = true;
-    } else {
+    state.has_thread = start_pool_thread("hf3fs-gpu-pool", trim_until_empty);
+    if (!state.has_thread) {
         log_line(LogLevel::warning, "GPU pool: no thread can be started, so idle blocks are freed only at the limit");
     }
 }
