@@ -64,6 +64,7 @@ with tempfile.TemporaryDirectory() as mount, agent(mount):
         shared.close()
         shared.unlink()
     data = usrbio.read_file(path, mount, block_size=64 * KIB)
+    usrbio.trim_host_pool()  # Large iovs leave their memory to later ones, for 3 s or until this call.
     assert data is not None
     assert data[:4] == b"0123"
 

@@ -32,6 +32,7 @@ from gdrkit.usrbio.io import (
     punch_hole,
     read_file,
     register_fd,
+    trim_host_pool,
 )
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "read_file",
     "register_fd",
     "trim_gpu_pool",
+    "trim_host_pool",
 ]
 
 

@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from gdrkit.errors import UsageError
 from gdrkit.handles import Handle
 from gdrkit.usrbio._library import capabilities, native
 from gdrkit.usrbio.virtual import FSYNC
@@ -40,6 +41,7 @@ __all__ = [
     "punch_hole",
     "read_file",
     "register_fd",
+    "trim_host_pool",
 ]
 
 
@@ -201,6 +203,24 @@ def create_iovec(hf3fs_mount_point: str, *, length_bytes: int, block_size: int =
     iovec = native().create_iovec(hf3fs_mount_point, length_bytes, block_size, numa)
     _count_as_open(iovec, lambda: None)
     return iovec
+
+
+def trim_host_pool(*, idle_bytes_max: int = 0) -> None:
+    """Free memory of closed iovecs that is kept for later ones, until at most `idle_bytes_max` bytes are idle.
+
+    The memory that is idle longest is freed first. Without this call, idle memory is freed after 3 s.
+
+    Raises
+    ------
+    Unsupported
+        The client library has no pool.
+    UsageError
+        `idle_bytes_max` is negative.
+    """
+    if idle_bytes_max < 0:
+        message = f"idle_bytes_max must not be negative, not {idle_bytes_max}"
+        raise UsageError(message)
+    native().trim_host_pool(idle_bytes_max)
 
 
 def open_iovec(

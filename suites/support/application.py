@@ -65,6 +65,7 @@ class Application:
                 undo.callback(self.memory.close)
                 self.iov: Iovec = undo.enter_context(usrbio.make_gpu_iovec(str(mount), self.memory))
             else:
+                undo.callback(_free_idle_memory)
                 self.iov = undo.enter_context(usrbio.create_iovec(str(mount), length_bytes=length_bytes))
             self.readers: list[Ioring] = []
             self.writers: list[Ioring] = []
@@ -133,6 +134,12 @@ class Application:
         self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _free_idle_memory() -> None:
+    """Free what closed iovs left in the pool of the library, so that the connection to the agent ends too."""
+    with contextlib.suppress(usrbio.UsrbioUnsupported):
+        usrbio.trim_host_pool()
 
 
 def _main(arguments: Sequence[str]) -> int:

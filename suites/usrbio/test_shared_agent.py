@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
     from gdrkit.harness.evidence import Evidence
+    from gdrkit.usrbio.native_types import Iovec
 
 pytestmark = needs(verbs.nic(), host.capability("CAP_SETUID"))
 
@@ -290,6 +291,39 @@ def test_small_iovs_cost_a_page_of_the_quota() -> None:
     releases[0]()
     quota.charge(ALICE, 1)
     quota.charge(BOB, 1)
+
+
+def test_idle_memory_yields_to_other_iovs_of_its_user(mount: Path) -> None:
+    def create_iovs(pipe: Connection) -> None:
+        """Create an iov of more than half of the quota for each "create", and destroy it for each "destroy"."""
+        iov: Iovec | None = None
+        while (request := pipe.recv()) is not None:
+            if request == "create":
+                try:
+                    iov = usrbio.create_iovec(str(mount), length_bytes=5 * MIB)
+                except OSError as error:
+                    pipe.send(error.errno)
+                    continue
+                with memoryview(iov) as view:
+                    is_zero = bytes(view) == bytes(5 * MIB)
+                    view[:] = b"x" * (5 * MIB)
+                pipe.send(is_zero)
+            else:
+                assert iov is not None
+                iov.close()
+                pipe.send("destroyed")
+
+    usrbio.capabilities()  # Opens the library, whose file the users may not be able to read.
+    with UserProcess(ALICE, create_iovs) as first, UserProcess(ALICE, create_iovs) as second:
+        for turn in range(3):
+            user, other = (first, second) if turn % 2 == 0 else (second, first)
+            assert user.ask("create") is True, turn  # The idle memory of the other process does not count.
+            assert other.ask("create") == errno.EDQUOT
+            assert user.ask("destroy")
+            assert user.ask("create") is True
+            assert user.ask("destroy")
+        for user in (first, second):
+            user.connection.send(None)
 
 
 def test_memory_limit_without_shared_is_refused(tmp_path: Path) -> None:

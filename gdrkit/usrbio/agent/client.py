@@ -145,7 +145,7 @@ class Client:
         name : str
             The name of the link.
         keep : bool
-            Whether to keep the registration of device memory for the next publication of the same dma-buf.
+            Whether to keep the registration for the next publication of the same dma-buf or file of /dev/shm.
 
         Returns
         -------
@@ -163,17 +163,21 @@ class Client:
             return self._remove_publication(name, kept=self._kept if keep else None)
 
     def drop_kept(self, descriptor: int) -> None:
-        """End the kept registration of a dma-buf. The caller still owns the descriptor.
+        """End the kept registration of a dma-buf or a file of /dev/shm. The caller still owns the descriptor.
 
         Raises
         ------
         AgentError
-            ENOENT: the agent keeps no registration of the dma-buf. Else the memory could not be deregistered.
+            ENOENT: the agent keeps no registration of this memory. Else the memory could not be deregistered.
         """
         try:
             self._kept.drop(descriptor)
         except (GdrkitError, OSError) as error:
             raise as_agent_error(error) from error
+
+    def drop_kept_host_memory(self) -> None:
+        """End the kept registrations of host memory, because its user needs the memory for another publication."""
+        self._kept.drop_host_memory()
 
     def borrow(self, name: str, target: str) -> None:
         """Allow the client's rings to name an iov that another client of the same user published.

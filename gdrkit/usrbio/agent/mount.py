@@ -98,10 +98,15 @@ class LinkFolder:
             self._records.unlink(name)
             raise
 
-    def remove(self, name: str, target: str) -> None:
-        """Remove the record of a link, and the link if it still has this target."""
+    def remove(self, name: str, target: str, *, has_record: bool = True) -> None:
+        """Remove the link if it still has this target, and its record if `has_record`."""
         if self._target(name) == target:
             self._links.unlink(name)
+        if has_record:
+            self._records.unlink(name)
+
+    def remove_record(self, name: str) -> None:
+        """Remove the record of a link that was removed without it."""
         self._records.unlink(name)
 
     def clean(self) -> None:

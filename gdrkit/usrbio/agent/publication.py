@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from gdrkit.handles import ReleaseStack
 from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.borrowers import Borrowers
-from gdrkit.usrbio.agent.kept import memory_key
+from gdrkit.usrbio.agent.kept import HostPages, host_key, memory_key
 from gdrkit.usrbio.agent.link_names import parse_device_target
 from gdrkit.usrbio.agent.shared_memory import adopt_unnamed, open_shared
 
@@ -71,6 +71,7 @@ class Publication:
         self._key: MemoryKey | None = None
         self._kept: KeptRegistrations | None = None
         self._is_kept = False
+        self._pages: HostPages | None = None
         self._on_close = ReleaseStack()
 
     @classmethod
@@ -105,13 +106,16 @@ class Publication:
             if name.device_index is not None:
                 publication._register_device(nics, kept, handle, descriptors)
             else:
-                publication._open_shared(uid, descriptors, quota)
+                publication._open_shared(uid, descriptors, quota, kept, links)
             if name.ring is not None:
                 publication._add_ring(client, loop, drain)
             else:
                 publication._add_buffer(client, uid, nics, loop, drain)
             links.add(name.text, target, owner=owner, shared=publication.shared)
-            publication._on_close.push(lambda: links.remove(name.text, target))
+            publication._on_close.push(lambda: publication._remove_link(links))
+            if publication._pages is not None:
+                publication._pages.replace_record(name.text)
+                publication._pages.shared.mark_published()
             if publication.borrowers is not None:
                 publication._on_close.push(publication.borrowers.close)
         except BaseException as error:
@@ -127,9 +131,10 @@ class Publication:
         remove_shared : bool
             Whether to remove also the name of the shared memory in /dev/shm, because the client has ended.
         kept : KeptRegistrations or None
-            Keep the registration in this object, for the next publication of the same dma-buf. The registration is not
-            kept if another client borrowed the memory: that client may still have the memory mapped, and must not see
-            the contents of the next iov.
+            Keep the registration in this object, for the next publication of the same dma-buf or file. The registration
+            is not kept if another client borrowed the memory, or published the same file: that client may still have
+            the memory mapped, and must not see the contents of the next iov. The name of host memory that is not kept
+            is removed.
 
         Returns
         -------
@@ -146,7 +151,8 @@ class Publication:
         try:
             target = self._checked_target()
             self._key = memory_key(target, handle, descriptors)
-            self.registered = None if self._key is None else kept.take(self._key)
+            taken = None if self._key is None else kept.take(self._key)
+            self.registered = None if isinstance(taken, HostPages) else taken
         except BaseException:
             _close_all(descriptors)
             raise
@@ -172,13 +178,43 @@ class Publication:
         if not self._is_kept:
             self.registered.close()
 
-    def _open_shared(self, uid: int, descriptors: Sequence[int], quota: MemoryQuota) -> None:
+    def _open_shared(
+        self, uid: int, descriptors: Sequence[int], quota: MemoryQuota, kept: KeptRegistrations, links: LinkFolder
+    ) -> None:
         if descriptors:
-            self.shared = adopt_unnamed(self.target, descriptors[0], uid=uid)
+            shared = adopt_unnamed(self.target, descriptors[0], uid=uid)
         else:
-            self.shared = open_shared(self.target, uid=uid)
-        self._on_close.push(self.shared.close)
-        self._on_close.push(quota.charge(uid, self.shared.length_bytes))
+            shared = open_shared(self.target, uid=uid)
+        pages = kept.take(host_key(shared)) if self.name.ring is None else None
+        if isinstance(pages, HostPages):
+            shared.close()
+        else:
+            pages = HostPages(shared, links)
+        self._pages, self.shared, self.registered = pages, pages.shared, pages.registered
+        self._on_close.push(self._release_pages)
+        if self.registered is None:
+            pages.on_close.push(quota.charge(uid, shared.length_bytes))
+        else:
+            self._length_bytes = self.registered.length_bytes
+
+    def _remove_link(self, links: LinkFolder) -> None:
+        """Remove the link, and its record unless the memory may be kept."""
+        may_keep = self._kept is not None and self._pages is not None and self.registered is not None
+        links.remove(self.name.text, self.target, has_record=not may_keep)
+        if may_keep and self._pages is not None:
+            self._pages.record = self.name.text
+
+    def _release_pages(self) -> None:
+        """Keep host memory with its registration, or end both."""
+        pages = self._pages
+        assert pages is not None  # noqa: S101 - set by _open_shared().
+        if self._kept is not None and self.registered is not None and self.borrowers is not None:
+            pages.registered = self.registered
+            pages.shared.is_unnamed = False  # The next publication finds the name.
+            may_be_mapped = self.borrowers.was_borrowed or pages.shared.is_published_elsewhere()
+            self._is_kept = not may_be_mapped and self._kept.keep(host_key(pages.shared), pages)
+        if not self._is_kept:
+            pages.close()
 
     def _add_ring(self, client: int, loop: AgentLoop, drain: Drain) -> None:
         assert self.shared is not None  # noqa: S101 - a ring is in host memory.
@@ -200,9 +236,10 @@ class Publication:
         """Register the memory if it is host memory, and add it to the loop."""
         if self.registered is None:
             assert self.shared is not None  # noqa: S101 - an iov that is not in device memory is in shared memory.
+            assert self._pages is not None  # noqa: S101
             self.registered = nics.register_host(self.shared)
             self._length_bytes = self.registered.length_bytes
-            self._on_close.push(self.registered.close)
+            self._pages.on_close.push(self.registered.close)
         registered = self.registered
 
         def add_to_client(client: int) -> None:

@@ -24,9 +24,16 @@ class MemoryQuota:
     ----------
     user_bytes_max : int or None
         Limit for each user, in bytes. None means no limit.
+
+    Attributes
+    ----------
+    free_idle_memory : callable
+        Called with a user who would exceed the limit. It ends the registrations that clients of this user only keep for
+        later iovs.
     """
 
     def __init__(self, user_bytes_max: int | None = None) -> None:
+        self.free_idle_memory: Callable[[int], None] = lambda _uid: None
         self._user_bytes_max = user_bytes_max
         self._lock = threading.Lock()
         self._bytes_by_user: dict[int, int] = {}
@@ -42,9 +49,11 @@ class MemoryQuota:
             EDQUOT: the user would exceed the limit.
         """
         length_bytes = -(-length_bytes // _PAGE_BYTES) * _PAGE_BYTES
+        if self._exceeds_limit(self._bytes_by_user.get(uid, 0) + length_bytes):
+            self.free_idle_memory(uid)
         with self._lock:
             total_bytes = self._bytes_by_user.get(uid, 0) + length_bytes
-            if self._user_bytes_max is not None and total_bytes > self._user_bytes_max:
+            if self._exceeds_limit(total_bytes):
                 message = (
                     f"user {uid} would publish {total_bytes} bytes of host memory, and the agent allows "
                     f"{self._user_bytes_max} (--user-memory-mib): destroy iovs, or start the agent with a higher limit"
@@ -52,6 +61,9 @@ class MemoryQuota:
                 raise AgentError(errno.EDQUOT, message)
             self._bytes_by_user[uid] = total_bytes
         return lambda: self._release(uid, length_bytes)
+
+    def _exceeds_limit(self, total_bytes: int) -> bool:
+        return self._user_bytes_max is not None and total_bytes > self._user_bytes_max
 
     def _release(self, uid: int, length_bytes: int) -> None:
         with self._lock:

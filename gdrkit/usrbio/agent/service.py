@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 from typing import TYPE_CHECKING
 
+from gdrkit.errors import GdrkitError
 from gdrkit.handles import ReleaseStack
 from gdrkit.usrbio.agent.client import Client
 
@@ -15,6 +17,8 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.session import AgentSession
 
 __all__ = ["Service"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class Service:
@@ -40,6 +44,7 @@ class Service:
         self._is_one_client_per_process = is_one_client_per_process
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        context.quota.free_idle_memory = self._free_idle_memory
 
     def open_client(self, process: PeerProcess) -> Client:
         """Return a client for one more connection of a process. The caller has to call :meth:`release`."""
@@ -81,6 +86,15 @@ class Service:
         for client in tuple(self.clients.values()):
             close_actions.push(lambda client=client: self._close(client))  # type: ignore[misc]
         close_actions.run()
+
+    def _free_idle_memory(self, uid: int) -> None:
+        """End the registrations of host memory that the clients of a user keep for later iovs."""
+        for client in tuple(self.clients.values()):
+            if client.process.uid == uid:
+                try:
+                    client.drop_kept_host_memory()
+                except GdrkitError as error:
+                    _LOG.warning("the idle memory of process %d stays: %s", client.process.process_id, error)
 
     def _close(self, client: Client) -> None:
         client.close()

@@ -72,6 +72,20 @@ class SharedFile:
         finally:
             os.close(folder)
 
+    def mark_published(self) -> None:
+        """Lock the file, so that other publications of the same file notice this one."""
+        with suppress(OSError):  # A client that holds a lock of its own only prevents that its memory is used again.
+            fcntl.flock(self.fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+    def is_published_elsewhere(self) -> bool:
+        """Return whether the file was also opened for another publication, or a client has locked it."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        self.mark_published()
+        return False
+
     def close(self) -> None:
         """Close the descriptor."""
         fd, self.fd = self.fd, -1

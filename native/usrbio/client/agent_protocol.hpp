@@ -29,7 +29,7 @@ enum class AgentRequest : std::uint16_t {
     return_borrowed = 9, // u16 length, name; once for each borrow -> (status)
     // The requests below need agent_feature_keep.
     unpublish_and_keep = 10, // u16 length, name -> u64: 1 if the agent keeps the registration, 0 if it has ended it
-    drop_kept = 11,          // u64 0; one descriptor (the dma-buf of a kept registration) -> (status)
+    drop_kept = 11,          // u64 0; one descriptor (the kept dma-buf or file) -> (status)
 };
 
 // Bits of AgentHello::features.
@@ -37,7 +37,9 @@ enum class AgentRequest : std::uint16_t {
 // agent_feature_keep: the agent can keep the registration of a dma-buf between two publications of a client. A later
 // publish with the same dma-buf (fstat: st_dev, st_ino), offset, length and target allocation uses the kept
 // registration. The range of the share handle may be longer than the iov in the target; the iov is then the beginning
-// of the range. The agent ends a kept registration on drop_kept, and when the client's connection ends.
+// of the range. The agent ends a kept registration on drop_kept, and when the client's connection ends. The same holds
+// for host memory, which its device, inode and length identify: its file keeps its name in /dev/shm while it is kept,
+// and the agent removes the name if it does not keep the registration.
 inline constexpr std::uint64_t agent_feature_keep = 1;
 
 struct AgentHeader {

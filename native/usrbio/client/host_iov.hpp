@@ -6,6 +6,7 @@
 #include "usrbio/client/names.hpp"
 #include "usrbio/client/shared_memory.hpp"
 
+#include <memory>
 #include <string>
 
 namespace gdrkit::usrbio {
@@ -17,7 +18,9 @@ public:
     void unlink(hf3fs_iov& iov) noexcept override;
     bool destroy(hf3fs_iov& iov) noexcept override;
 
-    SharedMemory memory;
+    std::shared_ptr<SharedMemory> memory = std::make_shared<SharedMemory>();
+    bool may_keep_memory = false; // Whether a later iov of this process may get the memory.
+    int numa = -1;
     BorrowedPublication borrowed; // Used if another process published the memory and this process opened it.
 
 private:

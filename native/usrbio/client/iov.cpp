@@ -4,6 +4,7 @@
 
 #include "common/errno_text.hpp"
 #include "usrbio/client/agent_connection.hpp"
+#include "usrbio/client/host_pool.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/publication.hpp"
 
@@ -79,17 +80,31 @@ HostIov::HostIov(bool is_creator, std::string mount, std::string name)
     : is_creator_(is_creator), creator_pid_(getpid()), mount_(std::move(mount)), name_(std::move(name)) {}
 
 void HostIov::unlink(hf3fs_iov&) noexcept {
-    memory.remove_name();
+    memory->remove_name();
 }
 
 bool HostIov::destroy(hf3fs_iov& iov) noexcept {
+    const bool is_publisher = is_creator_ && creator_pid_ == getpid();
+    // The memory of a later iov must not be mapped by a child.
+    const bool asks_to_keep =
+        is_publisher && may_keep_memory && !memory->name().empty() && !memory->may_be_mapped_by_child();
     // Remove the name while the memory is still published. If this process is killed between the two steps, the agent
-    // cleans up.
-    memory.remove_name();
-    if (is_creator_ && creator_pid_ == getpid()) {
-        const int status = unpublish(mount_.c_str(), name_);
+    // cleans up. If the agent shall keep the memory, the name stays, and the agent removes it unless it keeps the
+    // memory.
+    if (!asks_to_keep) {
+        memory->remove_name();
+    }
+    if (is_publisher) {
+        std::shared_ptr<AgentConnection> registering_agent;
+        const int status = asks_to_keep ? unpublish_and_keep(mount_.c_str(), name_, &registering_agent)
+                                        : unpublish(mount_.c_str(), name_);
         if (status != 0) {
             log_line(LogLevel::info, "unpublish %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
+        }
+        if (registering_agent != nullptr) {
+            keep_host_memory(memory, std::move(registering_agent), numa);
+        } else {
+            memory->remove_name();
         }
     }
     borrowed.end();
@@ -115,6 +130,37 @@ int publish_new_memory(const char* mount, const std::string& name, SharedMemory&
     return status != 0 ? status : publish(mount, name, target);
 }
 
+// Publishes memory that an earlier iov has left, after filling it with zeros. Returns -ENOENT if there is none, or the
+// error of the publication.
+int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name, std::size_t size, int numa) {
+    std::shared_ptr<AgentConnection> agent;
+    if (agent_connection(mount, agent) != 0) {
+        return -ENOENT;
+    }
+    std::shared_ptr<SharedMemory> memory = take_host_memory(*agent, size, numa);
+    // If the user needs the memory for another publication, the agent ends the registration and removes the name.
+    if (memory == nullptr || !memory->has_name()) {
+        return -ENOENT;
+    }
+    std::memset(memory->base(), 0, memory->bytes());
+    if (const int status = publish(mount, name, shared_memory_folder + memory->name()); status != 0) {
+        drop_registration(*memory, *agent);
+        return status;
+    }
+    iov.memory = std::move(memory);
+    return 0;
+}
+
+int allocate_and_publish(HostIov& iov, const char* mount, const std::string& name, const std::string& shared_name,
+                         std::size_t size, int numa) {
+    iov.memory = std::make_shared<SharedMemory>();
+    if (const int status = iov.memory->create_unnamed(shared_name, size, numa); status != 0) {
+        log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size, ErrnoText(-status).c_str());
+        return -EIO;
+    }
+    return publish_new_memory(mount, name, *iov.memory, shared_memory_folder + shared_name);
+}
+
 } // namespace
 
 int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::size_t block_size, int numa,
@@ -124,22 +170,27 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
         const std::string name = link_name(id, block_size, ring);
         const std::string shared_name = shared_memory_name(id);
         const auto new_iov = std::make_shared<HostIov>(true, mount, name);
-        if (const int status = new_iov->memory.create_unnamed(shared_name, size, numa); status != 0) {
-            log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size,
-                     ErrnoText(-status).c_str());
-            return -EIO;
+        new_iov->may_keep_memory = ring == nullptr && may_keep_host_memory(size);
+        new_iov->numa = numa;
+        hf3fs_iov_handle handle = register_iov(new_iov);
+        int status = new_iov->may_keep_memory ? publish_kept_memory(*new_iov, mount, name, size, numa) : -ENOENT;
+        if (status != 0) {
+            status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
+            // Idle memory of this process may have used up /dev/shm, the quota of the user, or the memory that the
+            // agent may pin.
+            if ((status == -EIO || status == -EDQUOT || status == -ENOMEM) && trim_host_pool(0)) {
+                status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
+            }
         }
-        hf3fs_iov_handle const handle = register_iov(new_iov);
-        if (const int status = publish_new_memory(mount, name, new_iov->memory, shared_memory_folder + shared_name);
-            status != 0) {
+        if (status != 0) {
             unregister_iov(handle);
             return status;
         }
         // The agent and this process have mapped the ring now, and no other process opens it by its name.
         if (ring != nullptr) {
-            new_iov->memory.remove_name();
+            new_iov->memory->remove_name();
         }
-        fill_struct(iov, new_iov->memory.base(), handle, id, mount, size, block_size, numa);
+        fill_struct(iov, new_iov->memory->base(), handle, id, mount, size, block_size, numa);
         log_line(LogLevel::info, "created %s %s: %zu bytes of shared memory", ring == nullptr ? "iov" : "ring",
                  name.c_str(), size);
         return 0;
@@ -163,14 +214,14 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
         return -EINVAL;
     }
     const auto opened_iov = std::make_shared<HostIov>(false, mount, name);
-    if (const int status = opened_iov->memory.open(shared_name, size, numa); status != 0) {
+    if (const int status = opened_iov->memory->open(shared_name, size, numa); status != 0) {
         log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
     if (const int status = opened_iov->borrowed.begin(mount, name, target); status != 0) {
         return status;
     }
-    fill_struct(iov, opened_iov->memory.base(), register_iov(opened_iov), id, mount, size, block_size, numa);
+    fill_struct(iov, opened_iov->memory->base(), register_iov(opened_iov), id, mount, size, block_size, numa);
     log_line(LogLevel::info, "opened iov %s: %zu bytes of shared memory", name.c_str(), size);
     return 0;
 }

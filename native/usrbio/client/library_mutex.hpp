@@ -3,6 +3,7 @@
 // in the parent.
 #pragma once
 
+#include <cstdint>
 #include <mutex>
 
 namespace gdrkit::usrbio {
@@ -12,5 +13,9 @@ std::mutex& library_mutex() noexcept;
 // Registers a function. Every forked child calls it right after fork(), with library_mutex() locked. It must neither
 // allocate nor free memory.
 void call_in_forked_child(void (*function)()) noexcept;
+
+// Returns how often this process and its ancestors have called fork() since the library was loaded. While a thread
+// holds library_mutex(), the number does not change.
+std::uint64_t fork_count() noexcept;
 
 } // namespace gdrkit::usrbio

@@ -2,6 +2,7 @@
 #include "usrbio/client/shared_memory.hpp"
 
 #include "common/errno_text.hpp"
+#include "usrbio/client/library_mutex.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/names.hpp"
 
@@ -55,7 +56,16 @@ void SharedMemory::remove_name() noexcept {
     name_.clear();
 }
 
+bool SharedMemory::has_name() const noexcept {
+    return access((shared_memory_folder + name_).c_str(), F_OK) == 0;
+}
+
+bool SharedMemory::may_be_mapped_by_child() const noexcept {
+    return fork_count_ != fork_count();
+}
+
 int SharedMemory::map(int fd, std::size_t bytes, int numa) noexcept {
+    fork_count_ = fork_count();
     void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (memory == MAP_FAILED) {
         return -errno;

@@ -34,7 +34,17 @@ public:
     // Removes the name if this process is responsible for it. The memory stays mapped.
     void remove_name() noexcept;
 
+    // Returns the name of the memory, as for shm_open, or an empty string if this process is not responsible for a
+    // name.
+    const std::string& name() const noexcept { return name_; }
+
+    // Returns whether a file with this name exists.
+    bool has_name() const noexcept;
+
     std::uint8_t* base() const noexcept { return base_; }
+    std::size_t bytes() const noexcept { return bytes_; }
+    // Returns whether a child that this process has forked may have the memory mapped, too.
+    bool may_be_mapped_by_child() const noexcept;
 
 private:
     int allocate(int fd, std::size_t bytes, int numa) noexcept;
@@ -45,6 +55,7 @@ private:
     std::string name_;         // Name to remove; empty: none.
     std::uint8_t* base_ = nullptr;
     std::size_t bytes_ = 0;
+    std::uint64_t fork_count_ = 0; // fork_count() when the memory was mapped.
     int creator_pid_ = 0; // The process that removes the name. A forked child has another pid and removes nothing.
 };
 

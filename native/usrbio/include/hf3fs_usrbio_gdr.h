@@ -268,6 +268,16 @@ HF3FS_API int gdrkit_gpu_pool_trim(size_t idle_bytes_max);
  */
 HF3FS_API int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statistics, size_t size);
 
+/*
+ * The pool of host memory, which needs no CUDA. hf3fs_iovdestroy keeps the memory of an iov from 4 MiB on for later
+ * iovs of the same process, mount, size and NUMA node, for at most 3 s. Such an iov begins with zeros. The environment
+ * variable GDRKIT_USRBIO_HOST_POOL_BYTES (268435456 if unset; 0: no pool) limits the idle bytes of the process.
+ *
+ * Frees idle memory until at most `idle_bytes_max` bytes are idle, beginning with the memory that is idle longest.
+ * Returns 0.
+ */
+HF3FS_API int gdrkit_host_pool_trim(size_t idle_bytes_max);
+
 #ifdef __cplusplus
 }
 #endif

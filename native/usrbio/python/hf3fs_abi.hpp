@@ -93,6 +93,7 @@ static_assert(sizeof(GpuPoolStatistics) == 72);
     NAME(hf3fs_iovsync, int, const Iov*, int)                                                                          \
     NAME(gdrkit_gpu_pool_limit, int, std::size_t, unsigned)                                                            \
     NAME(gdrkit_gpu_pool_trim, int, std::size_t)                                                                       \
-    NAME(gdrkit_gpu_pool_query, int, GpuPoolStatistics*, std::size_t)
+    NAME(gdrkit_gpu_pool_query, int, GpuPoolStatistics*, std::size_t)                                                  \
+    NAME(gdrkit_host_pool_trim, int, std::size_t)
 
 } // namespace gdrkit::usrbio::abi

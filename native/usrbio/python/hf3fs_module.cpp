@@ -128,14 +128,22 @@ void limit_gpu_pool(std::size_t idle_bytes_max, unsigned idle_ms_max) {
     check_pool_call("gdrkit_gpu_pool_limit", status);
 }
 
-void trim_gpu_pool(std::size_t idle_bytes_max) {
-    const auto call = GDRKIT_REQUIRE(gdrkit_gpu_pool_trim);
+// Calls gdrkit_gpu_pool_trim or gdrkit_host_pool_trim.
+void trim(const char* function, int (*call)(std::size_t), std::size_t idle_bytes_max) {
     int status = 0;
     {
         nb::gil_scoped_release release_gil;
         status = call(idle_bytes_max);
     }
-    check_pool_call("gdrkit_gpu_pool_trim", status);
+    check_pool_call(function, status);
+}
+
+void trim_gpu_pool(std::size_t idle_bytes_max) {
+    trim("gdrkit_gpu_pool_trim", GDRKIT_REQUIRE(gdrkit_gpu_pool_trim), idle_bytes_max);
+}
+
+void trim_host_pool(std::size_t idle_bytes_max) {
+    trim("gdrkit_host_pool_trim", GDRKIT_REQUIRE(gdrkit_host_pool_trim), idle_bytes_max);
 }
 
 } // namespace
@@ -158,6 +166,7 @@ NB_MODULE(_hf3fs, module) {
     module.def("gpu_pool_statistics", &gpu_pool_statistics);
     module.def("limit_gpu_pool", &limit_gpu_pool, "idle_bytes_max"_a, "idle_ms_max"_a);
     module.def("trim_gpu_pool", &trim_gpu_pool, "idle_bytes_max"_a);
+    module.def("trim_host_pool", &trim_host_pool, "idle_bytes_max"_a);
     bind_iovec(module);
     bind_ioring(module);
 }

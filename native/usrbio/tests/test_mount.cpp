@@ -135,17 +135,18 @@ void Agent::serve(Client& client) {
         const std::string reason = "refused by the test";
         std::vector<std::byte> reply(sizeof(header));
         const auto type = static_cast<AgentRequest>(header.type);
-        header.length = static_cast<std::uint32_t>(header.status != 0                    ? reason.size()
-                                                   : type == AgentRequest::hello         ? sizeof(AgentHello)
-                                                   : type == AgentRequest::register_file ? sizeof(value)
-                                                                                         : 0);
+        const bool has_value = type == AgentRequest::register_file || type == AgentRequest::unpublish_and_keep;
+        header.length = static_cast<std::uint32_t>(header.status != 0            ? reason.size()
+                                                   : type == AgentRequest::hello ? sizeof(AgentHello)
+                                                   : has_value                   ? sizeof(value)
+                                                                                 : 0);
         header.descriptors = 0;
         header.sequence += reply_malformed ? 1 : 0;
         reply.resize(sizeof(header) + header.length);
         std::memcpy(reply.data(), &header, sizeof(header));
         if (header.status != 0) {
             std::memcpy(reply.data() + sizeof(header), reason.data(), reason.size());
-        } else if (type == AgentRequest::register_file) {
+        } else if (has_value || type == AgentRequest::hello) { // The features are the first member of AgentHello.
             std::memcpy(reply.data() + sizeof(header), &value, sizeof(value));
         }
         if (send(client.socket, reply.data(), reply.size(), MSG_NOSIGNAL) < 0) {
@@ -178,6 +179,7 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
     const std::string name(reinterpret_cast<const char*>(payload + 2), header.length >= 2u + length ? length : 0);
     switch (static_cast<AgentRequest>(header.type)) {
     case AgentRequest::hello:
+        value = keeps_registrations ? agent_feature_keep : 0;
         return header.length == sizeof(AgentHello) ? 0 : EINVAL;
     case AgentRequest::publish:
         return refuse != 0 ? refuse.load() : publish(client, payload, header.length, fds[0]);
@@ -239,8 +241,18 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
     case AgentRequest::return_borrowed:
         return return_borrowed(client, name);
     case AgentRequest::unpublish_and_keep:
+        CHECK(keeps_registrations);
+        if (!client.published.contains(name)) {
+            return ENOENT;
+        }
+        unpublish(client, name);
+        value = 1;
+        ++kept;
+        return 0;
     case AgentRequest::drop_kept:
-        break; // This agent does not report agent_feature_keep, so the library must not send these requests.
+        CHECK(keeps_registrations && fds[0] >= 0);
+        --kept;
+        return 0;
     }
     return ENOSYS;
 }

@@ -53,6 +53,9 @@ public:
     // After hold(true), the agent claims no operation from the rings until hold(false). When hold() returns, all
     // operations claimed before have completed.
     void hold(bool is_held);
+    // Whether the agent reports agent_feature_keep. It then counts the publications that it keeps.
+    std::atomic<bool> keeps_registrations{false};
+    std::atomic<int> kept{0};
     std::atomic<bool> reply_malformed{false};    // The replies have a wrong sequence.
     std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
     std::atomic<int> files{0};                   // Number of registered files.

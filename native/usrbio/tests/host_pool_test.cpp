@@ -1,0 +1,252 @@
+// Tests of the pool of host memory: which iovs get the memory of an earlier iov, what forks change, and the limits.
+#include "client_fixture.hpp"
+#include "usrbio/include/hf3fs_usrbio_gdr.h"
+
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+using namespace gdrkit::usrbio;
+using namespace gdrkit::usrbio::test;
+
+namespace {
+
+constexpr std::size_t mib = 1 << 20;
+constexpr std::size_t iov_bytes = 4 * mib; // The smallest iov whose memory is kept.
+constexpr char pool_bytes[] = "16777216";  // 16 MiB
+
+hf3fs_iov create(const Mount& mount, std::size_t bytes = iov_bytes, int numa = -1) {
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), bytes, 0, numa), 0);
+    CHECK(std::all_of(iov.base, iov.base + bytes, [](std::uint8_t byte) { return byte == 0; }));
+    std::memset(iov.base, 'x', bytes);
+    return iov;
+}
+
+// Returns the file in /dev/shm with the memory of an iov.
+std::string file_of(const Mount& mount, const hf3fs_iov& iov) {
+    Uuid id;
+    std::memcpy(id.data(), iov.id, id.size());
+    return std::filesystem::read_symlink(mount.link(to_string(id)));
+}
+
+// Destroys an iov, and returns the file of the next one with the same size.
+std::string next_file(const Mount& mount, hf3fs_iov& iov) {
+    hf3fs_iovdestroy(&iov);
+    hf3fs_iov next = create(mount);
+    const std::string file = file_of(mount, next);
+    hf3fs_iovunlink(&next); // So its memory is not kept.
+    hf3fs_iovdestroy(&next);
+    return file;
+}
+
+void test_next_iov_gets_the_memory_with_zeros() {
+    const std::size_t before = count_shared_memory();
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    hf3fs_iov iov = create(mount);
+    const std::string file = file_of(mount, iov);
+    const std::uint8_t* const base = iov.base;
+    hf3fs_iovdestroy(&iov);
+    CHECK(mount.links().empty());
+    CHECK_EQUAL(agent.kept.load(), 1);
+    CHECK_EQUAL(count_shared_memory(), before + 1);
+    hf3fs_iov larger = create(mount, 2 * iov_bytes);
+    hf3fs_iov bound = create(mount, iov_bytes, 0);
+    CHECK(file_of(mount, larger) != file && file_of(mount, bound) != file);
+    hf3fs_iovdestroy(&larger);
+    hf3fs_iovdestroy(&bound);
+    CHECK_EQUAL(agent.kept.load(), 3);
+    iov = create(mount);
+    CHECK(iov.base == base && file_of(mount, iov) == file);
+    CHECK_EQUAL(agent.publications.load(), 1);
+    hf3fs_iovdestroy(&iov);
+    // The thread of the pool frees memory that is idle for 3 s.
+    wait_until_true([&] { return count_shared_memory() == before; });
+    wait_until_true([&] { return agent.connections == 0; });
+    CHECK_EQUAL(agent.kept.load(), 1); // The publication that the second iov took.
+}
+
+void test_memory_is_not_kept_without_name_or_agent() {
+    const std::size_t before = count_shared_memory();
+    Mount mount;
+    {
+        hf3fs_iov iov = create(mount);
+        hf3fs_iovdestroy(&iov);
+        CHECK_EQUAL(count_shared_memory(), before);
+    }
+    Agent agent(mount);
+    hf3fs_iov iov = create(mount);
+    hf3fs_iovdestroy(&iov); // This agent does not report that it keeps registrations.
+    agent.keeps_registrations = true;
+    iov = create(mount, iov_bytes - 1);
+    hf3fs_iovdestroy(&iov);
+    iov = create(mount);
+    hf3fs_iovunlink(&iov);
+    hf3fs_iovdestroy(&iov);
+    iov = create(mount, 16 * mib + 1); // More than the limit of idle bytes.
+    hf3fs_iovdestroy(&iov);
+    CHECK_EQUAL(count_shared_memory(), before);
+    CHECK_EQUAL(agent.kept.load(), 0);
+}
+
+void test_longest_idle_memory_is_freed_at_the_limit() {
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    std::vector<hf3fs_iov> iovs(5);
+    std::vector<std::string> files;
+    for (hf3fs_iov& iov : iovs) {
+        iov = create(mount);
+        files.push_back(file_of(mount, iov));
+    }
+    for (hf3fs_iov& iov : iovs) {
+        hf3fs_iovdestroy(&iov);
+    }
+    CHECK_EQUAL(agent.kept.load(), 4);
+    CHECK(!std::filesystem::exists(files[0]));
+    CHECK(std::all_of(files.begin() + 1, files.end(), [](const auto& file) { return std::filesystem::exists(file); }));
+    CHECK_EQUAL(gdrkit_host_pool_trim(2 * iov_bytes), 0);
+    CHECK_EQUAL(agent.kept.load(), 2);
+    CHECK(std::filesystem::exists(files[4]) && !std::filesystem::exists(files[2]));
+    // If an iov cannot be published, idle memory is freed before the second attempt.
+    agent.refuse = EDQUOT;
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), mib, 0, -1), -EDQUOT);
+    CHECK_EQUAL(agent.kept.load(), 0);
+    CHECK(std::none_of(files.begin(), files.end(), [](const auto& file) { return std::filesystem::exists(file); }));
+}
+
+void test_memory_of_an_ended_agent_is_not_used() {
+    Mount mount;
+    std::string file;
+    {
+        Agent agent(mount);
+        agent.keeps_registrations = true;
+        hf3fs_iov iov = create(mount);
+        file = file_of(mount, iov);
+        hf3fs_iovdestroy(&iov);
+    }
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    hf3fs_iov iov = create(mount);
+    CHECK(file_of(mount, iov) != file);
+    // The next agent does not know memory whose name was removed.
+    const std::string removed = file_of(mount, iov);
+    hf3fs_iovdestroy(&iov);
+    CHECK(std::filesystem::remove(removed));
+    iov = create(mount);
+    CHECK(file_of(mount, iov) != removed);
+    hf3fs_iovdestroy(&iov);
+}
+
+#ifndef __SANITIZE_THREAD__ // It does not support threads in a child of a process with threads.
+
+// Runs `function` in a forked child while the parent runs `meanwhile`.
+template <typename Function, typename Meanwhile> void run_in_child(Function function, Meanwhile meanwhile) {
+    int pipe_fds[2];
+    CHECK_EQUAL(pipe(pipe_fds), 0);
+    const pid_t child = fork();
+    if (child == 0) {
+        char byte = 0;
+        close(pipe_fds[1]);
+        CHECK_EQUAL(read(pipe_fds[0], &byte, 1), 0); // Until the parent closes its end.
+        function();
+        _exit(0);
+    }
+    close(pipe_fds[0]);
+    meanwhile();
+    close(pipe_fds[1]);
+    int status = -1;
+    CHECK_EQUAL(waitpid(child, &status, 0), child);
+    CHECK_EQUAL(status, 0);
+}
+
+void test_memory_that_a_child_has_mapped_is_not_used() {
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    hf3fs_iov iov = create(mount);
+    std::uint8_t* const base = iov.base;
+    const std::string file = file_of(mount, iov);
+    run_in_child([&] { CHECK_EQUAL(base[1], 'x'); }, [&] { CHECK(next_file(mount, iov) != file); });
+    CHECK_EQUAL(agent.kept.load(), 0);
+}
+
+void test_child_does_not_map_idle_memory() {
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    hf3fs_iov iov = create(mount);
+    const std::string file = file_of(mount, iov);
+    struct stat attributes {};
+    CHECK_EQUAL(stat(file.c_str(), &attributes), 0);
+    // /proc/self/maps has the name of the time when the file was opened, and the inode.
+    const std::string inode = " " + std::to_string(attributes.st_ino) + " ";
+    hf3fs_iovdestroy(&iov);
+    CHECK_EQUAL(agent.kept.load(), 1);
+    run_in_child(
+        [&] {
+            std::ifstream maps("/proc/self/maps");
+            const std::string text{std::istreambuf_iterator<char>(maps), {}};
+            CHECK(text.find(inode) == std::string::npos);
+            hf3fs_iov own = create(mount);
+            const std::string own_file = file_of(mount, own);
+            CHECK(own_file != file);
+            hf3fs_iovdestroy(&own);
+            own = create(mount);
+            CHECK(file_of(mount, own) == own_file);
+            hf3fs_iovunlink(&own);
+            hf3fs_iovdestroy(&own);
+        },
+        [] {});
+    iov = create(mount);
+    CHECK(file_of(mount, iov) != file);
+    hf3fs_iovdestroy(&iov);
+}
+
+#endif
+
+void test_threads_share_the_pool() {
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    std::vector<std::thread> threads;
+    for (int number = 0; number < 4; ++number) {
+        threads.emplace_back([&] {
+            for (int turn = 0; turn < 20; ++turn) {
+                hf3fs_iov iov = create(mount);
+                hf3fs_iovdestroy(&iov);
+            }
+        });
+    }
+    for (std::thread& thread : threads) {
+        thread.join();
+    }
+    CHECK_EQUAL(agent.publications.load(), 0);
+}
+
+} // namespace
+
+int main() {
+    setenv("GDRKIT_USRBIO_HOST_POOL_BYTES", pool_bytes, 1);
+    test_next_iov_gets_the_memory_with_zeros();
+    test_memory_is_not_kept_without_name_or_agent();
+    test_longest_idle_memory_is_freed_at_the_limit();
+    test_memory_of_an_ended_agent_is_not_used();
+#ifndef __SANITIZE_THREAD__
+    test_memory_that_a_child_has_mapped_is_not_used();
+    test_child_does_not_map_idle_memory();
+#endif
+    test_threads_share_the_pool();
+    return 0;
+}
