@@ -93,7 +93,10 @@ class Engine:
 
     def __init__(self, *, node: int, workers_count: int, buffers_count: int, chunk_bytes: int, first_chunk_bytes: int, coalesced_bytes: int, coalesced_count: int, slice_bytes: int, polls_device: bool, direct_readers_count: int, direct_read_bytes: int, direct_writers_count: int, direct_write_bytes: int, buffered_writers_count: int) -> None: ...
 
-    def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool) -> Job: ...
+    def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool, token: int) -> Job:
+        """
+        Queue a job and return it. At its end, `token` is added to `ended_jobs`.
+        """
 
     def transfer_small(self, write: bool, file: OpenFile, offset: int, address: int, length: int, device: int) -> tuple: ...
 

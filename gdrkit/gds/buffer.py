@@ -38,7 +38,7 @@ class TransferBuffer(NamedTuple):
     keep : object
         Object that keeps the memory alive.
     release : callable
-        Function that tells the owner that the memory is no longer used. It is called once.
+        Function that tells the owner that the memory is no longer used. A second call does nothing.
     """
 
     address: int

@@ -138,6 +138,7 @@ class Engine:
         access: str = "automatic",
         flags: int = 0,
         durable: bool = False,
+        token: int = 0,
     ) -> TransferJob:
         """Queue a job and return it. The call blocks while too many jobs are queued.
 
@@ -157,9 +158,13 @@ class Engine:
             Flags with which open(2) opens the paths.
         durable : bool
             A write is complete when the disk has the data (fdatasync).
+        token : int
+            Number of the :class:`~gdrkit.gds.Transfer`. The native queue ``ended_jobs`` gets it when the job is over.
         """
         try:
-            job: TransferJob = self._engine.submit(write, ACCESS[access], device_index, files, extents, flags, durable)
+            job: TransferJob = self._engine.submit(
+                write, ACCESS[access], device_index, files, extents, flags, durable, token
+            )
         except KeyError:
             message = f"access must be one of {', '.join(map(repr, ACCESS))}, not {access!r}"
             raise UsageError(message) from None

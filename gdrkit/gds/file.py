@@ -17,12 +17,11 @@ from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import OPEN_FLAGS, Access, Direct, OpenDescriptor, check_choices, open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, part_length
-from gdrkit.gds.transfer import Route, Transfer, TransferJob, Transferred, short_transfer_error, transfers_of
+from gdrkit.gds.transfer import Route, Transfer, Transferred, short_transfer_error, transfers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
-    from types import TracebackType
 
     from gdrkit.gds.ranges import Range
 
@@ -275,7 +274,7 @@ class File:
         memory = describe_buffer(buffer, writable=not write)
         try:
             return self._start(memory, extents_of(memory, ranges), write=write)
-        except BaseException:
+        except Exception:
             memory.release()
             raise
 
@@ -297,7 +296,7 @@ class File:
                 length = min(length, max(self.size_bytes - file_offset_bytes, 0))
             extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, length]
             return self._start(memory, extents, write=write, durable=durable)
-        except BaseException:
+        except Exception:
             memory.release()
             raise
 
@@ -307,30 +306,38 @@ class File:
         try:
             if write and not self.writable:
                 raise self._mode_error()
-            job, why_not_direct = self._submit(memory, extents, write=write, durable=durable)
-            return Transfer(job, extents, memory, (self,), why_not_direct, direct_required=self.direct == "required")
+            transfer = Transfer(extents, memory, (self,), direct_required=self.direct == "required")
+            try:
+                self._submit(transfer, memory, extents, write=write, durable=durable)
+            except Exception:
+                transfer.release()
+                raise
+            return transfer
         finally:
             self._descriptor.native.end_use()
 
     def _submit(
-        self, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool
-    ) -> tuple[TransferJob, str]:
-        """Submit a transfer to the direct path or to the engine. Return its job, and the reason if it is not direct."""
+        self, transfer: Transfer, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool
+    ) -> None:
+        """Submit a transfer to the direct path or to the engine."""
         why = self._direct_paths.why_engine(memory)
         if why is None:
             path, why = self._direct_paths.find(self.fileno(), memory, extents)
             if path is not None:
-                return path.submit(write=write, extents=extents, durable=durable, memory=memory), ""
+                transfer.job = path.submit(write=write, extents=extents, durable=durable, memory=memory)
+                transfer.job.notify(native.ended_jobs, transfer.token)
+                return
             report_fallback(why, self.path, required=self.direct == "required")
-        job = engine_for(memory.device_index).submit(
+        transfer.why_not_direct = why
+        transfer.job = engine_for(memory.device_index).submit(
             write=write,
             device_index=memory.device_index,
             files=[self._descriptor.native],
             extents=extents,
             access="direct" if durable and self.access == "automatic" else self.access,
             durable=durable,
+            token=transfer.token,
         )
-        return job, why
 
     def _move_short(
         self,
@@ -368,7 +375,7 @@ class File:
                 )
             finally:
                 self._descriptor.native.end_use()
-        except BaseException:
+        except Exception:
             memory.release()
             raise
         memory.release()
@@ -386,9 +393,7 @@ class File:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

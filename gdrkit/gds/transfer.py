@@ -125,14 +125,15 @@ class TransferJob(Protocol):
 # All transfers in progress, by their tokens. They are alive here, because their memory must not be freed before they
 # end. The dictionary and the native queue of the ended jobs need no lock, so that a finalizer may start a transfer.
 _in_progress: dict[int, Transfer] = {}
-_tokens = itertools.count()
+_tokens = itertools.count(1)
 # In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
 _transfers_of_parent: list[Transfer] = []
 
 
 def transfers_of(file: object) -> list[Transfer]:
-    """Return the transfers in progress of an open file."""
-    return [transfer for transfer in _in_progress.copy().values() if file in transfer.files]
+    """Return the transfers in progress of an open file, except those whose start was interrupted."""
+    transfers = _in_progress.copy().values()
+    return [transfer for transfer in transfers if file in transfer.files and hasattr(transfer, "job")]
 
 
 def _after_fork_in_child() -> None:
@@ -147,7 +148,8 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 class Transfer:
     """A transfer in progress, as a future.
 
-    The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create it.
+    The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create it before they submit its job. If
+    an interrupt ends such a call, the memory stays in use until the job ends.
 
     Attributes
     ----------
@@ -159,6 +161,10 @@ class Transfer:
         The memory. It is released when the transfer is over.
     files : sequence
         The open files, which stay alive until the transfer is over, or the paths of files that the job opens.
+    token : int
+        Number of the transfer, which the native queue ``ended_jobs`` has when the job is over.
+    why_not_direct : str
+        The reason why no direct path was used; empty if one was used, or if the caller did not want one.
     """
 
     __slots__ = (
@@ -166,41 +172,33 @@ class Transfer:
         "_device_index",
         "_direct_required",
         "_outcome",
-        "_token",
-        "_why_not_direct",
         "buffer",
         "extents",
         "files",
         "job",
+        "token",
+        "why_not_direct",
     )
 
     def __init__(
-        self,
-        job: TransferJob,
-        extents: Sequence[int],
-        buffer: TransferBuffer,
-        files: Sequence[object],
-        why_not_direct: str = "",
-        *,
-        direct_required: bool = False,
+        self, extents: Sequence[int], buffer: TransferBuffer, files: Sequence[object], *, direct_required: bool = False
     ) -> None:
-        self.job = job
+        self.job: TransferJob
         self.extents = extents
         self.buffer: TransferBuffer | None = buffer
         self.files = files
-        self._why_not_direct = why_not_direct
+        self.why_not_direct = ""
         self._direct_required = direct_required
         self._device_index = buffer.device_index
         # The result and the error. One tuple, so that a thread sees both or none.
         self._outcome: tuple[Transferred, GdrkitError | None] | None = None
-        self._token = token = next(_tokens)
+        self.token = token = next(_tokens)
         _in_progress[token] = self
-        job.notify(native.ended_jobs, token)
         # A caller may drop a future without a call of result(). Then a later transfer releases its memory here.
         for ended in native.ended_jobs.take():
             transfer = _in_progress.get(ended)
             if transfer is not None:
-                transfer._release()  # noqa: SLF001 - same class.
+                transfer.release()
 
     @property
     def bytes_moved(self) -> int:
@@ -314,20 +312,20 @@ class Transfer:
                 min(progress["direct_bytes"], total_bytes),
                 parts,
                 progress["duration_s"],
-                self._why_not_direct or progress.get("why_not_direct", ""),
+                self.why_not_direct or progress.get("why_not_direct", ""),
                 progress.get("counters", _NO_COUNTERS),
             )
             self._outcome = result, self._error_of(progress, result)
-        self._release()
+        self.release()
         return self._outcome
 
-    def _release(self) -> None:
-        """Release the memory of a transfer that is over. Further calls, also at the same time, do nothing."""
+    def release(self) -> None:
+        """Release the memory of a transfer that is over or was not started. Further calls do nothing."""
         buffer = self.buffer
         if buffer is not None:
             buffer.release()
             self.buffer = None
-        _in_progress.pop(self._token, None)
+        _in_progress.pop(self.token, None)
 
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""

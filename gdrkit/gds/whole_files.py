@@ -64,18 +64,24 @@ def read_files(
             extents += (index, 0, address, length)
             address += length
         part_length(memory, 0, address - memory.address)
-        job = engine_for(memory.device_index).submit(
+    except Exception:
+        memory.release()
+        raise
+    transfer = Transfer(extents, memory, paths)
+    try:
+        transfer.job = engine_for(memory.device_index).submit(
             write=False,
             device_index=memory.device_index,
             files=encoded_paths,
             extents=extents,
             access=access,
             flags=os.O_RDONLY,
+            token=transfer.token,
         )
-        return Transfer(job, extents, memory, paths)
-    except BaseException:
-        memory.release()
+    except Exception:
+        transfer.release()
         raise
+    return transfer
 
 
 def transfer_ranges(
@@ -104,20 +110,22 @@ def transfer_ranges(
     UsageError
         The files do not have the same `access`, or a file to write was opened for reading only.
     """
+    transfer = Transfer(extents, memory, files)
     try:
         _check_files(files, write=write)
         with contextlib.ExitStack() as users:
-            job = engine_for(memory.device_index).submit(
+            transfer.job = engine_for(memory.device_index).submit(
                 write=write,
                 device_index=memory.device_index,
                 files=[users.enter_context(file.in_use()) for file in files],
                 extents=extents,
                 access=files[0].access,
+                token=transfer.token,
             )
-            return Transfer(job, extents, memory, files)
-    except BaseException:
-        memory.release()
+    except Exception:
+        transfer.release()
         raise
+    return transfer
 
 
 def _check_files(files: Sequence[File], *, write: bool) -> None:

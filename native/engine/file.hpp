@@ -47,6 +47,8 @@ public:
     // The calls that use the descriptor of the caller are counted, so that the caller can wait for them before it
     // closes the descriptor. Returns false if the caller closes it.
     bool begin_use() noexcept;
+    // Adds a use while the calling thread has one, so that the file is still open.
+    void add_use() noexcept { users_count_.fetch_add(1); }
     void end_use() noexcept;
     // Refuses further uses, and waits until there are none.
     void begin_close() noexcept;

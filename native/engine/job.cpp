@@ -34,6 +34,7 @@ Job::Job(Direction direction, Access access, int device, std::vector<std::shared
     }
     for (const std::shared_ptr<File>& file : files_) {
         file->add_pending(is_durable_ ? 1 : 0); // The file stays open until its data is on the disk.
+        file->add_use();
     }
     const std::uint64_t even_share_bytes = total_bytes_ / (sharers_count() * chunks_per_worker) + 1;
     const std::uint64_t first_bytes = std::min(tuning_.first_chunk_bytes, tuning_.chunk_bytes);
@@ -307,6 +308,7 @@ void Job::end_locked() {
         if (file->direct_refusal() != 0) {
             progress_.direct_refusal = file->direct_refusal();
         }
+        file->end_use();
     }
     progress_.duration = std::chrono::steady_clock::now() - began_;
     std::uint64_t bytes = 0;

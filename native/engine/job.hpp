@@ -116,7 +116,8 @@ enum class TakeResult { nothing, busy, chunk };
 
 class Job {
 public:
-    // If `is_durable` is set, the job syncs the files to the disk before it is over.
+    // If `is_durable` is set, the job syncs the files to the disk before it is over. Until then, the job uses its
+    // files, so a job that is not submitted must be cancelled.
     Job(Direction direction, Access access, int device, std::vector<std::shared_ptr<File>> files,
         std::vector<Extent> extents, const Tuning& tuning, bool is_durable = false);
 

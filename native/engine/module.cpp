@@ -30,6 +30,8 @@ nb::tuple failure_tuple(const Failure& failure) {
 }
 
 PyObject* engine_error = nullptr;
+// The queue that submit() passes to each job.
+const auto ended_jobs = std::make_shared<CompletionQueue>(false);
 
 [[noreturn]] void raise(const Failure& failure) {
     PyErr_SetObject(engine_error, failure_tuple(failure).ptr());
@@ -227,15 +229,24 @@ void bind_engine(nb::module_& module) {
         .def(
             "submit",
             [](Engine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
-               int flags, bool durable) {
+               int flags, bool durable, std::uint64_t token) {
                 std::vector<Extent> extents = extents_of(flat_extents, nb::len(files));
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
                                                  static_cast<Access>(access), device, files_of(files, flags),
                                                  std::move(extents), self.tuning(), write && durable);
-                without_gil([&] { self.submit(job); });
+                job->notify(ended_jobs, token);
+                without_gil([&] {
+                    try {
+                        self.submit(job);
+                    } catch (const Error&) {
+                        job->cancel();
+                        throw;
+                    }
+                });
                 return job;
             },
-            "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a)
+            "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a, "token"_a,
+            "Queue a job and return it. At its end, `token` is added to `ended_jobs`.")
         .def(
             "transfer_small",
             [](Engine& self, bool write, File& file, std::uint64_t offset, std::uint64_t address, std::uint64_t length,
@@ -303,5 +314,5 @@ NB_MODULE(_engine, module) {
     module.def("node_of_device", &ge::node_of_device, "bus_id"_a, "sysfs"_a = "/sys");
     ge::bind_jobs(module);
     ge::bind_engine(module);
-    module.attr("ended_jobs") = nb::cast(std::make_shared<ge::CompletionQueue>(false));
+    module.attr("ended_jobs") = nb::cast(ge::ended_jobs);
 }

@@ -21,6 +21,7 @@ from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from pathlib import Path
+    from types import FrameType
 
 THREAD_COUNT = 8
 # The transfers of all threads fit into the queue of an engine.
@@ -84,6 +85,20 @@ def is_refused(file: gds.File) -> bool:
     except ClosedResource:
         return True
     return False
+
+
+def start_and_interrupt(file: gds.File, buffer: bytearray) -> None:
+    """Start a read. After the engine has its job, a KeyboardInterrupt ends the call."""
+
+    def interrupt(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "return" and frame.f_code is gds.Engine.submit.__code__:
+            raise KeyboardInterrupt
+
+    try:
+        sys.setprofile(interrupt)
+        file.start_read_into(buffer)
+    finally:
+        sys.setprofile(None)
 
 
 @needs(host.fuse)
@@ -180,6 +195,27 @@ def test_dropped_future_counts_and_lasts_until_its_last_byte(tmp_path: Path) -> 
         wait_until(lambda: time.monotonic() > end_s + 0.02, "some time after the end")
         assert 0 < transfer.result().duration_s <= end_s - begin_s
         assert gds.transfer_totals()[gds.Route.ENGINE].transfers_count == count_before + 1
+
+
+@needs(host.fuse)
+def test_interrupted_start_keeps_the_memory_of_its_job(tmp_path: Path, seed: int) -> None:
+    """In an older version, an interrupt after the submission released the memory, to which the engine then wrote."""
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "other").write_bytes(b"data")
+    buffer = bytearray(4 * KIB)
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty_file.path) as file:
+            with pytest.raises(KeyboardInterrupt):
+                start_and_interrupt(file, buffer)
+            faulty_file.expect_line("waiting")
+            with pytest.raises(BufferError):
+                buffer.append(0)
+            faulty_file.send("open")
+        assert buffer == pattern.payload(4 * KIB, seed=seed)  # The close of the file waited for the job.
+    with gds.File(tmp_path / "other") as file:
+        file.start_read_into(bytearray(4)).result()
+    buffer.append(0)
 
 
 def test_finalizer_of_a_buffer_may_start_a_transfer(tmp_path: Path) -> None:
