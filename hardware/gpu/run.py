@@ -68,7 +68,7 @@ class Part:
         return measuring_options if self.is_measuring else []
 
 
-COST_CASES = ("cache_cost", "gpu_pool_cost", "import_cost", "path_speed", "ring_speed")
+COST_CASES = ("cache_cost", "gpu_pool_cost", "import_cost", "path_speed", "ring_speed", "transfer_cost")
 PARTS: dict[str, Part] = {
     "inventory": Part(("suites/inventory/test_this_machine.py",)),
     "first-light": Part(
