@@ -26,12 +26,15 @@ def measure_interleaved(
 ) -> dict[str, CallTimes]:
     """Measure several calls. Each round makes each call `calls_count` times, one after the other.
 
+    Every second round has the reverse order. On a busy machine, the kernel prefers a thread after calls that slept, and
+    interrupts it after calls that did not.
+
     A load that lasts longer than a round slows all calls. A shorter load affects a few rounds, but not the medians. The
     times include the Python loop around the calls, which is the same for every call.
     """
     times_ns: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds_count):
-        for name, call in calls.items():
+    for round_index in range(rounds_count):
+        for name, call in list(calls.items())[:: 1 if round_index % 2 == 0 else -1]:
             begin_ns = time.perf_counter_ns()
             for _ in range(calls_count):
                 call()
