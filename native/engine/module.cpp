@@ -234,12 +234,12 @@ void bind_engine(nb::module_& module) {
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
                                                  static_cast<Access>(access), device, files_of(files, flags),
                                                  std::move(extents), self.tuning(), write && durable);
-                job->notify(ended_jobs, token);
                 without_gil([&] {
                     try {
+                        job->notify(ended_jobs, token);
                         self.submit(job);
-                    } catch (const Error&) {
-                        job->cancel();
+                    } catch (...) {
+                        job->cancel(); // Otherwise the close of its files would wait for the job.
                         throw;
                     }
                 });

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import statistics
 import subprocess
@@ -15,7 +16,7 @@ from gds.faulty_file import FaultyFile
 from support.processes import wait_until
 
 from gdrkit import gds, pattern
-from gdrkit.errors import ClosedResource
+from gdrkit.errors import ApiError, ClosedResource
 from gdrkit.harness.needs import cuda, host, needs, software
 from gdrkit.units import KIB
 
@@ -216,6 +217,18 @@ def test_interrupted_start_keeps_the_memory_of_its_job(tmp_path: Path, seed: int
     with gds.File(tmp_path / "other") as file:
         file.start_read_into(bytearray(4)).result()
     buffer.append(0)
+
+
+@pytest.mark.timeout(30)
+def test_file_of_a_refused_job_can_be_closed(tmp_path: Path) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    engine = gds.Engine()
+    engine.close()
+    with gds.File(tmp_path / "data", direct="never") as file, file.in_use() as native_file:
+        with pytest.raises(ApiError) as caught:
+            engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=[0, 0, 0, 4])
+        assert caught.value.errno == errno.ESHUTDOWN
+    assert file.closed
 
 
 def test_finalizer_of_a_buffer_may_start_a_transfer(tmp_path: Path) -> None:
