@@ -183,7 +183,7 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
         # The record names no folder of this machine.
         shown = {**placeholders, "folder": "FOLDER"}
-        command = shlex.join(word.format_map(shown).replace(f"{_PROJECT_ROOT}/", "") for word in program.client)
+        command = shlex.join(_without_root(word.format_map(shown)) for word in program.client)
         outputs = {
             name: _last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
@@ -252,6 +252,10 @@ def _free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port
+
+
+def _without_root(word: str) -> str:
+    return word.replace(f"{_PROJECT_ROOT}/", "").replace(str(_PROJECT_ROOT), ".")
 
 
 def _make_source(folder: Path, length_bytes: int) -> bytes:

@@ -10,7 +10,7 @@ import json
 import subprocess
 import sys
 from functools import partial
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 from support.processes import is_gone, wait_until
@@ -18,6 +18,7 @@ from support.python_child import suites_environ
 from support.records import record_of
 
 from gdrkit.report import CaseReason, Verdict, append_record
+from hardware.peers import run as run_module
 from hardware.lab.errors import LabError
 from hardware.peers.cuda_programs import cuda_programs
 from hardware.peers.cuda_python import join_results
@@ -26,9 +27,6 @@ from hardware.peers.programs import StockProgram, debian_programs
 from hardware.peers.rdma_core import RdmaCoreResults
 from hardware.peers.run import Target, run_program
 from hardware.peers.speed import speed_record
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 NO_TWINS = Target("rxe0", "127.0.0.1", 1, timeout_s=20)
 ON_TWINS = Target("twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60)
@@ -104,6 +102,12 @@ def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
 @pytest.mark.parametrize(("client", "failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")])
 def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure: str) -> None:
     assert run_program(program(client, unused_api="verbs"), ON_TWINS).failure == failure
+
+
+def test_command_of_a_record_has_no_path_of_this_tree() -> None:
+    root = Path(run_module.__file__).resolve().parents[2]
+    outcome = run_program(program(f"true {root}/noxfile.py; PYTHONPATH={root} true"), NO_TWINS)
+    assert outcome.command == "sh -c 'true noxfile.py; PYTHONPATH=. true'"
 
 
 def test_names_of_programs_are_unique() -> None:
