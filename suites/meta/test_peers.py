@@ -18,8 +18,8 @@ from support.python_child import suites_environ
 from support.records import record_of
 
 from gdrkit.report import CaseReason, Verdict, append_record
-from hardware.peers import run as run_module
 from hardware.lab.errors import LabError
+from hardware.peers import run as run_module
 from hardware.peers.cuda_programs import cuda_programs
 from hardware.peers.cuda_python import join_results
 from hardware.peers.lab import Difference, compare
