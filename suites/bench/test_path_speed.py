@@ -29,7 +29,7 @@ from support.raw_usrbio import AgentProcess
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, needs, verbs
-from gdrkit.units import MIB
+from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +47,17 @@ TWIN_ENVIRONMENT = {"GDRKIT_TWINS_LATE_US": "0", "GDRKIT_TWINS_NICS": "1"}
 MEASUREMENTS = {
     "4 KiB": ("path_small", "io_uring", "bare_small", 0.25),
     "1 MiB": ("path_large", "pread", "bare_large", 0.5),
+}
+# The goals of reads by usrbio on two idle cores, as a share of the rate of io_uring, by size and depth.
+IO_URING_GOALS = {
+    (4 * KIB, 1): 0.3,
+    (4 * KIB, 8): 0.45,
+    (4 * KIB, 32): 0.9,
+    (4 * KIB, 64): 1.0,
+    (4 * KIB, 256): 1.0,
+    (MIB, 1): 0.9,
+    (MIB, 4): 1.0,
+    (MIB, 16): 1.0,
 }
 MEMORY_KINDS = [
     pytest.param("host", marks=needs(verbs.nic())),
@@ -95,13 +106,10 @@ def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
                 os.sched_setaffinity(int(task.name), {cores[-1] if name == "gdrkit-session" else cores[0]})
 
 
-def measure(agent: AgentProcess, path: Path, memory_kind: str, cores: list[int]) -> dict[str, list[dict[str, Any]]]:
+def measure(agent: AgentProcess, path: Path, *options: str) -> dict[str, list[dict[str, Any]]]:
     """Run the measuring program. Return the measurements of all rounds, by the name of the measurement."""
     program = Path(os.environ["GDRKIT_BENCH_PROGRAMS"]) / "usrbio_path_bench"
-    command = [str(program), str(agent.mount), str(path), "--kind", memory_kind]
-    command += ["--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
-    if len(cores) > 1:
-        command += ["--cores", f"{cores[0]},{cores[-1]}"]
+    command = [str(program), str(agent.mount), str(path), *options]
     command += ["--pid", f"agent={agent.process.pid}", "--pid", f"server={agent.server_process_id()}"]
     completed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert completed.returncode == 0, completed.stderr
@@ -140,12 +148,15 @@ def test_reads_beside_the_kernel(
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT
     load_before = os.getloadavg()[0]
-    with two_cores() as cores, AgentProcess(tmp_path) as agent:
+    with two_cores() as cores, AgentProcess(tmp_path, "--no-local-reads") as agent:
         evidence["cores"] = len(cores)
         file = create_file(tmp_path, seed)
         if placement == "session apart":
             isolate_session(agent, cores)
-        measured = measure(agent, file, memory_kind, cores)
+        options = ["--kind", memory_kind, "--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
+        if len(cores) > 1:
+            options += ["--cores", f"{cores[0]},{cores[-1]}"]
+        measured = measure(agent, file, *options)
     assert agent.statistics["failed"] == 0
     evidence["load_1min"] = [load_before, os.getloadavg()[0]]
     for size, (usrbio_name, kernel_name, copy_name, goal) in MEASUREMENTS.items():
@@ -178,4 +189,65 @@ def test_reads_beside_the_kernel(
             f"{memory_kind:6} {size} reads, {placement}: {share:.2f} x {kernel_name} "
             f"(goal on idle cores: {goal}{copies_text}); "
             f"processor time {cpu_us / kernel_cpu_us:.1f} x {kernel_name}; load {load_before:.1f}"
+        )
+
+
+def size_name(length_bytes: int) -> str:
+    """Return the name of a size in the names of numbers."""
+    return f"{length_bytes // MIB}m" if length_bytes >= MIB else f"{length_bytes // KIB}k"
+
+
+def cpu_us(measurements: list[dict[str, Any]], process: str) -> float:
+    """Return the processor time of an operation in one process, in microseconds."""
+    return float(statistics.median(one["cpu_s"][process] / one["operations"] * 1e6 for one in measurements))
+
+
+@needs(verbs.nic())
+@pytest.mark.parametrize("file_kind", ["plain", "checksums", "fuse"])
+def test_reads_beside_io_uring(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file_kind: str,
+    seed: int,
+    evidence: Evidence,
+    summary: list[str],
+) -> None:
+    """Both keep equally many reads in flight, wait for half of them at once, and take turns in one process."""
+    for name, value in TWIN_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    evidence["environment"] = TWIN_ENVIRONMENT
+    evidence["load_1min_before"] = os.getloadavg()[0]
+    store, mount = tmp_path / "store", tmp_path / "mount"
+    store.mkdir()
+    mount.mkdir()
+    if file_kind != "checksums":
+        (store / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
+    options = ("--fuse", "--store", str(store)) if file_kind == "fuse" else ()
+    with two_cores() as cores, AgentProcess(mount if options else store, *options) as agent:
+        evidence["cores"] = len(cores)
+        if file_kind == "checksums":
+            create_file(store, seed)
+        points = ",".join(f"{length_bytes}:{depth}" for length_bytes, depth in IO_URING_GOALS)
+        peer = ("--peer-file", str(store / "file"))
+        measured = measure(agent, agent.mount / "file", "--points", points, *peer, "--rounds", "5", "--ms", "400")
+    assert agent.statistics["failed"] == 0
+    for (length_bytes, depth), goal in IO_URING_GOALS.items():
+        point = f"{length_bytes}_{depth}"
+        if f"io_uring_{point}" not in measured:
+            summary.append(f"{file_kind} {point}: io_uring is not allowed on this system")
+            continue
+        ours, peers = measured[f"usrbio_{point}"], measured[f"io_uring_{point}"]
+        ratios = [operations_per_s(one) / operations_per_s(other) for one, other in zip(ours, peers, strict=True)]
+        name = f"read_{size_name(length_bytes)}_d{depth}"
+        evidence.number(f"{name}_ratio", statistics.median(ratios))
+        evidence.number(f"{name}_ratio_min", min(ratios))
+        evidence.number(f"{name}_ratio_max", max(ratios))
+        evidence.number(f"{name}_per_s_median", statistics.median(map(operations_per_s, ours)))
+        times_us = {process: cpu_us(ours, process) for process in ("client", "agent", "server")}
+        times_us["io_uring"] = cpu_us(peers, "client")
+        for process, time_us in times_us.items():
+            evidence.number(f"{name}_{process}_cpu_us_median", time_us)
+        summary.append(
+            f"{file_kind} {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) x io_uring, "
+            f"goal {goal}; processor time in us: " + ", ".join(f"{key} {time:.2f}" for key, time in times_us.items())
         )

@@ -6,13 +6,17 @@
 // (bare_copies.hpp). All variants read into the same amount of memory. The variants take turns, round by round, so that
 // other load on the machine affects all of them.
 //
+// With --points, the program instead compares reads of the given sizes and depths with reads by io_uring, which keeps
+// as many reads in flight and waits for as many completions at once. In FUSE mode, --peer-file is the file in the
+// store.
+//
 // path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
+//            [--points BYTES:DEPTH,...] [--peer-file FILE]
 //
 // The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
 // processes of --pid. It shows the cost of an operation even if other programs also use the processors. After each
 // turn, the program compares the data of the last reads with the file. The copies alone run on the two cores of
 // --cores. Without --cores, that variant is skipped.
-#include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -20,7 +24,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <cstring>
 #include <filesystem>
 #include <fstream>
 #include <memory>
@@ -31,6 +34,7 @@
 #include "bare_copies.hpp"
 #include "hf3fs_usrbio.h"
 #include "path_peers.hpp"
+#include "path_reads.hpp"
 
 namespace {
 
@@ -39,50 +43,14 @@ using Clock = std::chrono::steady_clock;
 
 constexpr std::size_t page_bytes = 4096, small_bytes = 4096, large_bytes = 1UL << 20;
 constexpr unsigned small_depth = 64, large_depth = 8;
-// Twice the operations in flight. If completions come out of order, an entry of the ring becomes free later than its
-// operation ends.
-constexpr int ring_entries = 128;
 
 struct Settings {
-    std::string mount, file, kind = "host", only;
+    std::string mount, file, peer_file, kind = "host", only;
     int rounds = 5;
     double turn_ms = 200;
     std::vector<int> cores;
+    std::vector<std::pair<std::size_t, unsigned>> points; // Sizes in bytes, and depths.
     std::vector<std::pair<std::string, int>> processes;
-};
-
-// Exits if the result of `call` is not 0. It is a positive or negative errno.
-void check_result(const char* call, long result) {
-    if (result != 0) {
-        errno = static_cast<int>(result < 0 ? -result : result);
-        exit_with_errno(call);
-    }
-}
-
-// The CUDA driver, with which the program compares data in device memory.
-struct Cuda {
-    int (*copy_to_host)(void*, std::uint64_t, std::size_t) = nullptr;
-
-    Cuda() {
-        void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-        copy_to_host =
-            library == nullptr
-                ? nullptr
-                : reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t)>(dlsym(library, "cuMemcpyDtoH_v2"));
-        const auto initialize =
-            library == nullptr ? nullptr : reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
-        const auto retain_context =
-            library == nullptr ? nullptr
-                               : reinterpret_cast<int (*)(void**, int)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
-        const auto set_context =
-            library == nullptr ? nullptr : reinterpret_cast<int (*)(void*)>(dlsym(library, "cuCtxSetCurrent"));
-        void* context = nullptr;
-        if (copy_to_host == nullptr || initialize == nullptr || retain_context == nullptr || set_context == nullptr ||
-            initialize(0) != 0 || retain_context(&context, 0) != 0 || set_context(context) != 0) {
-            std::fprintf(stderr, "path_bench: the CUDA driver or device 0 is not available\n");
-            std::exit(1);
-        }
-    }
 };
 
 // Returns the processor time of all current threads of a process, in seconds.
@@ -141,105 +109,71 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
     std::fflush(stdout);
 }
 
-// Reads of `bytes` bytes through the path, with `depth` reads in flight.
-class PathReads {
-public:
-    PathReads(const Settings& settings, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
-        : cuda_(cuda), file_(file), depth_(depth), bytes_(bytes), offsets_(depth) {
-        const char* const mount = settings.mount.c_str();
-        check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
-                                                        : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
-        check_result("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
-        for (unsigned buffer = 0; buffer < depth; ++buffer) {
-            free_buffers_.push_back(buffer);
-        }
-    }
-    ~PathReads() {
-        hf3fs_iordestroy(&ior_);
-        cuda_ != nullptr ? hf3fs_iovdestroy_gpu(&iov_) : hf3fs_iovdestroy(&iov_);
-    }
-    PathReads(const PathReads&) = delete;
-    PathReads& operator=(const PathReads&) = delete;
-
-    // Submits reads until `depth` are in flight, each at the offset that next_offset() returns. Then waits for at least
-    // `count_min` completions and returns the number of completions.
-    template <typename NextOffset> unsigned run_step(unsigned count_min, NextOffset next_offset) {
-        has_started_ = true;
-        while (!free_buffers_.empty()) {
-            const unsigned buffer = free_buffers_.back();
-            free_buffers_.pop_back();
-            offsets_[buffer] = next_offset();
-            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
-                                            bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
-            check_result("hf3fs_prep_io", std::min(index, 0));
-        }
-        check_result("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
-        return reap(count_min);
-    }
-    // Waits for all reads in flight and returns their number.
-    unsigned drain() {
-        unsigned completed_count = 0;
-        while (free_buffers_.size() != depth_) {
-            completed_count += reap(static_cast<unsigned>(depth_ - free_buffers_.size()));
-        }
-        return completed_count;
-    }
-    // Compares the last read into each buffer with the file.
-    void compare() const {
-        if (!has_started_) {
-            return;
-        }
-        std::vector<std::uint8_t> host_copy(bytes_), expected(bytes_);
-        for (unsigned buffer = 0; buffer < depth_; ++buffer) {
-            const std::uint8_t* actual = iov_.base + buffer * bytes_;
-            if (cuda_ != nullptr) {
-                check_result("cuMemcpyDtoH",
-                             cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual), bytes_));
-                actual = host_copy.data();
+// Measures reads of each size and depth through the path, and the same reads by io_uring, in alternating turns.
+void measure_points(const Settings& settings, const Cuda* cuda, int file, int peer_file, std::uint64_t size) {
+    std::minstd_rand random(1);
+    for (const auto& [bytes, depth] : settings.points) {
+        PathReads path(settings.mount, cuda, file, depth, bytes);
+        UringReads uring(peer_file, depth, bytes);
+        std::uniform_int_distribution<std::uint64_t> blocks(0, size / bytes - 1);
+        const auto next_offset = [&, bytes = bytes] { return blocks(random) * bytes; };
+        const std::string point = std::to_string(bytes) + "_" + std::to_string(depth);
+        const unsigned batch = std::max(depth / 2, 1U);
+        for (int round = 0; round < settings.rounds; ++round) {
+            if (uring.is_available()) {
+                run_turn(
+                    settings, ("io_uring_" + point).c_str(), round, bytes,
+                    [&] { return uring.run_step(batch, next_offset); }, [&] { return uring.drain(); });
             }
-            const auto count =
-                static_cast<std::size_t>(pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer])));
-            if (count != bytes_ || std::memcmp(actual, expected.data(), bytes_) != 0) {
-                std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
-                std::exit(1);
-            }
+            run_turn(
+                settings, ("usrbio_" + point).c_str(), round, bytes, [&] { return path.run_step(batch, next_offset); },
+                [&] { return path.drain(); });
+            path.compare();
         }
     }
+}
 
-private:
-    unsigned reap(unsigned count_min) {
-        hf3fs_cqe cqes[ring_entries];
-        const int count = hf3fs_wait_for_ios(&ior_, cqes, ring_entries, static_cast<int>(count_min), nullptr);
-        check_result("hf3fs_wait_for_ios", std::min(count, 0));
-        for (int index = 0; index < count; ++index) {
-            if (cqes[index].result != static_cast<std::int64_t>(bytes_)) {
-                std::fprintf(stderr, "path_bench: a read failed or was short: result %lld\n",
-                             static_cast<long long>(cqes[index].result));
-                std::exit(1);
-            }
-            free_buffers_.push_back(static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(cqes[index].userdata)));
-        }
-        return static_cast<unsigned>(count);
+// Opens a file for reading, and returns its descriptor and its size.
+std::pair<int, std::uint64_t> open_file(const std::string& path) {
+    const int file = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    struct stat attributes {};
+    if (file < 0 || fstat(file, &attributes) != 0) {
+        exit_with_errno(path.c_str());
     }
+    return {file, static_cast<std::uint64_t>(attributes.st_size)};
+}
 
-    const Cuda* const cuda_;
-    const int file_;
-    const unsigned depth_;
-    const std::size_t bytes_;
-    std::vector<std::uint64_t> offsets_;
-    std::vector<unsigned> free_buffers_;
-    hf3fs_iov iov_{};
-    hf3fs_ior ior_{};
-    bool has_started_ = false;
-};
+// Parses BYTES:DEPTH,...
+std::vector<std::pair<std::size_t, unsigned>> parse_points(const std::string& text) {
+    std::vector<std::pair<std::size_t, unsigned>> points;
+    for (const char* position = text.c_str(); *position != 0;) {
+        std::size_t bytes = 0;
+        unsigned depth = 0;
+        int length = 0;
+        if (std::sscanf(position, "%zu:%u%n", &bytes, &depth, &length) != 2 || bytes == 0 || depth == 0) {
+            std::fprintf(stderr, "path_bench: --points must be BYTES:DEPTH,... such as 4096:1,4096:8, not %s\n",
+                         text.c_str());
+            std::exit(2);
+        }
+        points.emplace_back(bytes, depth);
+        position += length;
+        position += *position == ',' ? 1 : 0;
+    }
+    return points;
+}
 
 void measure(const Settings& settings, int file, std::uint64_t size) {
     std::unique_ptr<Cuda> cuda;
     if (settings.kind == "device") {
         cuda = std::make_unique<Cuda>();
     }
-    PathReads small(settings, cuda.get(), file, small_depth, small_bytes);
-    PathReads large(settings, cuda.get(), file, large_depth, large_bytes);
+    if (!settings.points.empty()) {
+        const int peer_file = settings.peer_file.empty() ? file : open_file(settings.peer_file).first;
+        measure_points(settings, cuda.get(), file, peer_file, size);
+        return;
+    }
+    PathReads small(settings.mount, cuda.get(), file, small_depth, small_bytes);
+    PathReads large(settings.mount, cuda.get(), file, large_depth, large_bytes);
     UringReads uring(file, small_depth, small_bytes);
     BareCopies bare_small(file, small_depth, small_bytes, settings.cores);
     BareCopies bare_large(file, large_depth, large_bytes, settings.cores);
@@ -298,8 +232,9 @@ void measure(const Settings& settings, int file, std::uint64_t size) {
 
 int main(int count, char** arguments) {
     if (count < 3 || count % 2 == 0) {
-        std::fprintf(stderr, "usage: path_bench MOUNT FILE [--kind host|device] [--rounds N] [--ms N] "
-                             "[--only TURN] [--cores N,N] [--pid NAME=PID]...\n");
+        std::fprintf(stderr,
+                     "usage: path_bench MOUNT FILE [--kind host|device] [--rounds N] [--ms N] "
+                     "[--only TURN] [--cores N,N] [--pid NAME=PID]... [--points BYTES:DEPTH,...] [--peer-file FILE]\n");
         return 2;
     }
     Settings settings;
@@ -315,6 +250,10 @@ int main(int count, char** arguments) {
             settings.turn_ms = std::atof(value.c_str());
         } else if (option == "--only") {
             settings.only = value;
+        } else if (option == "--points") {
+            settings.points = parse_points(value);
+        } else if (option == "--peer-file") {
+            settings.peer_file = value;
         } else if (option == "--cores") {
             const std::size_t separator = value.find(',');
             if (separator == std::string::npos) {
@@ -330,18 +269,14 @@ int main(int count, char** arguments) {
             return 2;
         }
     }
-    const int file = open(settings.file.c_str(), O_RDONLY | O_CLOEXEC);
-    struct stat attributes {};
-    if (file < 0 || fstat(file, &attributes) != 0) {
-        exit_with_errno(settings.file.c_str());
-    }
-    if (static_cast<std::size_t>(attributes.st_size) < large_bytes * large_depth) {
+    const auto [file, size] = open_file(settings.file);
+    if (size < large_bytes * large_depth) {
         std::fprintf(stderr, "path_bench: %s must have at least %zu bytes, the size of the reads in flight\n",
                      settings.file.c_str(), large_bytes * large_depth);
         return 1;
     }
     check_result("hf3fs_reg_fd", std::max(hf3fs_reg_fd(file, 0), 0));
-    measure(settings, file, static_cast<std::uint64_t>(attributes.st_size));
+    measure(settings, file, size);
     hf3fs_dereg_fd(file);
     return 0;
 }

@@ -1,0 +1,155 @@
+// The reads through the I/O path that the benchmark of the path (path_bench.cpp) measures.
+#pragma once
+
+#include <dlfcn.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "hf3fs_usrbio.h"
+#include "path_peers.hpp"
+
+namespace gdrkit::usrbio::bench {
+
+// The ring has twice as many entries as operations in flight. If completions come out of order, an entry of the ring
+// becomes free later than its operation ends.
+constexpr unsigned ring_entries_per_operation = 2;
+
+// Exits if the result of `call` is not 0. It is a positive or negative errno.
+inline void check_result(const char* call, long result) {
+    if (result != 0) {
+        errno = static_cast<int>(result < 0 ? -result : result);
+        exit_with_errno(call);
+    }
+}
+
+// The CUDA driver, with which the program compares data in device memory.
+struct Cuda {
+    int (*copy_to_host)(void*, std::uint64_t, std::size_t) = nullptr;
+
+    Cuda() {
+        void* const library = dlopen("libcuda.so.1", RTLD_NOW);
+        copy_to_host =
+            library == nullptr
+                ? nullptr
+                : reinterpret_cast<int (*)(void*, std::uint64_t, std::size_t)>(dlsym(library, "cuMemcpyDtoH_v2"));
+        const auto initialize =
+            library == nullptr ? nullptr : reinterpret_cast<int (*)(unsigned)>(dlsym(library, "cuInit"));
+        const auto retain_context =
+            library == nullptr ? nullptr
+                               : reinterpret_cast<int (*)(void**, int)>(dlsym(library, "cuDevicePrimaryCtxRetain"));
+        const auto set_context =
+            library == nullptr ? nullptr : reinterpret_cast<int (*)(void*)>(dlsym(library, "cuCtxSetCurrent"));
+        void* context = nullptr;
+        if (copy_to_host == nullptr || initialize == nullptr || retain_context == nullptr || set_context == nullptr ||
+            initialize(0) != 0 || retain_context(&context, 0) != 0 || set_context(context) != 0) {
+            std::fprintf(stderr, "path_bench: the CUDA driver or device 0 is not available\n");
+            std::exit(1);
+        }
+    }
+};
+
+// Reads of `bytes` bytes through the path, with `depth` reads in flight.
+class PathReads {
+public:
+    PathReads(const std::string& mount_path, const Cuda* cuda, int file, unsigned depth, std::size_t bytes)
+        : cuda_(cuda), file_(file), depth_(depth), bytes_(bytes), offsets_(depth) {
+        const char* const mount = mount_path.c_str();
+        check_result("hf3fs_iovcreate", cuda != nullptr ? hf3fs_iovcreate_gpu(&iov_, mount, depth * bytes, 0, 0)
+                                                        : hf3fs_iovcreate(&iov_, mount, depth * bytes, 0, -1));
+        const auto ring_entries = static_cast<int>(depth * ring_entries_per_operation);
+        check_result("hf3fs_iorcreate", hf3fs_iorcreate(&ior_, mount, ring_entries, true, 0, -1));
+        cqes_.resize(depth);
+        for (unsigned buffer = 0; buffer < depth; ++buffer) {
+            free_buffers_.push_back(buffer);
+        }
+    }
+    ~PathReads() {
+        hf3fs_iordestroy(&ior_);
+        cuda_ != nullptr ? hf3fs_iovdestroy_gpu(&iov_) : hf3fs_iovdestroy(&iov_);
+    }
+    PathReads(const PathReads&) = delete;
+    PathReads& operator=(const PathReads&) = delete;
+
+    // Submits reads until `depth` are in flight, each at the offset that next_offset() returns. Then waits for at least
+    // `count_min` completions and returns the number of completions.
+    template <typename NextOffset> unsigned run_step(unsigned count_min, NextOffset next_offset) {
+        has_started_ = true;
+        while (!free_buffers_.empty()) {
+            const unsigned buffer = free_buffers_.back();
+            free_buffers_.pop_back();
+            offsets_[buffer] = next_offset();
+            const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
+                                            bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
+            check_result("hf3fs_prep_io", std::min(index, 0));
+        }
+        check_result("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
+        return reap(count_min);
+    }
+    // Waits for all reads in flight and returns their number.
+    unsigned drain() {
+        unsigned completed_count = 0;
+        while (free_buffers_.size() != depth_) {
+            completed_count += reap(static_cast<unsigned>(depth_ - free_buffers_.size()));
+        }
+        return completed_count;
+    }
+    // Compares the last read into each buffer with the file.
+    void compare() const {
+        if (!has_started_) {
+            return;
+        }
+        std::vector<std::uint8_t> host_copy(bytes_), expected(bytes_);
+        for (unsigned buffer = 0; buffer < depth_; ++buffer) {
+            const std::uint8_t* actual = iov_.base + buffer * bytes_;
+            if (cuda_ != nullptr) {
+                check_result("cuMemcpyDtoH",
+                             cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual), bytes_));
+                actual = host_copy.data();
+            }
+            const auto count =
+                static_cast<std::size_t>(pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer])));
+            if (count != bytes_ || std::memcmp(actual, expected.data(), bytes_) != 0) {
+                std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
+                std::exit(1);
+            }
+        }
+    }
+
+private:
+    unsigned reap(unsigned count_min) {
+        const int count =
+            hf3fs_wait_for_ios(&ior_, cqes_.data(), static_cast<int>(depth_), static_cast<int>(count_min), nullptr);
+        check_result("hf3fs_wait_for_ios", std::min(count, 0));
+        for (int index = 0; index < count; ++index) {
+            if (cqes_[static_cast<std::size_t>(index)].result != static_cast<std::int64_t>(bytes_)) {
+                std::fprintf(stderr, "path_bench: a read failed or was short: result %lld\n",
+                             static_cast<long long>(cqes_[static_cast<std::size_t>(index)].result));
+                std::exit(1);
+            }
+            free_buffers_.push_back(static_cast<unsigned>(
+                reinterpret_cast<std::uintptr_t>(cqes_[static_cast<std::size_t>(index)].userdata)));
+        }
+        return static_cast<unsigned>(count);
+    }
+
+    const Cuda* const cuda_;
+    const int file_;
+    const unsigned depth_;
+    const std::size_t bytes_;
+    std::vector<std::uint64_t> offsets_;
+    std::vector<unsigned> free_buffers_;
+    std::vector<hf3fs_cqe> cqes_;
+    hf3fs_iov iov_{};
+    hf3fs_ior ior_{};
+    bool has_started_ = false;
+};
+
+} // namespace gdrkit::usrbio::bench
