@@ -42,6 +42,7 @@ mkdir -p "$work"
 
 has_folder=$#
 bind_mounts=()
+volumes=()
 clean_up() {
     # The unmount is lazy, because a process of the new system may still run.
     for mount_point in /proc /sys /dev "${bind_mounts[@]}"; do
@@ -80,12 +81,16 @@ if [ -f "${HOME:-/root}/.config/pip/pip.conf" ]; then cp -L "${HOME:-/root}/.con
 for folder in $(pip config list 2>/dev/null | grep -oE "(file://)?/[^ ']+" | sed 's#^file://##' | sort -u); do
     # A local package index is a folder "simple". The packages themselves are in other folders of its parent, so mount the parent.
     if [ "${folder##*/}" = simple ]; then folder=${folder%/simple}; fi
-    if [ -d "$folder" ] && [ "$folder" != / ] && ! mountpoint -q "$root$folder"; then
-        mkdir -p "$root$folder"
-        mount --bind "$folder" "$root$folder"
-        mount -o remount,bind,ro "$root$folder"
-        bind_mounts+=("$folder")
+    if [ ! -d "$folder" ] || [ "$folder" = / ] || mountpoint -q "$root$folder"; then continue; fi
+    if [ -n "${IMAGE:-}" ]; then
+        # The image does not contain the packages, which can have many gigabytes. Only its build sees them.
+        volumes+=(--volume "$folder:$folder:ro")
+        continue
     fi
+    mkdir -p "$root$folder"
+    mount --bind "$folder" "$root$folder"
+    mount -o remount,bind,ro "$root$folder"
+    bind_mounts+=("$folder")
 done
 
 # Prints the output of the units' check, and returns its exit code. systemd is the first process of new namespaces.
@@ -124,7 +129,7 @@ if [ -n "${IMAGE:-}" ]; then
     "${tool[@]}" commit --quiet "$container" debian-root
     echo "== image"
     # In a chroot, the build needs no network or user namespace of its own.
-    "${tool[@]}" bud --isolation chroot --build-arg BASE=localhost/debian-root -t gdrkit -f "$work/project/deploy/Containerfile" "$work/project"
+    "${tool[@]}" bud --isolation chroot "${volumes[@]}" --build-arg BASE=localhost/debian-root -t gdrkit -f "$work/project/deploy/Containerfile" "$work/project"
     container=$("${tool[@]}" from localhost/gdrkit)
     echo "== qualification"
     "${tool[@]}" run --isolation chroot --cap-add CAP_IPC_LOCK "$container" -- gdrkit qualify --software --output /root/report
