@@ -135,6 +135,7 @@ NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<N
 
 GraphRef clone_graph(const Graph& graph) {
     GraphRef clone = make_graph();
+    clone->user_objects = graph.user_objects;
     std::map<NodeRef, NodeRef> copies;
     for (const NodeRef& node : graph.nodes) {
         NodeParameters parameters = node->parameters;

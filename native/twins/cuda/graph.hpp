@@ -66,13 +66,30 @@ struct Node {
 };
 using NodeRef = std::shared_ptr<Node>;
 
+// A resource of the program. When the last reference is dropped, its function `destroy` is called.
+struct UserObject {
+    UserObject(void (*destroy_function)(void*), void* argument) : destroy(destroy_function), pointer(argument) {}
+    UserObject(const UserObject&) = delete;
+    UserObject& operator=(const UserObject&) = delete;
+    ~UserObject();
+    void (*destroy)(void*);
+    void* pointer;
+};
+
+// A user object to which a graph refers, and how many references the program has given to the graph.
+struct GraphObject {
+    std::shared_ptr<UserObject> object;
+    unsigned reference_count = 0;
+};
+
 struct Graph {
     Graph() = default;
     Graph(const Graph&) = delete;
     Graph& operator=(const Graph&) = delete;
     ~Graph();
     Handle handle = 0;
-    std::vector<NodeRef> nodes;     // in the order in which they were added
+    std::vector<NodeRef> nodes; // in the order in which they were added
+    std::map<Handle, GraphObject> user_objects;
     bool is_child = false;          // a node owns the graph
     bool is_capturing = false;      // a capture adds nodes
     std::weak_ptr<void> executable; // of a graph that allocates or frees memory, which may have only one

@@ -260,6 +260,16 @@ PASS(cudaGraphNodeSetEnabled, cuGraphNodeSetEnabled, (Handle executable, Handle 
 PASS(cudaGraphNodeGetEnabled, cuGraphNodeGetEnabled, (Handle executable, Handle node, unsigned* is_enabled), executable,
      node, is_enabled)
 
+PASS(cudaUserObjectCreate, cuUserObjectCreate,
+     (Handle * object, void* pointer, void (*destroy)(void*), unsigned count, unsigned flags), object, pointer, destroy,
+     count, flags)
+PASS(cudaUserObjectRetain, cuUserObjectRetain, (Handle object, unsigned count), object, count)
+PASS(cudaUserObjectRelease, cuUserObjectRelease, (Handle object, unsigned count), object, count)
+PASS(cudaGraphRetainUserObject, cuGraphRetainUserObject, (Handle graph, Handle object, unsigned count, unsigned flags),
+     graph, object, count, flags)
+PASS(cudaGraphReleaseUserObject, cuGraphReleaseUserObject, (Handle graph, Handle object, unsigned count), graph, object,
+     count)
+
 GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy) {
     return with_copy(copy, [&](const cuda::Copy3d* converted, Handle context) {
         return call(&Driver::cuGraphExecMemcpyNodeSetParams, executable, node, converted, context);

@@ -246,6 +246,37 @@ void test_event_nodes_record_and_wait() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
+// An object lives as long as the program, a graph or an executable graph refers to it.
+void test_user_object_lives_as_long_as_its_graphs() {
+    static std::atomic<int> destroyed{0};
+    const auto wait_until_destroyed = [](int count) {
+        const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+        while (destroyed != count && std::chrono::steady_clock::now() < deadline) {
+            sched_yield();
+        }
+        return destroyed == count;
+    };
+    const auto destroy = +[](void* count) { ++*static_cast<std::atomic<int>*>(count); };
+    const Handle graph = create_graph();
+    Handle object = 0, private_object = 0;
+    EXPECT_RESULT(invalid_value, "cuUserObjectCreate", &object, static_cast<void*>(&destroyed), destroy, 1U, 0U);
+    EXPECT_SUCCESS("cuUserObjectCreate", &object, static_cast<void*>(&destroyed), destroy, 1U, 1U);
+    EXPECT_SUCCESS("cuUserObjectCreate", &private_object, static_cast<void*>(&destroyed), destroy, 1U, 1U);
+    EXPECT_SUCCESS("cuUserObjectRetain", private_object, 1U);
+    EXPECT_SUCCESS("cuGraphRetainUserObject", graph, object, 1U, 1U);
+    EXPECT_RESULT(invalid_value, "cuUserObjectRelease", object, 1U); // the graph has got the reference
+    EXPECT_RESULT(invalid_value, "cuUserObjectRelease", private_object, 3U);
+    EXPECT_SUCCESS("cuUserObjectRelease", private_object, 2U);
+    CHECK(wait_until_destroyed(1));
+    const Handle executable = instantiate(graph);
+    EXPECT_SUCCESS("cuGraphReleaseUserObject", graph, object, 1U);
+    EXPECT_RESULT(invalid_value, "cuGraphReleaseUserObject", graph, object, 1U);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    CHECK(destroyed == 1);
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    CHECK(wait_until_destroyed(2));
+}
+
 // A launch fails if memory of a node was freed, and changes nothing.
 void test_launch_after_free_is_refused() {
     const Handle graph = create_graph(), stream = create_stream();
@@ -304,5 +335,6 @@ int main() {
     test_unfreed_memory_prevents_a_launch();
     test_event_nodes_record_and_wait();
     test_launch_after_free_is_refused();
+    test_user_object_lives_as_long_as_its_graphs();
     test_wrong_graphs_are_refused();
 }

@@ -1,0 +1,104 @@
+// User objects: resources of the program that live as long as a graph, or an executable graph, refers to them.
+#include "cuda/graph.hpp"
+#include "cuda/registry.hpp"
+#include "cuda/stream.hpp"
+#include "model/thread.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+constexpr unsigned no_destructor_sync = 1, move_references = 1; // CU_USER_OBJECT_..., CU_GRAPH_USER_OBJECT_MOVE
+
+// The objects of which the program owns references, and how many.
+struct OwnedObject {
+    std::shared_ptr<UserObject> object;
+    unsigned reference_count = 0;
+};
+
+Registry<OwnedObject>& owned_objects() {
+    static auto* const instance = new Registry<OwnedObject>("cuda_user_object");
+    return *instance;
+}
+
+// Give back references of the program. The handle stays valid while a graph refers to the object.
+Result release(Handle handle, unsigned count) {
+    const auto owned = owned_objects().find(handle);
+    if (!owned || count == 0 || count > owned->reference_count) {
+        return invalid_value;
+    }
+    owned->reference_count -= count;
+    if (owned->reference_count == 0) {
+        (void)owned_objects().take(handle);
+    }
+    return success;
+}
+
+Result retain_in_graph(Handle graph_handle, Handle handle, unsigned count, unsigned flags) {
+    const GraphRef graph = find_graph(graph_handle);
+    const auto owned = owned_objects().find(handle);
+    if (!graph || !owned || count == 0 || (flags & ~move_references) != 0 ||
+        (flags == move_references && count > owned->reference_count)) {
+        return invalid_value;
+    }
+    GraphObject& retained = graph->user_objects[handle];
+    retained.object = owned->object;
+    retained.reference_count += count;
+    return flags == move_references ? release(handle, count) : success;
+}
+
+} // namespace
+
+UserObject::~UserObject() {
+    // The function runs in a thread of its own, because the caller may hold locks that it needs.
+    start_signal_blocking_thread([work = host_function_work(destroy, pointer)] { work(); }).detach();
+}
+
+GDRKIT_CUDA_ENTRY Result cuUserObjectCreate(Handle* handle, void* pointer, void (*destroy)(void*), unsigned count,
+                                            unsigned flags) {
+    return graph_entry("cuUserObjectCreate", [&] {
+        if (handle == nullptr || destroy == nullptr || count == 0 || flags != no_destructor_sync) {
+            return invalid_value;
+        }
+        auto owned = std::make_shared<OwnedObject>();
+        owned->object = std::make_shared<UserObject>(destroy, pointer);
+        owned->reference_count = count;
+        *handle = new_handle();
+        owned_objects().add(*handle, std::move(owned));
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuUserObjectRetain(Handle handle, unsigned count) {
+    return graph_entry("cuUserObjectRetain", [&] {
+        const auto owned = owned_objects().find(handle);
+        if (!owned || count == 0) {
+            return invalid_value;
+        }
+        owned->reference_count += count;
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuUserObjectRelease(Handle handle, unsigned count) {
+    return graph_entry("cuUserObjectRelease", [&] { return release(handle, count); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphRetainUserObject(Handle graph, Handle object, unsigned count, unsigned flags) {
+    return graph_entry("cuGraphRetainUserObject", [&] { return retain_in_graph(graph, object, count, flags); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphReleaseUserObject(Handle graph_handle, Handle object, unsigned count) {
+    return with_graph("cuGraphReleaseUserObject", graph_handle, [&](const GraphRef& graph) {
+        const auto found = graph->user_objects.find(object);
+        if (found == graph->user_objects.end() || count == 0 || count > found->second.reference_count) {
+            return invalid_value;
+        }
+        found->second.reference_count -= count;
+        if (found->second.reference_count == 0) {
+            graph->user_objects.erase(found);
+        }
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda
