@@ -50,6 +50,8 @@ struct Device {
 };
 
 inline constexpr int gid_count = 2;
+// Length of the table of GIDs. Like the table of a NIC, it has empty entries, from gid_count on.
+inline constexpr int gid_table_length = 4;
 inline constexpr std::uint16_t default_pkey = 0xffff;
 inline constexpr std::uint32_t max_message_bytes = 1U << 30;
 // Size of the memory that is on a device.

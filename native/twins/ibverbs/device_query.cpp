@@ -86,7 +86,7 @@ ibv_port_attr port_attributes() {
     attr.state = IBV_PORT_ACTIVE;
     attr.max_mtu = IBV_MTU_4096;
     attr.active_mtu = IBV_MTU_4096;
-    attr.gid_tbl_len = gid_count;
+    attr.gid_tbl_len = gid_table_length;
     attr.port_cap_flags = IBV_PORT_CM_SUP | IBV_PORT_IP_BASED_GIDS;
     attr.max_msg_sz = max_message_bytes;
     attr.pkey_tbl_len = 1;
@@ -173,10 +173,11 @@ int ibv_query_gid(ibv_context* context, std::uint8_t port_num, int index, ibv_gi
     if (const auto fault = injected_fault("ibv_query_gid")) {
         return fail_minus1(*fault);
     }
-    if (!is_valid_port(context, port_num) || index < 0 || index >= gid_count) {
+    if (!is_valid_port(context, port_num) || index < 0 || index >= gid_table_length) {
         return fail_minus1(EINVAL);
     }
-    *gid = context_of(context)->device->gid;
+    // As in libibverbs, an empty entry is a GID of zeros.
+    *gid = index < gid_count ? context_of(context)->device->gid : ibv_gid{};
     return 0;
 }
 
@@ -185,8 +186,11 @@ int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port_num, std::uint32_
     if (const auto fault = injected_fault("_ibv_query_gid_ex")) {
         return *fault;
     }
-    if (!is_valid_port(context, port_num) || gid_index >= gid_count || flags != 0 || entry_size == 0) {
+    if (!is_valid_port(context, port_num) || gid_index >= gid_table_length || flags != 0 || entry_size == 0) {
         return EINVAL;
+    }
+    if (gid_index >= gid_count) {
+        return ENODATA;
     }
     ibv_gid_entry gid_entry;
     fill_gid_entry(*context_of(context)->device, gid_index, &gid_entry);
@@ -236,10 +240,11 @@ int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey)
     if (const auto fault = injected_fault("ibv_query_gid_type")) {
         return fail_minus1(*fault);
     }
-    if (!is_valid_port(context, port_num) || index >= gid_count) {
+    if (!is_valid_port(context, port_num) || index >= gid_table_length) {
         return fail_minus1(EINVAL);
     }
-    *type = gid_type_at(index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
+    // As in libibverbs, an empty entry has the type 0.
+    *type = index < gid_count && gid_type_at(index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
     return 0;
 }
 

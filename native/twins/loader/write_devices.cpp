@@ -129,7 +129,12 @@ const char* state_text(ibv_port_state state) {
     return state == IBV_PORT_ACTIVE ? "4: ACTIVE" : state == IBV_PORT_INIT ? "2: INIT" : "1: DOWN";
 }
 
-void write_gids(const fs::path& folder, ibv_context* context) {
+void write_gids(const fs::path& folder, ibv_context* context, int table_length) {
+    // As in sysfs, the GID of an empty entry is zero. The kernel cannot read the other files of such an entry (EINVAL),
+    // and here they do not exist.
+    for (int index = 0; index < table_length; ++index) {
+        write_file(folder / "gids" / std::to_string(index), "0000:0000:0000:0000:0000:0000:0000:0000");
+    }
     std::vector<ibv_gid_entry> entries(256);
     const ssize_t count = ibv_query_gid_table(context, entries.data(), entries.size(), 0);
     if (count < 0) {
@@ -172,7 +177,7 @@ void write_port(const fs::path& folder, ibv_context* context) {
         const auto* const bytes = reinterpret_cast<const std::uint8_t*>(&pkey);
         write_file(folder / "pkeys" / std::to_string(index), format("0x%02x%02x", bytes[0], bytes[1]));
     }
-    write_gids(folder, context);
+    write_gids(folder, context, port.gid_tbl_len);
     // The library for LD_PRELOAD writes the first four counters anew when a program opens them. The others count
     // failures that the twin does not have.
     for (const char* const name :

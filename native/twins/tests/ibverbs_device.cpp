@@ -26,7 +26,7 @@ void test_device_and_port_attributes(ibv_context* context) {
 
     ibv_port_attr port{};
     CHECK(___ibv_query_port(context, 1, &port) == 0);
-    CHECK(port.state == IBV_PORT_ACTIVE && port.link_layer == IBV_LINK_LAYER_ETHERNET && port.gid_tbl_len == 2);
+    CHECK(port.state == IBV_PORT_ACTIVE && port.link_layer == IBV_LINK_LAYER_ETHERNET && port.gid_tbl_len == 4);
     CHECK(port.active_mtu == IBV_MTU_4096 && port.flags == IBV_QPF_GRH_REQUIRED);
     CHECK(___ibv_query_port(context, 0, &port) == EINVAL && ___ibv_query_port(context, 2, &port) == EINVAL);
     // The function of the old ABI writes the 48 bytes of the old structure and no byte beyond it.
@@ -43,8 +43,10 @@ void test_gids_identify_devices(ibv_context* context, ibv_context* other) {
     CHECK(std::memcmp(&first, &second, sizeof first) == 0 && first.raw[0] == 0xfe && first.raw[1] == 0x80);
     CHECK(first.global.interface_id == ibv_get_device_guid(context->device));
     CHECK(ibv_query_gid(other, 1, 1, &other_gid) == 0 && std::memcmp(&first, &other_gid, sizeof first) != 0);
+    const ibv_gid empty{};
+    CHECK(ibv_query_gid(context, 1, 3, &first) == 0 && std::memcmp(&first, &empty, sizeof first) == 0);
     errno = 0;
-    CHECK(ibv_query_gid(context, 1, 2, &first) == -1 && errno == EINVAL);
+    CHECK(ibv_query_gid(context, 1, 4, &first) == -1 && errno == EINVAL);
     ibv_gid_entry entries[3];
     CHECK(ibv_query_gid_table(context, entries, 3, 0) == 2);
     CHECK(entries[0].gid_type == IBV_GID_TYPE_ROCE_V1 && entries[1].gid_type == IBV_GID_TYPE_ROCE_V2);
@@ -52,7 +54,9 @@ void test_gids_identify_devices(ibv_context* context, ibv_context* other) {
     CHECK(ibv_query_gid_table(context, entries, 1, 0) == -EINVAL && ibv_query_gid_table(context, entries, 3, 1) < 0);
     ibv_gid_entry entry{};
     CHECK(ibv_query_gid_ex(context, 1, 1, &entry, 0) == 0 && entry.gid_type == IBV_GID_TYPE_ROCE_V2);
-    CHECK(ibv_query_gid_ex(context, 1, 2, &entry, 0) == EINVAL && ibv_query_gid_ex(context, 2, 0, &entry, 0) == EINVAL);
+    CHECK(ibv_query_gid_ex(context, 1, 2, &entry, 0) == ENODATA &&
+          ibv_query_gid_ex(context, 1, 3, &entry, 0) == ENODATA);
+    CHECK(ibv_query_gid_ex(context, 1, 4, &entry, 0) == EINVAL && ibv_query_gid_ex(context, 2, 0, &entry, 0) == EINVAL);
     __be16 pkey = 0;
     CHECK(ibv_query_pkey(context, 1, 0, &pkey) == 0 && pkey == 0xffff && ibv_get_pkey_index(context, 1, pkey) == 0);
     CHECK(ibv_query_pkey(context, 1, 1, &pkey) == -1 && ibv_get_pkey_index(context, 1, 0x1234) == -1);
