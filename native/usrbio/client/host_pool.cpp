@@ -25,9 +25,9 @@ using Clock = std::chrono::steady_clock;
 
 // Below this size, the pages cost less than the messages to the agent.
 constexpr std::size_t size_bytes_min = std::size_t{4} << 20;
-constexpr std::size_t idle_bytes_default = std::size_t{256} << 20;
+constexpr std::size_t host_idle_bytes_default = std::size_t{256} << 20;
 constexpr std::chrono::seconds idle_time_max{3};
-constexpr std::chrono::milliseconds check_interval{500}; // How often the thread checks the idle memory.
+constexpr std::chrono::milliseconds host_check_interval{500}; // How often the thread checks the idle memory.
 
 struct IdleMemory {
     std::shared_ptr<SharedMemory> memory;
@@ -46,16 +46,16 @@ struct HostPool {
 };
 
 // Returns the pool. It is never destroyed, because other threads may still use iovs when the process exits.
-HostPool& pool() {
+HostPool& host_pool() {
     static auto* instance = [] {
         auto* new_pool = new HostPool;
         // The memory and its registrations belong to the parent. The child unmaps the pages, so that it does not keep
         // them from being freed, and abandons its objects.
         call_in_forked_child([] {
-            for (const IdleMemory& entry : pool().idle) {
+            for (const IdleMemory& entry : host_pool().idle) {
                 munmap(entry.memory->base(), entry.memory->bytes());
             }
-            new (&pool()) HostPool;
+            new (&host_pool()) HostPool;
         });
         return new_pool;
     }();
@@ -63,7 +63,8 @@ HostPool& pool() {
 }
 
 std::size_t idle_bytes_max() noexcept {
-    static const std::size_t bytes_max = number_from_environment("GDRKIT_USRBIO_HOST_POOL_BYTES", idle_bytes_default);
+    static const std::size_t bytes_max =
+        number_from_environment("GDRKIT_USRBIO_HOST_POOL_BYTES", host_idle_bytes_default);
     return bytes_max;
 }
 
@@ -84,12 +85,12 @@ void drop_registrations(const IdleList& removed) noexcept {
 }
 
 // Frees memory that has been idle for too long. Runs in a thread while there is idle memory.
-void trim_until_empty() {
-    HostPool& all = pool();
+void free_expired_memory() {
+    HostPool& all = host_pool();
     std::unique_lock lock(library_mutex());
     while (!all.idle.empty()) {
         lock.unlock();
-        std::this_thread::sleep_for(check_interval);
+        std::this_thread::sleep_for(host_check_interval);
         lock.lock();
         IdleList removed;
         const Clock::time_point expiry = Clock::now() - idle_time_max;
@@ -112,7 +113,7 @@ bool may_keep_host_memory(std::size_t size_bytes) noexcept {
 
 std::shared_ptr<SharedMemory> take_host_memory(const AgentConnection& agent, std::size_t size_bytes,
                                                int numa) noexcept {
-    HostPool& all = pool();
+    HostPool& all = host_pool();
     IdleList taken;
     const std::lock_guard lock(library_mutex());
     for (auto entry = all.idle.begin(); entry != all.idle.end(); ++entry) {
@@ -127,7 +128,7 @@ std::shared_ptr<SharedMemory> take_host_memory(const AgentConnection& agent, std
 }
 
 void keep_host_memory(std::shared_ptr<SharedMemory> memory, std::shared_ptr<AgentConnection> agent, int numa) noexcept {
-    HostPool& all = pool();
+    HostPool& all = host_pool();
     IdleList removed;
     try {
         IdleList added;
@@ -135,7 +136,7 @@ void keep_host_memory(std::shared_ptr<SharedMemory> memory, std::shared_ptr<Agen
         const std::lock_guard lock(library_mutex());
         all.idle_bytes += added.front().memory->bytes();
         all.idle.splice(all.idle.end(), added);
-        all.has_thread = all.has_thread || start_pool_thread("hf3fs-iov-pool", trim_until_empty);
+        all.has_thread = all.has_thread || start_pool_thread("hf3fs-iov-pool", free_expired_memory);
         // Without the thread, no memory may stay idle.
         const std::size_t bytes_max = all.has_thread ? idle_bytes_max() : 0;
         move_idle(all, removed, [&](const IdleMemory&) { return all.idle_bytes > bytes_max; });
@@ -157,7 +158,7 @@ void drop_registration(const SharedMemory& memory, AgentConnection& agent) noexc
 }
 
 bool trim_host_pool(std::size_t bytes_max) noexcept {
-    HostPool& all = pool();
+    HostPool& all = host_pool();
     IdleList removed;
     {
         const std::lock_guard lock(library_mutex());
