@@ -2,7 +2,7 @@
 
 The files of clients are ordinary files. The data of the service is in the *private folder* ``.gdrkit`` of the store:
 ``store.json`` (the format), ``token`` (the secret of clients over TCP), ``lock`` (one server at a time) and ``sums``
-(the checksums of chunks, one file per inode, and the counter ``generation`` for agents that read them).
+(the checksums of chunks, one file per inode).
 """
 
 from __future__ import annotations

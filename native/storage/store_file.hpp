@@ -59,6 +59,7 @@ private:
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
+    std::string sums_name() const;
     // The functions that return int return 0 or -errno.
     int open_sums(int file, bool create);
     void discard_sums_if_changed_outside(const struct stat& file);
@@ -103,7 +104,6 @@ private:
     friend class Inode;
     const int sums_folder_;
     const std::uint32_t chunk_bytes_;
-    SumsGeneration generation_;
     Counters counters_;
     std::mutex lock_;
     std::map<std::uint64_t, std::weak_ptr<Inode>> inodes_;

@@ -8,8 +8,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cinttypes>
-#include <cstdio>
 #include <cstring>
 #include <ctime>
 
@@ -29,11 +27,6 @@ constexpr std::int64_t before_change_ns = 20'000'000, after_change_ns = 200'000'
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
 std::uint64_t packed(const Sum& sum) {
     return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
-}
-
-Sum unpacked(std::uint64_t entry) {
-    return {static_cast<std::uint32_t>(entry), static_cast<std::uint32_t>(entry >> 34),
-            static_cast<SumState>(entry >> 32 & 3)};
 }
 
 // Atomic access to a field of the mapped file.
@@ -76,40 +69,6 @@ struct SumsFile::Header {
     std::int64_t change_begin_ns; // Time at which the change in progress began, or 0 if no change is in progress.
 };
 
-std::string sums_name(std::uint64_t inode_number) {
-    char name[32];
-    std::snprintf(name, sizeof name, "%02" PRIx64 "/%016" PRIx64, inode_number & 255, inode_number);
-    return name;
-}
-
-SumsGeneration::~SumsGeneration() {
-    if (counter_ != nullptr) {
-        munmap(counter_, page_bytes);
-    }
-}
-
-int SumsGeneration::open(int folder, bool create) {
-    const int descriptor = open_beneath(folder, "generation", create ? O_RDWR | O_CREAT : O_RDONLY, 0600);
-    if (descriptor < 0) {
-        return descriptor;
-    }
-    const Descriptor file(descriptor);
-    struct stat now {};
-    if ((create && fallocate(descriptor, 0, 0, page_bytes) != 0) || fstat(descriptor, &now) != 0) {
-        return -errno;
-    }
-    if (now.st_size < static_cast<off_t>(page_bytes)) {
-        return -ENOENT; // The server could not allocate the counter.
-    }
-    void* const mapped =
-        mmap(nullptr, page_bytes, create ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, descriptor, 0);
-    if (mapped == MAP_FAILED) {
-        return -errno;
-    }
-    counter_ = static_cast<std::atomic<std::uint64_t>*>(mapped);
-    return 0;
-}
-
 SumsFile::~SumsFile() {
     unmap();
 }
@@ -131,9 +90,6 @@ int SumsFile::map(std::uint64_t chunks_count) {
         (static_cast<std::uint64_t>(now.st_size) < bytes && ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0)) {
         return -errno;
     }
-    if (static_cast<std::uint64_t>(now.st_size) < bytes) {
-        generation_->advance();
-    }
     void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     if (mapped == MAP_FAILED) {
         return -errno;
@@ -146,9 +102,7 @@ int SumsFile::map(std::uint64_t chunks_count) {
     return 0;
 }
 
-int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
-                   SumsGeneration& generation) {
-    generation_ = &generation;
+int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes) {
     const int descriptor = open_beneath(folder, name, O_RDWR | (create ? O_CREAT : 0), 0600);
     if (descriptor < 0) {
         return descriptor;
@@ -231,7 +185,9 @@ Sum SumsFile::get(std::uint64_t chunk) const noexcept {
     if (chunk >= capacity_) {
         return {};
     }
-    return unpacked(load(entries_[chunk]));
+    const std::uint64_t entry = load(entries_[chunk]);
+    return {static_cast<std::uint32_t>(entry), static_cast<std::uint32_t>(entry >> 34),
+            static_cast<SumState>(entry >> 32 & 3)};
 }
 
 void SumsFile::set(std::uint64_t chunk, const Sum& sum) noexcept {
@@ -287,55 +243,6 @@ void SumsFile::end_change(const Version& version) noexcept {
 void SumsFile::reset(const Version& version) noexcept {
     discard_from(0);
     end_change(version);
-}
-
-void SumsReader::unmap() noexcept {
-    if (mapped_ != nullptr) {
-        munmap(mapped_, mapped_bytes_);
-        mapped_ = nullptr;
-    }
-}
-
-int SumsReader::open(int folder, int file) {
-    unmap();
-    struct stat info {};
-    if (fstat(file, &info) != 0) {
-        return -errno;
-    }
-    const Descriptor sums(open_beneath(folder, sums_name(info.st_ino), O_RDONLY, 0));
-    if (!sums) {
-        return sums.get();
-    }
-    struct stat now {};
-    if (fstat(sums.get(), &now) != 0) {
-        return -errno;
-    }
-    if (now.st_size < static_cast<off_t>(page_bytes)) {
-        return -ESTALE; // The server creates the file now.
-    }
-    mapped_bytes_ = static_cast<std::size_t>(now.st_size);
-    void* const mapped = mmap(nullptr, mapped_bytes_, PROT_READ, MAP_SHARED, sums.get(), 0);
-    if (mapped == MAP_FAILED) {
-        return -errno;
-    }
-    mapped_ = mapped;
-    const auto* const header = static_cast<const SumsFile::Header*>(mapped);
-    if (std::memcmp(header->magic, magic, sizeof magic) != 0 || !(header->identity == identity_of(file)) ||
-        header->chunk_bytes < page_bytes) {
-        unmap();
-        return -ESTALE;
-    }
-    chunk_bytes_ = header->chunk_bytes;
-    return 0;
-}
-
-Sum SumsReader::get(std::uint64_t chunk) const noexcept {
-    if (mapped_ == nullptr || chunk >= (mapped_bytes_ - page_bytes) / sizeof(std::uint64_t)) {
-        return {};
-    }
-    const auto* const entries =
-        reinterpret_cast<const std::uint64_t*>(static_cast<const std::byte*>(mapped_) + page_bytes);
-    return unpacked(load(entries[chunk]));
 }
 
 } // namespace gdrkit::storage

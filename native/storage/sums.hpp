@@ -1,12 +1,11 @@
 // The sums file of one inode, which stores a CRC32C per chunk of its file. It is mapped into memory, so that the sums
-// survive the process. Another process on this machine can read the sums too (SumsReader).
+// survive the process.
 #pragma once
 
 #include <sys/stat.h>
 
 #include <atomic>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "common/descriptor.hpp"
@@ -30,32 +29,6 @@ struct Version {
     static Version of(const struct stat& file) { return {file.st_mtim.tv_sec, file.st_mtim.tv_nsec, file.st_size}; }
 };
 
-// A counter in the folder of the sums. The server advances it before it stores the first sums in a new part of a sums
-// file. A reader in another process then maps the sums file again.
-class SumsGeneration {
-public:
-    SumsGeneration() = default;
-    SumsGeneration(const SumsGeneration&) = delete;
-    SumsGeneration& operator=(const SumsGeneration&) = delete;
-    ~SumsGeneration();
-
-    // Maps the counter, and creates it if `create` is set. Returns 0 or -errno.
-    int open(int folder, bool create);
-    bool is_open() const noexcept { return counter_ != nullptr; }
-    std::uint64_t get() const noexcept { return counter_->load(std::memory_order_seq_cst); }
-    void advance() noexcept {
-        if (counter_ != nullptr) {
-            counter_->fetch_add(1, std::memory_order_seq_cst);
-        }
-    }
-
-private:
-    std::atomic<std::uint64_t>* counter_ = nullptr;
-};
-
-// Returns the name of the sums file of an inode, relative to the folder of the sums.
-std::string sums_name(std::uint64_t inode_number);
-
 // The class stores its entries in program order. So after a SIGKILL, the file contains all stores before the last
 // write(2). The caller must hold the lock of the inode.
 class SumsFile {
@@ -67,9 +40,8 @@ public:
 
     // Opens the sums file `name` in `folder`, and creates it if `create` is set. `file` is a descriptor of the inode's
     // file. Returns 0 or -errno. If the sums belong to another inode or chunk size, or another program has changed the
-    // file, all sums are discarded. Afterwards version() is the version of the file. The caller keeps `generation`.
-    int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
-             SumsGeneration& generation);
+    // file, all sums are discarded. Afterwards version() is the version of the file.
+    int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes);
     bool is_open() const noexcept { return header_ != nullptr; }
 
     // Allocates memory and disk space for the sums of the chunks [first, end), so that no later store can fail. Returns
@@ -90,7 +62,6 @@ public:
     void reset(const Version& version) noexcept;
 
 private:
-    friend class SumsReader;
     struct Header;
     // Maps the sums file with space for this many sums. Returns 0 or -errno.
     int map(std::uint64_t chunks_count);
@@ -99,33 +70,10 @@ private:
     int discard_if_foreign(int file, std::uint32_t chunk_bytes);
 
     Descriptor fd_;
-    SumsGeneration* generation_ = nullptr;
     Header* header_ = nullptr;
     std::uint64_t* entries_ = nullptr;
     std::uint64_t capacity_ = 0;       // Number of mapped entries.
     std::vector<bool> has_disk_space_; // For each page of entries.
-};
-
-// The sums of one inode as another process than the server reads them. The server may change them at any time.
-class SumsReader {
-public:
-    SumsReader() = default;
-    SumsReader(const SumsReader&) = delete;
-    SumsReader& operator=(const SumsReader&) = delete;
-    ~SumsReader() { unmap(); }
-
-    // Maps the sums of the inode of `file`, or maps them again. Returns 0 or -errno. -ENOENT: the file has no sums.
-    // -ESTALE: the sums belong to an earlier file with this inode number.
-    int open(int folder, int file);
-    std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
-    Sum get(std::uint64_t chunk) const noexcept;
-
-private:
-    void unmap() noexcept;
-
-    void* mapped_ = nullptr;
-    std::size_t mapped_bytes_ = 0;
-    std::uint32_t chunk_bytes_ = 0;
 };
 
 } // namespace gdrkit::storage

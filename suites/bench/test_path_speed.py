@@ -148,7 +148,7 @@ def test_reads_beside_the_kernel(
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT
     load_before = os.getloadavg()[0]
-    with two_cores() as cores, AgentProcess(tmp_path, "--no-local-reads") as agent:
+    with two_cores() as cores, AgentProcess(tmp_path) as agent:
         evidence["cores"] = len(cores)
         file = create_file(tmp_path, seed)
         if placement == "session apart":

@@ -53,7 +53,7 @@ def corrupt(path: Path, offset_bytes: int) -> None:
 
 def inodes_with_sums(service: Service) -> set[int]:
     """Return the inode numbers of the files whose checksums the store has. They name the files in `sums`."""
-    return {int(path.name, 16) for path in (service.root / ".gdrkit" / "sums").glob("*/*") if path.is_file()}
+    return {int(path.name, 16) for path in (service.root / ".gdrkit" / "sums").rglob("*") if path.is_file()}
 
 
 @needs(verbs.nic())

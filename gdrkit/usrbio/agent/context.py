@@ -44,8 +44,6 @@ class AgentContext:
         How long the agent waits for operations in flight before it ends the session with the server, in milliseconds.
     quota : MemoryQuota
         The host memory that the clients of each user have published.
-    local_store : Path or None
-        The store, if the loop itself reads cached bytes of its files.
 
     Attributes
     ----------
@@ -63,7 +61,6 @@ class AgentContext:
         links: LinkFolder,
         drain_timeout_ms: int,
         quota: MemoryQuota,
-        local_store: Path | None = None,
     ) -> None:
         self.root = root
         self.file_access = file_access
@@ -71,7 +68,6 @@ class AgentContext:
         self.nics = nics
         self.links = links
         self.quota = quota
-        self.local_store = local_store
         self.files_lock = threading.RLock()
         self._drain_timeout_ms = drain_timeout_ms
         self._server: ServerConnection | None = None

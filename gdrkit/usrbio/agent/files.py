@@ -10,7 +10,6 @@ the path with the rights of the user of the client.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -63,10 +62,6 @@ class DescriptorAccess:
         adopt = messages.Adopt(read=self.readable, write=self.writable)
         return session.call(adopt, messages.OpenReply, descriptors=(self.descriptor,))
 
-    def open_local(self, _store: Path) -> int:
-        """Open the file for reading, without the flags of the client such as O_DIRECT. Return the descriptor."""
-        return os.open(f"/proc/self/fd/{self.descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-
     def close(self) -> None:
         """Close the descriptor."""
         descriptor, self.descriptor = self.descriptor, -1
@@ -91,25 +86,6 @@ class PathAccess:
         """Open the file at the server."""
         request = messages.Open(path=self.path, read=self.readable, write=self.writable)
         return session.call(request, messages.OpenReply, user=self.user)
-
-    def open_local(self, store: Path) -> int:
-        """Open the file in the store for reading, and return the descriptor.
-
-        The server has opened the same file with the rights of the user.
-
-        Raises
-        ------
-        OSError
-            ESTALE: the path now belongs to another file. Other errors are of open(2).
-        """
-        found = os.open(store / self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            status = os.fstat(found)
-            if status.st_ino != self.inode or status.st_dev != store.stat().st_dev or not stat.S_ISREG(status.st_mode):
-                raise OSError(errno.ESTALE, "the path now belongs to another file")
-            return os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        finally:
-            os.close(found)
 
     def close(self) -> None:
         """Do nothing: the access has no descriptor."""
@@ -210,35 +186,18 @@ class RegisteredFile:
                     access.close()
         self._open_handles = handles
 
-    def update_loop(self, loop: AgentLoop, client: int, local_store: Path | None) -> None:
-        """Set the current handles and access rights of the file in the loop.
-
-        `local_store` is the store, if the loop may read cached bytes of the file itself.
-        """
+    def update_loop(self, loop: AgentLoop, client: int) -> None:
+        """Set the current handles and access rights of the file in the loop."""
         read_handle = next((handle for access, handle, _ in self._open_handles if handle and access.readable), 0)
         write_handle = next((handle for access, handle, _ in self._open_handles if handle and access.writable), 0)
-        descriptor = -1 if local_store is None else self._open_local(local_store)
-        try:
-            loop.set_file(
-                client,
-                self.inode,
-                read_handle=read_handle,
-                write_handle=write_handle,
-                readable=bool(read_handle),
-                writable=bool(write_handle),
-                file=descriptor,
-            )
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
-
-    def _open_local(self, local_store: Path) -> int:
-        """Return a descriptor for reading, or -1 if no access grants that, or the file cannot be opened."""
-        for access, handle, _ in self._open_handles:
-            if handle and access.readable:
-                with contextlib.suppress(OSError):
-                    return access.open_local(local_store)
-        return -1
+        loop.set_file(
+            client,
+            self.inode,
+            read_handle=read_handle,
+            write_handle=write_handle,
+            readable=bool(read_handle),
+            writable=bool(write_handle),
+        )
 
     def close(self) -> None:
         """Close every access, and its handle at the server."""

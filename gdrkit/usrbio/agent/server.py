@@ -40,13 +40,10 @@ class ServerEndpoint(Protocol):
         Token of the store, which is needed over TCP.
     takes_descriptors : bool
         Whether the agent can send the descriptors of files to the server, which then runs on this host for this user.
-    local_store : Path or None
-        The store of a server that runs on this host for this user.
     """
 
     token: str | None
     takes_descriptors: bool
-    local_store: Path | None
 
     def prepare(self) -> None:
         """Start the server if it is not running."""
@@ -65,7 +62,6 @@ class RemoteServer:
     """A storage server that the agent reaches by TCP. The agent neither starts nor ends it."""
 
     takes_descriptors = False
-    local_store: Path | None = None
 
     def __init__(self, host: str, port: int, token: str | None) -> None:
         self.host, self.port, self.token = host, port, token
@@ -102,7 +98,7 @@ class EmbeddedServer:
     token: str | None = None
 
     def __init__(self, store: Path, mount: AgentMount) -> None:
-        self.local_store: Path | None = store
+        self._store = store
         self._mount = mount
         self._socket_path = mount.virtual_folder / SERVER_SOCKET
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,7 +125,7 @@ class EmbeddedServer:
         try:
             self._socket_path.unlink(missing_ok=True)
             module = "gdrkit.usrbio.agent.embedded_server"
-            command = [sys.executable, "-m", module, str(self.local_store), str(self._socket_path)]
+            command = [sys.executable, "-m", module, str(self._store), str(self._socket_path)]
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,), process_group=0
             )

@@ -16,10 +16,8 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// While the loop is idle, only every 4th pass checks the socket. With no operation at the server, only every 64th pass
-// does, to notice the end of the connection.
+// While the loop is idle, only every 4th pass checks the socket.
 constexpr unsigned passes_per_receive = 4;
-constexpr unsigned passes_per_check = 64;
 // With operations in flight the loop spins four times longer, because one of them will soon end.
 constexpr int spin_factor_in_flight = 4;
 
@@ -131,23 +129,12 @@ void Loop::add_buffer(std::uint64_t client, const BufferSpec& spec) {
     run_in_thread([&] {
         auto buffer = std::make_unique<Buffer>();
         buffer->spec = spec;
-        if (spec.mapping != 0) {
-            try {
-                buffer->guard = std::make_unique<BusGuard>(reinterpret_cast<void*>(spec.mapping), spec.length);
-            } catch (const std::bad_alloc&) { // There are too many ranges. The server executes all reads.
-            }
-        }
         if (!find_client(client).buffers.emplace(spec.id, std::move(buffer)).second)
             throw_error(EEXIST, "the buffer exists already");
     });
 }
 
-void Loop::set_local_store(Descriptor sums_folder) {
-    auto store = std::make_shared<LocalStore>(std::move(sums_folder));
-    run_in_thread([&] { local_store_ = std::move(store); });
-}
-
-void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descriptor) {
+void Loop::set_file(std::uint64_t client, const FileSpec& spec) {
     run_in_thread([&] {
         auto& file = find_client(client).files[spec.inode];
         if (file && file->is_closing)
@@ -155,9 +142,6 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descr
         if (!file)
             file = std::make_unique<File>();
         file->spec = spec;
-        file->local.reset();
-        if (descriptor && local_store_)
-            file->local = std::make_unique<LocalFile>(std::move(descriptor), local_store_);
     });
 }
 
@@ -320,9 +304,8 @@ void Loop::run() {
     for (unsigned idle_passes = 0; !is_stopping_;) {
         bool has_worked = run_commands();
         has_worked |= drain_rings();
-        publish_completions(); // Local reads need not wait for the socket.
         // Checking the socket costs a system call, checking the rings does not.
-        if (has_in_flight() ? has_worked || idle_passes % passes_per_receive == 0 : pass_count_ % passes_per_check == 0)
+        if (has_worked || idle_passes % passes_per_receive == 0)
             has_worked |= send_and_receive();
         publish_completions();
         idle_passes = has_worked ? 0 : idle_passes + 1;

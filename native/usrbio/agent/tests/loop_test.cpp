@@ -4,7 +4,6 @@
 #include <semaphore.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -22,7 +21,6 @@
 #include "tests/check.hpp"
 #include "usrbio/agent/loop.hpp"
 
-using gdrkit::Descriptor;
 using namespace gdrkit::usrbio;
 using namespace gdrkit::usrbio::agent;
 namespace storage = gdrkit::storage;
@@ -459,59 +457,10 @@ void test_truncated_ring_leaves_other_rings() {
     CHECK(healthy.wait_for_completion().result == 4096);
 }
 
-// The loop itself reads cached bytes, but only for a read into a mapped buffer, without flags, over a connection.
-void test_cached_bytes_are_read_by_the_loop() {
-    LoopFixture fixture;
-    FrameServer server;
-    Application application(64, fixture.semaphores.handles[1]);
-    std::string folder = "/tmp/gdrkit-loop-XXXXXX";
-    CHECK(mkdtemp(folder.data()) != nullptr);
-    Descriptor sums(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-    storage::SumsGeneration generation;
-    CHECK(generation.open(sums.get(), true) == 0);
-    Descriptor file(open((folder + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-    const std::string text(10000, 'x');
-    CHECK(pwrite(file.get(), text.data(), text.size(), 0) == 10000);
-    const auto duplicate = [&] { return Descriptor(fcntl(file.get(), F_DUPFD_CLOEXEC, 0)); };
-    std::vector<char> memory(1 << 16);
-    const Id mapped_buffer{3};
-    fixture.loop.set_local_store(std::move(sums));
-    fixture.loop.add_buffer(
-        1, {mapped_buffer, memory.size(), 0, {{0x1000, 5}}, {}, reinterpret_cast<std::uintptr_t>(memory.data())});
-    fixture.loop.connect(server.client_socket, {0}, 1);
-    fixture.serve(application);
-    const auto read = [&](std::uint64_t offset, const Id& buffer) {
-        Arguments arguments = make_arguments(offset, 4096);
-        std::memcpy(arguments.buffer_id, buffer.data(), buffer.size());
-        arguments.file_offset = offset;
-        application.prepare(arguments);
-        application.submit();
-        return application.wait_for_completion().result;
-    };
-    // The fixture has registered the file without a descriptor.
-    CHECK(read(0, mapped_buffer) == 4096 && server.received_count == 1);
-    fixture.loop.set_file(1, {inode, 11, 12, true, true}, duplicate());
-    for (int count = 0; count < 100; ++count) {
-        CHECK(read(0, mapped_buffer) == 4096 && memory[4095] == 'x' && memory[4096] == 0);
-        CHECK(read(8192, mapped_buffer) == 10000 - 8192 && memory[9999] == 'x' && memory[10000] == 0);
-        std::fill(memory.begin(), memory.end(), 0);
-    }
-    CHECK(server.received_count == 1 && fixture.loop.statistics().local_reads == 200);
-    // The server reads into a buffer without a mapping, and a file without a handle belongs to no session.
-    CHECK(read(0, buffer_id) == 4096 && server.received_count == 2);
-    fixture.loop.set_file(1, {inode, 0, 12, true, true}, duplicate());
-    CHECK(read(0, mapped_buffer) == 4096 && server.received_count == 3);
-    fixture.loop.set_file(1, {inode, 11, 12, true, true}, duplicate());
-    fixture.loop.disconnect();
-    CHECK(read(0, mapped_buffer) == -EREMOTEIO);
-    CHECK(std::system(("rm -r " + folder).c_str()) == 0);
-}
-
 } // namespace
 
 int main() {
     test_operations_complete();
-    test_cached_bytes_are_read_by_the_loop();
     test_removal_waits_for_operations_in_flight();
     test_closed_connection_is_reported_and_replaced();
     test_silent_server_is_reported();
