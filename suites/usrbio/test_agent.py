@@ -274,6 +274,9 @@ def test_malformed_message_ends_only_its_connection(agent: AgentProcess) -> None
                 assert malformed_client.receive() == b""
         with refused_with(errno.EINVAL):
             valid_client.request(AgentRequest.UNPUBLISH, b"\xff\xff")
+        # The name of the library has no zero byte.
+        with refused_with(errno.EINVAL):
+            valid_client.request(AgentRequest.HELLO, bytes(16) + b"N" * 32)
         valid_client.hello()
 
 

@@ -144,6 +144,17 @@ def test_files_of_a_remote_server_are_read_and_written(
     assert (store / "file").read_bytes() == original[:4097] + written + original[4097 + 64 * KIB :]
 
 
+def test_agent_ends_although_its_server_was_killed(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    mount, store = folders
+    with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+        token = store / ".gdrkit" / "token"
+        with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
+            (mount / "file").write_bytes(bytes(KIB))
+            with (mount / "file").open("rb"):
+                service.kill()
+                assert agent.terminate() == 0, agent.error_output
+
+
 def test_symbolic_link_is_a_publication(agent: AgentProcess, registered_fd: int) -> None:
     published = agent.mount / "3fs-virt" / "iovs"
     with contextlib.closing(SharedBlock(64 * KIB)) as shm:

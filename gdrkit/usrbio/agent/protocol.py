@@ -165,7 +165,9 @@ def parse_hello(payload: bytes) -> AgentHello:
     if len(payload) != _HELLO.size:
         _refuse(f"HELLO has {_HELLO.size} bytes of payload, not {len(payload)}")
     features, process_id, reserved, library = _HELLO.unpack(payload)
-    text, _, padding = library.partition(b"\0")
+    text, end, padding = library.partition(b"\0")
+    if not end:
+        _refuse(f"the name of the library in HELLO must end with a zero byte within {len(library)} bytes")
     if reserved or any(padding):
         _refuse("the reserved bytes of HELLO must be 0")
     return AgentHello(features, process_id, _decode_text(text))

@@ -135,7 +135,12 @@ class StoreFiles:
         with self._lock:
             file = self._files.pop(handle, None)
             if file is not None and file.client is self._client:
-                self._with_client(lambda _client: file.close())
+                try:
+                    self._with_client(lambda _client: file.close())
+                except ApiError as error:
+                    # With EREMOTEIO the session has ended, and the server has closed the file with it.
+                    if error.errno != errno.EREMOTEIO:
+                        raise
 
     def close(self) -> None:
         """End the session."""
