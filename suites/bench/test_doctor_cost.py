@@ -52,7 +52,7 @@ def test_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: str) -
     measure_doctor(benchmark, evidence, [sys.executable, "-m", "gdrkit", *command.split()], environ)
 
 
-@needs(host.capability("CAP_SETUID"))
+@needs(host.capability("CAP_SETUID"), host.package_for_all_users)
 def test_doctor_as_an_unprivileged_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
     command, environ = program_command(UNPRIVILEGED_DOCTOR, launch.environment(launch.Launch(software=frozenset())))
     measure_doctor(benchmark, evidence, command, environ)

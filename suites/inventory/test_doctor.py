@@ -55,7 +55,7 @@ def test_doctor_leaves_no_file_in_the_current_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@needs(host.capability("CAP_SETUID"))
+@needs(host.capability("CAP_SETUID"), host.package_for_all_users)
 def test_doctor_names_what_an_ordinary_user_cannot_read() -> None:
     process = run_program(UNPRIVILEGED_DOCTOR)
     assert process.returncode in (0, 1, 4), process.stderr

@@ -215,7 +215,7 @@ def received_bytes() -> Iterator[socket.socket]:
         yield receiver
 
 
-@needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
+@needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"), host.package_for_all_users)
 @pytest.mark.parametrize("is_privileged", [False, True])
 def test_process_that_hides_is_named_or_seen_by_root(is_privileged: bool) -> None:  # noqa: FBT001 - a parameter.
     """The kernel hides the descriptors of a program whose file its user may not read, except from CAP_SYS_PTRACE."""

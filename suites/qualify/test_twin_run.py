@@ -67,7 +67,11 @@ def run(*command: str, options: tuple[str, ...] = (), text: str = "") -> subproc
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*RUN, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    # A shell with job control, or nohup, may have started the cases with these signals ignored.
+    default_signals = ["env", "--default-signal=INT,HUP"]
+    return subprocess.Popen(
+        [*default_signals, *RUN, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_report_names_process_queue_pairs_and_unused_apis() -> None:

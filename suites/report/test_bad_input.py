@@ -241,7 +241,7 @@ def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
     assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".")] == []
 
 
-@needs(host.capability("CAP_SETUID"))
+@needs(host.capability("CAP_SETUID"), host.package_for_all_users)
 @pytest.mark.parametrize("command", ["report", "qualify"])
 def test_missing_write_permission_has_exit_code_3(run_folder: RunFolder, tmp_path: Path, command: str) -> None:
     for folder in (*reversed(tmp_path.parents[:2]), tmp_path, run_folder.path):

@@ -250,7 +250,7 @@ def test_malformed_run_is_a_row_with_its_error(
     assert expected in problem
 
 
-@needs(host_needs.capability("CAP_SETUID"))
+@needs(host_needs.capability("CAP_SETUID"), host_needs.package_for_all_users)
 def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
     with folder_for_all_users() as folder:
         for name in ("good", "private"):

@@ -248,7 +248,7 @@ except (BrokenPipeError, ConnectionResetError):
 """
 
 
-@needs(verbs.nic(), host.capability("CAP_SETUID"))
+@needs(verbs.nic(), host.capability("CAP_SETUID"), host.package_for_all_users)
 def test_server_refuses_another_user_on_its_unix_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # If the server forgets to close a socket, Python closes the socket and prints a warning to standard error.
     monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")

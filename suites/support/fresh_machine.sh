@@ -45,10 +45,10 @@ bind_mounts=()
 volumes=()
 clean_up() {
     # The unmount is lazy, because a process of the new system may still run.
-    for mount_point in /proc /sys /dev "${bind_mounts[@]}"; do
+    for mount_point in /proc /sys /dev "${bind_mounts[@]}" ""; do
         if mountpoint -q "$root$mount_point"; then umount -l "$root$mount_point"; fi
     done
-    if ! grep -q " $root/" /proc/self/mounts; then rm -rf --one-file-system "$root"; fi
+    if ! grep -q " ${root}[/ ]" /proc/self/mounts; then rm -rf --one-file-system "$root"; fi
     if [ "$has_folder" = 0 ]; then rm -rf --one-file-system "$work"; fi
 }
 trap clean_up EXIT
@@ -66,6 +66,8 @@ if [ ! -e "$work/base.done" ]; then
     touch "$work/base.done"
 fi
 cp -a --reflink=auto "$base" "$root"
+# Programs for namespaces, such as ip-netns(8), expect that / is a mount point.
+mount --bind "$root" "$root"
 
 # Settings of the host: name servers, certificates, configuration of pip, and the local folders that it names.
 cp -L /etc/resolv.conf /etc/hosts "$root/etc/"

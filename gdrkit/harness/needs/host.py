@@ -8,8 +8,10 @@ import importlib.util
 import os
 import resource
 import shutil
+import stat
 import struct
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,6 +36,7 @@ __all__ = [
     "module",
     "open_files",
     "open_reports",
+    "package_for_all_users",
     "program",
     "variable",
 ]
@@ -290,3 +293,19 @@ class _Captures:
 
 captures: Need = _Captures()
 """The environment variable GDRKIT_CAPTURES names a folder with captures (saved facts) of real machines."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PackageForAllUsers:
+    name = "host.package_for_all_users"
+
+    def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the check is about this process, not the machine.
+        for path in (Path(__file__), Path(sys.executable)):
+            for folder in path.absolute().parents:
+                if not folder.stat().st_mode & stat.S_IXOTH:
+                    return f"other users cannot enter {folder}: run chmod o+x {folder}, or move the checkout of gdrkit"
+        return None
+
+
+package_for_all_users: Need = _PackageForAllUsers()
+"""Every user can enter the folders of this package and of this Python. On Debian, /root is closed to other users."""
