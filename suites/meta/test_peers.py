@@ -43,12 +43,12 @@ run_program(StockProgram("sleepers", "a-package", *sleepers), Target("rxe0", "12
 
 def program(client: str, server: str = "", **fields: object) -> StockProgram:
     """Return a program whose commands are shell scripts."""
-    described = StockProgram("a program", "a-package", ("sh", "-c", client), ("sh", "-c", server) if server else ())
-    return dataclasses.replace(described, **fields)  # type: ignore[arg-type]
+    stock_program = StockProgram("a program", "a-package", ("sh", "-c", client), ("sh", "-c", server) if server else ())
+    return dataclasses.replace(stock_program, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("described", "failure"),
+    ("stock_program", "failure"),
     [
         (program("echo done", output="^done$"), ""),
         (program("exit 3"), "the client ended with exit code 3"),
@@ -59,8 +59,8 @@ def program(client: str, server: str = "", **fields: object) -> StockProgram:
         (program("true", sent_file_bytes=1000), "the copied file differs from its source"),
     ],
 )
-def test_program_passes_only_with_code_output_and_data(described: StockProgram, failure: str) -> None:
-    assert run_program(described, NO_TWINS).failure == failure
+def test_program_passes_only_with_code_output_and_data(stock_program: StockProgram, failure: str) -> None:
+    assert run_program(stock_program, NO_TWINS).failure == failure
 
 
 def test_program_that_hangs_is_killed() -> None:
@@ -70,8 +70,8 @@ def test_program_that_hangs_is_killed() -> None:
 
 
 def test_program_with_a_longer_limit_is_not_killed_before() -> None:
-    described = program("sleep 2", timeout_s=15.0)
-    assert run_program(described, dataclasses.replace(NO_TWINS, timeout_s=1)).failure == ""
+    stock_program = program("sleep 2", timeout_s=15.0)
+    assert run_program(stock_program, dataclasses.replace(NO_TWINS, timeout_s=1)).failure == ""
 
 
 def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def has_line(path: Path) -> bool:
 
 
 def test_client_is_started_again_while_its_server_runs() -> None:
-    described = program("test -e {folder}/listens", "sleep 3; touch {folder}/listens; sleep 30")
-    assert run_program(described, NO_TWINS).failure == ""
+    stock_program = program("test -e {folder}/listens", "sleep 3; touch {folder}/listens; sleep 30")
+    assert run_program(stock_program, NO_TWINS).failure == ""
 
 
 def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
@@ -111,7 +111,7 @@ def test_command_of_a_record_has_no_path_of_this_tree() -> None:
 
 
 def test_names_of_programs_are_unique() -> None:
-    names = [described.name for described in [*debian_programs(), *cuda_programs(sys.executable)]]
+    names = [stock_program.name for stock_program in [*debian_programs(), *cuda_programs(sys.executable)]]
     assert len(names) == len(set(names))
 
 

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 __all__ = ["TARGET"]
 
 _UUID = "0f0e0d0c-0b0a-0908-0706-050403020100"
-_TARGET = "gdr://v2/device/0/allocation/2097152/offset/4096/size/65536/"
+_DEVICE_TARGET = "gdr://v2/device/0/allocation/2097152/offset/4096/size/65536/"
 _LENGTH = struct.Struct("=I")
 # Offset of the length of the payload in the header.
 _LENGTH_OFFSET = 8
 
 
-def _parse_payload(request: AgentRequest, payload: bytes) -> bytes:
+def _repack_payload(request: AgentRequest, payload: bytes) -> bytes:
     """Parse the payload of a message, and the names and targets in it, and pack it again."""
     match request:
         case AgentRequest.HELLO:
@@ -58,17 +58,17 @@ def _parse_or_einval(parse: Callable[[str], object], text: str) -> None:
             raise
 
 
-def _parse_message(data: bytes, *, descriptor_count: int) -> bytes:
+def _repack_message(data: bytes, *, descriptor_count: int) -> bytes:
     message = protocol.parse(data, descriptor_count=descriptor_count)
-    payload = _parse_payload(message.request, message.payload)
+    payload = _repack_payload(message.request, message.payload)
     return protocol.pack(AgentMessage(message.request, message.sequence, payload, message.descriptor_count))
 
 
-def _parse_in_all_ways(data: bytes) -> None:
+def _repack_in_all_ways(data: bytes) -> None:
     """Parse the data as a message with each number of descriptors. Parse it again with a valid length in its header."""
     for candidate in (data, _with_valid_length(data)):
         for descriptor_count in range(protocol.DESCRIPTORS_MAX + 1):
-            fuzz.parse_or_malformed(partial(_parse_message, descriptor_count=descriptor_count), candidate)
+            fuzz.parse_or_malformed(partial(_repack_message, descriptor_count=descriptor_count), candidate)
 
 
 def _with_valid_length(data: bytes) -> bytes:
@@ -82,8 +82,8 @@ def _valid_messages() -> list[bytes]:
         PublishRequest(_UUID, f"/dev/shm/hf3fs-iov-{_UUID}", b""),  # noqa: S108 - a target.
         PublishRequest(f"{_UUID}.b4096", "/dev/shm/x", b""),  # noqa: S108
         PublishRequest(f"{_UUID}.r-16.ph.t50.f11", "/dev/shm/x", b""),  # noqa: S108
-        PublishRequest(f"{_UUID}.gdr.d0", f"{_TARGET}dmabuf", bytes(range(80))),
-        PublishRequest(f"{_UUID}.gdr.d0", f"{_TARGET}ipc/{'5a' * 64}", bytes(80)),
+        PublishRequest(f"{_UUID}.gdr.d0", f"{_DEVICE_TARGET}dmabuf", bytes(range(80))),
+        PublishRequest(f"{_UUID}.gdr.d0", f"{_DEVICE_TARGET}ipc/{'5a' * 64}", bytes(80)),
     )
     messages = [
         AgentMessage(AgentRequest.HELLO, 1, protocol.pack_hello(AgentHello(0, 4711, "hf3fs_api_shared"))),
@@ -101,7 +101,7 @@ def _valid_messages() -> list[bytes]:
 
 # Changed messages are valid more often if the fuzzer takes new bytes from the alphabet of link names.
 TARGET = fuzz.FuzzTarget(
-    _parse_in_all_ways, _valid_messages(), (protocol, link_names), alphabet=b"0123456789abcdef.-/rwpthlbg"
+    _repack_in_all_ways, _valid_messages(), (protocol, link_names), alphabet=b"0123456789abcdef.-/rwpthlbg"
 )
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ struct Connections {
 Connections& connections() {
     static auto* table = [] {
         auto* new_table = new Connections;
-        call_in_forked_child([] {
+        add_fork_handler([] {
             for (AgentConnection* connection : connections().all) {
                 connection->close_descriptors();
             }

@@ -13,8 +13,8 @@
 
 namespace gdrkit::usrbio {
 
-int BorrowedPublication::begin(const char* mount, std::string_view name, std::string_view target) noexcept {
-    if (name.size() > UINT16_MAX || target.size() > UINT16_MAX) {
+int BorrowedPublication::borrow(const char* mount, std::string_view name, std::string_view link_target) noexcept {
+    if (name.size() > UINT16_MAX || link_target.size() > UINT16_MAX) {
         return -EINVAL;
     }
     try {
@@ -26,12 +26,12 @@ int BorrowedPublication::begin(const char* mount, std::string_view name, std::st
         if (status == 0) {
             name_ = name;
             AgentPublish request{.name_bytes = static_cast<std::uint16_t>(name.size()),
-                                 .target_bytes = static_cast<std::uint16_t>(target.size()),
+                                 .target_bytes = static_cast<std::uint16_t>(link_target.size()),
                                  .share_handle_bytes = 0,
                                  .reserved = 0};
             const iovec payload[] = {{&request, sizeof(request)},
                                      {name_.data(), name_.size()},
-                                     {const_cast<char*>(target.data()), target.size()}};
+                                     {const_cast<char*>(link_target.data()), link_target.size()}};
             status = agent->call(AgentRequest::borrow, payload, {}, {});
         }
         if (status == 0) {
@@ -46,7 +46,7 @@ int BorrowedPublication::begin(const char* mount, std::string_view name, std::st
     }
 }
 
-void BorrowedPublication::end() noexcept {
+void BorrowedPublication::give_back() noexcept {
     const std::shared_ptr<AgentConnection> agent = std::exchange(agent_, nullptr);
     if (agent == nullptr) {
         return;

@@ -11,21 +11,21 @@ namespace gdrkit::usrbio {
 
 class AgentConnection;
 
-// The borrow ends with end() or the destructor, and also when the owner withdraws the publication. Afterwards
+// The borrow ends with give_back() or the destructor, and also when the owner withdraws the publication. Afterwards
 // operations in the memory fail with -EACCES. A forked child does not end the borrow of its parent.
 class BorrowedPublication {
 public:
     BorrowedPublication() noexcept = default;
     BorrowedPublication(const BorrowedPublication&) = delete;
     BorrowedPublication& operator=(const BorrowedPublication&) = delete;
-    ~BorrowedPublication() { end(); }
+    ~BorrowedPublication() { give_back(); }
 
-    // Borrows the publication `name` with the link target `target`. Call it at most once. Returns 0 if it is borrowed
+    // Borrows the publication `name` with the target `link_target`. Call it at most once. Returns 0 if it is borrowed
     // or no permission is needed, else -errno. -ENOENT: no publication has that name. -EINVAL: the publication has
     // another target. -EACCES: the publication belongs to another user. -EREMOTEIO: the agent has ended.
-    int begin(const char* mount, std::string_view name, std::string_view target) noexcept;
+    int borrow(const char* mount, std::string_view name, std::string_view link_target) noexcept;
     // Returns the borrow to the agent, which first waits for the operations in flight.
-    void end() noexcept;
+    void give_back() noexcept;
 
 private:
     std::shared_ptr<AgentConnection> agent_; // Null: nothing is borrowed.

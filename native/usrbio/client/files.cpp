@@ -50,7 +50,7 @@ RequestMutex& request_mutex() {
     static auto* instance = [] {
         auto* new_mutex = new RequestMutex;
         // A child gets a new mutex, because a thread that exists only in the parent may have locked the old one.
-        call_in_forked_child([] { new (&request_mutex()) RequestMutex; });
+        add_fork_handler([] { new (&request_mutex()) RequestMutex; });
         return new_mutex;
     }();
     return *instance;

@@ -41,7 +41,7 @@ bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
         if (unpublish(memory == Memory::pooled && !is_exported ? &registering_agent : nullptr) != 0) {
             return false;
         }
-        borrowed.end();
+        borrowed.give_back();
         if (registering_agent != nullptr) {
             memory = Memory::wrapped;
             keep_block(std::move(block), std::move(registering_agent));

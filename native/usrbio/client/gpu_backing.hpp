@@ -52,7 +52,7 @@ public:
     std::size_t size_bytes = 0;
     Allocation allocation;                 // The allocation that contains the first byte.
     std::optional<IpcBytes> ipc;           // IPC handle of `allocation`, if this type of memory has one.
-    std::optional<FlushedContext> flushed; // Set if the device shows writes of NICs only after a flush.
+    std::optional<ContextToFlush> flushed; // Set if the device shows writes of NICs only after a flush.
     std::string mount;
     BorrowedPublication borrowed; // For opened memory: the publication of the process that owns the memory.
     std::string publication_name; // Name of the link; empty: this process has not published the memory.

@@ -282,7 +282,7 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     }
     int status = map_ipc(*gpu, *target->ipc, target->allocation_bytes, target->offset_bytes, -EIO);
     if (status == 0) {
-        status = gpu->borrowed.begin(mount, name, text);
+        status = gpu->borrowed.borrow(mount, name, text);
     }
     if (status != 0) {
         return status;

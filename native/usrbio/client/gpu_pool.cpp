@@ -49,7 +49,7 @@ Pool& pool() {
         new_pool->idle_time_max = std::chrono::milliseconds(
             std::min(number_from_environment("GDRKIT_USRBIO_GPU_POOL_IDLE_MS", idle_ms_default), std::size_t{1} << 31));
         // A child can use neither the memory nor the driver of its parent. The old objects are abandoned.
-        call_in_forked_child([] {
+        add_fork_handler([] {
             for (GpuBlock* const block : pool().blocks) {
                 block->close_in_child();
             }

@@ -173,7 +173,7 @@ int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[
                              target->offset_bytes == offset_bytes && target->size_bytes == gpu.size_bytes;
         if (is_same) {
             std::ranges::copy(link.id, id);
-            status = gpu.borrowed.begin(gpu.mount.c_str(), name, text);
+            status = gpu.borrowed.borrow(gpu.mount.c_str(), name, text);
         }
         return is_same;
     });

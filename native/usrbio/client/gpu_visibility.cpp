@@ -10,18 +10,18 @@
 namespace gdrkit::usrbio {
 namespace {
 
-struct MarkedContexts {
+struct ContextsToFlush {
     std::mutex mutex;
-    std::map<cuda::Context, unsigned> mark_counts;
+    std::map<cuda::Context, unsigned> iov_counts;
 };
 
 // Never destroyed, because iovs may be destroyed while the process exits.
-MarkedContexts& marked_contexts() {
-    static auto* const instance = new MarkedContexts;
+ContextsToFlush& contexts_to_flush() {
+    static auto* const instance = new ContextsToFlush;
     return *instance;
 }
 
-std::atomic<unsigned> mark_count{0};
+std::atomic<unsigned> flushed_iov_count{0};
 
 } // namespace
 
@@ -33,23 +33,23 @@ bool needs_flush(const cuda::Driver& driver, int device) {
            ordering < cuda::writes_ordering_owner && (options & 1) != 0;
 }
 
-FlushedContext::FlushedContext(cuda::Context context) : context_(context) {
-    std::lock_guard lock(marked_contexts().mutex);
-    ++marked_contexts().mark_counts[context];
-    ++mark_count;
+ContextToFlush::ContextToFlush(cuda::Context context) : context_(context) {
+    std::lock_guard lock(contexts_to_flush().mutex);
+    ++contexts_to_flush().iov_counts[context];
+    ++flushed_iov_count;
 }
 
-FlushedContext::~FlushedContext() {
-    std::lock_guard lock(marked_contexts().mutex);
-    const auto found = marked_contexts().mark_counts.find(context_);
+ContextToFlush::~ContextToFlush() {
+    std::lock_guard lock(contexts_to_flush().mutex);
+    const auto found = contexts_to_flush().iov_counts.find(context_);
     if (--found->second == 0) {
-        marked_contexts().mark_counts.erase(found);
+        contexts_to_flush().iov_counts.erase(found);
     }
-    --mark_count;
+    --flushed_iov_count;
 }
 
-bool has_flushed_context() noexcept {
-    return mark_count.load(std::memory_order_relaxed) != 0;
+bool has_context_to_flush() noexcept {
+    return flushed_iov_count.load(std::memory_order_relaxed) != 0;
 }
 
 int flush_remote_writes(const cuda::Driver& driver, cuda::Context context) {
@@ -65,10 +65,10 @@ int flush_remote_writes(const cuda::Driver& driver, cuda::Context context) {
     return result == cuda::success ? 0 : -EIO;
 }
 
-int flush_marked_contexts() noexcept {
-    std::lock_guard lock(marked_contexts().mutex);
+int flush_all_contexts() noexcept {
+    std::lock_guard lock(contexts_to_flush().mutex);
     int error = 0;
-    for (const auto& [context, count] : marked_contexts().mark_counts) {
+    for (const auto& [context, count] : contexts_to_flush().iov_counts) {
         error = flush_remote_writes(*cuda::driver(), context) == 0 ? error : -EIO;
     }
     return error;

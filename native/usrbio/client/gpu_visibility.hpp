@@ -9,25 +9,25 @@ namespace gdrkit::usrbio {
 // Returns whether the device needs a flush, and can flush from the host.
 bool needs_flush(const cuda::Driver& driver, int device);
 
-// Marks that an iov has memory on the device of this context, and that this device needs flushes. The context is the
-// primary context, which the iov retains.
-class FlushedContext {
+// An iov holds such an object while it has memory on the device of this context, and the device needs flushes. The
+// context is the primary context, which the iov retains.
+class ContextToFlush {
 public:
-    explicit FlushedContext(cuda::Context context);
-    FlushedContext(const FlushedContext&) = delete;
-    FlushedContext& operator=(const FlushedContext&) = delete;
-    ~FlushedContext();
+    explicit ContextToFlush(cuda::Context context);
+    ContextToFlush(const ContextToFlush&) = delete;
+    ContextToFlush& operator=(const ContextToFlush&) = delete;
+    ~ContextToFlush();
 
 private:
     cuda::Context context_;
 };
 
-// Returns whether a context is marked. It takes no lock, because each wait calls it.
-bool has_flushed_context() noexcept;
+// Returns whether any iov needs flushes. It takes no lock, because each wait calls it.
+bool has_context_to_flush() noexcept;
 
 // Makes all earlier writes of NICs to the memory of a device visible to the work of the device. The first function does
-// so for the device of `context`, the second one for the devices of all marked contexts. Returns 0 or -EIO.
+// so for the device of `context`, the second one for the devices of all contexts to flush. Returns 0 or -EIO.
 int flush_remote_writes(const cuda::Driver& driver, cuda::Context context);
-int flush_marked_contexts() noexcept;
+int flush_all_contexts() noexcept;
 
 } // namespace gdrkit::usrbio

@@ -51,7 +51,7 @@ HostPool& host_pool() {
         auto* new_pool = new HostPool;
         // The memory and its registrations belong to the parent. The child unmaps the pages, so that it does not keep
         // them from being freed, and abandons its objects.
-        call_in_forked_child([] {
+        add_fork_handler([] {
             for (const IdleMemory& entry : host_pool().idle) {
                 munmap(entry.memory->base(), entry.memory->bytes());
             }

@@ -224,7 +224,7 @@ private:
 
 // Makes the data of completed reads visible to the work of the GPUs. If that fails, the reads have failed.
 void make_visible(hf3fs_cqe* cqes, int count) noexcept {
-    if (flush_marked_contexts() != 0) {
+    if (flush_all_contexts() != 0) {
         for (hf3fs_cqe* cqe = cqes; cqe != cqes + count; ++cqe) {
             cqe->result = cqe->result < 0 ? cqe->result : -EIO;
         }
@@ -312,7 +312,7 @@ int hf3fs_wait_for_ios(const hf3fs_ior* ior, hf3fs_cqe* cqes, int cqec, int min_
     }
     Wait wait(*handle, cqes, count_max, count_min, abs_timeout);
     const int count = wait.run();
-    if (ior->for_read && count > 0 && has_flushed_context()) [[unlikely]] {
+    if (ior->for_read && count > 0 && has_context_to_flush()) [[unlikely]] {
         make_visible(cqes, count);
     }
     return count;

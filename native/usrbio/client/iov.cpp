@@ -107,7 +107,7 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
             memory->remove_name();
         }
     }
-    borrowed.end();
+    borrowed.give_back();
     unregister_iov(iov.iovh);
     log_line(LogLevel::info, "destroyed %s", name_.c_str());
     iov.base = nullptr;
@@ -218,7 +218,7 @@ int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t
         log_line(LogLevel::error, "map %s failed: %s", target.c_str(), ErrnoText(-status).c_str());
         return status == -ENOENT ? -ENOENT : -EIO;
     }
-    if (const int status = opened_iov->borrowed.begin(mount, name, target); status != 0) {
+    if (const int status = opened_iov->borrowed.borrow(mount, name, target); status != 0) {
         return status;
     }
     fill_struct(iov, opened_iov->memory->base(), register_iov(opened_iov), id, mount, size, block_size, numa);

@@ -11,29 +11,30 @@ namespace gdrkit::usrbio {
 
 namespace {
 
-struct Library {
+// The mutex, and what happens at a fork().
+struct ForkState {
     std::mutex mutex;
     std::array<void (*)(), 8> child_functions{};
     std::size_t child_function_count = 0;
     std::atomic<std::uint64_t> fork_count{0};
 };
 
-Library& library() noexcept {
-    static Library* instance = [] {
-        auto* new_library = new Library;
+ForkState& fork_state() noexcept {
+    static ForkState* instance = [] {
+        auto* new_state = new ForkState;
         pthread_atfork(
             [] {
                 library_mutex().lock();
-                ++library().fork_count;
+                ++fork_state().fork_count;
             },
             [] { library_mutex().unlock(); },
             [] {
-                for (std::size_t i = 0; i < library().child_function_count; ++i) {
-                    library().child_functions[i]();
+                for (std::size_t i = 0; i < fork_state().child_function_count; ++i) {
+                    fork_state().child_functions[i]();
                 }
                 library_mutex().unlock();
             });
-        return new_library;
+        return new_state;
     }();
     return *instance;
 }
@@ -41,16 +42,16 @@ Library& library() noexcept {
 } // namespace
 
 std::mutex& library_mutex() noexcept {
-    return library().mutex;
+    return fork_state().mutex;
 }
 
-void call_in_forked_child(void (*function)()) noexcept {
+void add_fork_handler(void (*function)()) noexcept {
     const std::lock_guard lock(library_mutex());
-    library().child_functions.at(library().child_function_count++) = function;
+    fork_state().child_functions.at(fork_state().child_function_count++) = function;
 }
 
 std::uint64_t fork_count() noexcept {
-    return library().fork_count;
+    return fork_state().fork_count;
 }
 
 } // namespace gdrkit::usrbio

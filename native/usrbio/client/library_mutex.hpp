@@ -12,7 +12,7 @@ std::mutex& library_mutex() noexcept;
 
 // Registers a function. Every forked child calls it right after fork(), with library_mutex() locked. It must neither
 // allocate nor free memory.
-void call_in_forked_child(void (*function)()) noexcept;
+void add_fork_handler(void (*function)()) noexcept;
 
 // Returns how often this process and its ancestors have called fork() since the library was loaded. While a thread
 // holds library_mutex(), the number does not change.

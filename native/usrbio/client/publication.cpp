@@ -80,7 +80,7 @@ struct Folders {
 Folders& folders() {
     static auto* table = [] {
         auto* new_table = new Folders;
-        call_in_forked_child([] { // The child's copies of the descriptors would keep the parent's publications alive.
+        add_fork_handler([] { // The child's copies of the descriptors would keep the parent's publications alive.
             for (const auto& [mount, folder] : folders().by_mount) {
                 if (folder.fd >= 0) {
                     close(folder.fd);

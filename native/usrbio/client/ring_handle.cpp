@@ -12,7 +12,7 @@ namespace {
 std::set<RingHandle*>& handles() {
     static auto* table = [] {
         auto* new_table = new std::set<RingHandle*>;
-        call_in_forked_child([] {
+        add_fork_handler([] {
             for (RingHandle* handle : handles()) {
                 handle->is_inherited.store(true, std::memory_order_relaxed);
                 handle->has_ended.store(true, std::memory_order_relaxed);

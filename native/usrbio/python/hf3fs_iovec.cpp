@@ -190,15 +190,17 @@ Iovec open(const std::string& id, const std::string& mount, std::size_t size, st
 }
 
 // The GPU function `first` of the first generation of the interface if the library has it, otherwise `third` of the
-// third generation. GDRKIT_NAME is the name of that function.
-#define GDRKIT_EITHER(first, third)                                                                                    \
-    (functions().third != nullptr && functions().first == nullptr ? functions().third : GDRKIT_REQUIRE(first))
-#define GDRKIT_NAME(first, third) (functions().first != nullptr ? #first : #third)
+// third generation. GDRKIT_NAME_OF_EITHER is the name of that function.
+#define GDRKIT_EITHER(gpu_function, device_function)                                                                   \
+    (functions().device_function != nullptr && functions().gpu_function == nullptr ? functions().device_function       \
+                                                                                   : GDRKIT_REQUIRE(gpu_function))
+#define GDRKIT_NAME_OF_EITHER(gpu_function, device_function)                                                           \
+    (functions().gpu_function != nullptr ? #gpu_function : #device_function)
 
 Iovec create_gpu(const std::string& mount, std::size_t size, std::size_t block_size, int device) {
     auto call = GDRKIT_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
-    return make_iovec(GDRKIT_NAME(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory,
+    return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovcreate_gpu, hf3fs_iovcreate_device), memory,
                       call_arguments(mount, size, block_size),
                       [&](Iov& raw) { return call(&raw, mount.c_str(), size, block_size, device); });
 }
@@ -208,7 +210,7 @@ Iovec wrap_gpu(std::uintptr_t address, std::size_t size, const std::string& id, 
     auto call = GDRKIT_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, std::move(owner));
-    return make_iovec(GDRKIT_NAME(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
+    return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovwrap_gpu, hf3fs_iovwrap_device), memory,
                       call_arguments(mount, size, block_size), [&](Iov& raw) {
                           return call(&raw, reinterpret_cast<void*>(address), uuid.bytes, mount.c_str(), size,
                                       block_size, device);
@@ -219,7 +221,7 @@ Iovec open_gpu(const std::string& id, const std::string& mount, std::size_t size
     auto call = GDRKIT_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device);
     const Uuid uuid = parse_uuid(id);
     auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::device, nb::none());
-    return make_iovec(GDRKIT_NAME(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
+    return make_iovec(GDRKIT_NAME_OF_EITHER(hf3fs_iovopen_gpu, hf3fs_iovopen_device), memory,
                       call_arguments(mount, size, block_size),
                       [&](Iov& raw) { return call(&raw, uuid.bytes, mount.c_str(), size, block_size, device); });
 }
@@ -258,7 +260,7 @@ void synchronize(const Iovec& self, int direction) {
     if (status < 0) {
         nb::dict arguments;
         arguments["direction"] = direction;
-        raise_failed(GDRKIT_NAME(hf3fs_iovsync_gpu, hf3fs_iovsync), -status, arguments);
+        raise_failed(GDRKIT_NAME_OF_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync), -status, arguments);
     }
 }
 
