@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 READ_NOT_FLUSHED = NativeDefect(
-    Patch("read_not_flushed", "native/usrbio/client/io.cpp", "count > 0 && has_flushed_context()", "false"),
+    Patch("read_not_flushed", "native/usrbio/client/io.cpp", "count > 0 && has_context_to_flush()", "false"),
     "`hf3fs_wait_for_ios` does not flush the writes of NICs",
 )
 NIC_NOT_ASKED = NativeDefect(
