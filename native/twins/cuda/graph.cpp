@@ -97,7 +97,7 @@ bool is_graph_memory(DevicePointer address) {
 
 NodeType type_of(const Node& node) {
     constexpr NodeType types[] = {node_empty,        node_copy,       node_fill,     node_host, node_graph,
-                                  node_record_event, node_wait_event, node_allocate, node_free};
+                                  node_record_event, node_wait_event, node_allocate, node_free, node_conditional};
     static_assert(std::size(types) == std::variant_size_v<NodeParameters>);
     return types[node.parameters.index()];
 }
@@ -106,6 +106,11 @@ bool has_memory_nodes(const Graph& graph) {
     return std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
         return type_of(*node) == node_allocate || type_of(*node) == node_free;
     });
+}
+
+bool is_uncopyable(const Graph& graph) {
+    return has_memory_nodes(graph) ||
+           std::ranges::any_of(graph.nodes, [](const NodeRef& node) { return type_of(*node) == node_conditional; });
 }
 
 Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes) {
@@ -144,6 +149,11 @@ GraphRef clone_graph(const Graph& graph) {
             copy->is_child = true;
             parameters = ChildNode{std::move(copy)};
         }
+        if (auto* const conditional = std::get_if<ConditionalNode>(&parameters)) {
+            for (GraphRef& body : conditional->bodies) {
+                body = clone_graph(*body);
+            }
+        }
         copies[node] = add_node(clone, std::move(parameters), {});
         copies[node]->origin = node->handle;
     }
@@ -179,7 +189,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphDestroy(Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuGraphClone(Handle* clone, Handle original) {
     return with_graph("cuGraphClone", original, [&](const GraphRef& graph) {
-        if (clone == nullptr || has_memory_nodes(*graph)) {
+        if (clone == nullptr || is_uncopyable(*graph)) {
             return invalid_value;
         }
         const GraphRef made = clone_graph(*graph);

@@ -54,8 +54,23 @@ struct AllocateNode {
 struct FreeNode {
     DevicePointer pointer = 0;
 };
+
+// The condition of a conditional node.
+struct Condition {
+    std::weak_ptr<Context> context;
+    unsigned value_at_launch = 0;
+    bool is_used = false; // a node has the condition
+};
+using ConditionRef = std::shared_ptr<Condition>;
+
+struct ConditionalNode {
+    ConditionRef condition;
+    int type = 0;
+    std::vector<GraphRef> bodies;
+    std::shared_ptr<std::vector<Handle>> body_handles; // the program has its address
+};
 using NodeParameters = std::variant<EmptyNode, CopyNode, FillNode, HostParameters, ChildNode, RecordNode, WaitNode,
-                                    AllocateNode, FreeNode>;
+                                    AllocateNode, FreeNode, ConditionalNode>;
 
 struct Node {
     Handle handle = 0;
@@ -90,9 +105,11 @@ struct Graph {
     Handle handle = 0;
     std::vector<NodeRef> nodes; // in the order in which they were added
     std::map<Handle, GraphObject> user_objects;
-    bool is_child = false;          // a node owns the graph
-    bool is_capturing = false;      // a capture adds nodes
-    std::weak_ptr<void> executable; // of a graph that allocates or frees memory, which may have only one
+    std::map<Handle, ConditionRef> conditions; // that the program has created for nodes of this graph
+    std::weak_ptr<Graph> parent;               // the graph whose conditional node runs this graph, if there is one
+    bool is_child = false;                     // a node owns the graph
+    bool is_capturing = false;                 // a capture adds nodes
+    std::weak_ptr<void> executable;            // of a graph that allocates or frees memory, which may have only one
 };
 
 // Guards all graphs, executable graphs and captures. Other mutexes of the twin may be locked while it is held. It is
@@ -109,6 +126,8 @@ GraphRef find_graph(Handle handle);
 NodeRef find_node(Handle handle);
 NodeType type_of(const Node& node);
 bool has_memory_nodes(const Graph& graph);
+// Return whether the program may not copy the graph: it has memory or conditional nodes.
+bool is_uncopyable(const Graph& graph);
 
 // Find nodes of a graph by their handles. Fails with invalid_value, also for a node that is listed twice.
 Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes);

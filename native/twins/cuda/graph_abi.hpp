@@ -20,7 +20,12 @@ enum NodeType : int {
     node_record_event = 7,
     node_allocate = 10,
     node_free = 11,
+    node_conditional = 13,
 };
+
+// CUgraphConditionalNodeType, CU_GRAPH_COND_ASSIGN_DEFAULT
+enum ConditionalType : int { conditional_if = 0, conditional_while = 1, conditional_switch = 2 };
+inline constexpr unsigned condition_assign_default = 1;
 
 // CUstreamCaptureStatus, CUstreamUpdateCaptureDependencies_flags
 enum CaptureStatus : int { capture_none = 0, capture_active = 1, capture_invalidated = 2 };
@@ -66,6 +71,15 @@ struct AllocateParameters { // CUDA_MEM_ALLOC_NODE_PARAMS
 };
 static_assert(sizeof(AllocateParameters) == 120 && offsetof(AllocateParameters, pointer) == 112);
 
+struct ConditionalParameters { // CUDA_CONDITIONAL_NODE_PARAMS
+    Handle condition;
+    std::int32_t type;
+    std::uint32_t body_count;
+    Handle* bodies;
+    Handle context;
+};
+static_assert(sizeof(ConditionalParameters) == 32 && offsetof(ConditionalParameters, bodies) == 16);
+
 struct EdgeData { // CUgraphEdgeData
     std::uint8_t from_port, to_port, type;
     std::uint8_t reserved[5];
@@ -92,6 +106,7 @@ struct NodeParameterUnion {
         Handle event;
         AllocateParameters allocate;
         DevicePointer free;
+        ConditionalParameters conditional;
     };
     std::uint64_t reserved_too;
 };

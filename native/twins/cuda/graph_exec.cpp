@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "cuda/capture.hpp"
+#include "cuda/conditional.hpp"
 #include "cuda/graph_launch.hpp"
 #include "cuda/registry.hpp"
 #include "cuda/stream.hpp"
@@ -29,7 +30,10 @@ bool has_cycle(const Graph& graph) {
     return random_order(graph).size() != graph.nodes.size() ||
            std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
                const auto* const child = std::get_if<ChildNode>(&node->parameters);
-               return child != nullptr && has_cycle(*child->graph);
+               const auto* const conditional = std::get_if<ConditionalNode>(&node->parameters);
+               return (child != nullptr && has_cycle(*child->graph)) ||
+                      (conditional != nullptr &&
+                       std::ranges::any_of(conditional->bodies, [](const GraphRef& body) { return has_cycle(*body); }));
            });
 }
 
@@ -44,6 +48,9 @@ Result instantiate(Handle* handle, Handle graph_handle, std::uint64_t flags) {
     }
     if (has_cycle(*graph) || (has_memory_nodes(*graph) && !graph->executable.expired())) {
         return invalid_value;
+    }
+    if (const Result result = check_conditionals(*graph); result != success) {
+        return result;
     }
     auto executable = std::make_shared<Executable>();
     executable->handle = new_handle();
@@ -67,7 +74,7 @@ Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
         return result;
     }
     if (stream->capture) {
-        if (has_memory_nodes(*executable->graph)) {
+        if (is_uncopyable(*executable->graph)) {
             return not_supported;
         }
         GraphRef child = clone_graph(*executable->graph);
@@ -120,7 +127,10 @@ Result update(Handle handle, Handle graph_handle, UpdateInformation* information
         if (type_of(*to[index]) != type_of(*from[index])) {
             return fail(update_node_type_changed, from[index]->handle);
         }
-        if (type_of(*to[index]) == node_allocate || type_of(*to[index]) == node_free) {
+        const auto* const conditional = std::get_if<ConditionalNode>(&to[index]->parameters);
+        if (type_of(*to[index]) == node_allocate || type_of(*to[index]) == node_free ||
+            (conditional != nullptr &&
+             !has_same_bodies(*conditional, std::get<ConditionalNode>(from[index]->parameters)))) {
             return fail(update_parameters_changed, from[index]->handle);
         }
     }

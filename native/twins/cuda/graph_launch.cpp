@@ -6,6 +6,7 @@
 #include <map>
 #include <utility>
 
+#include "cuda/conditional.hpp"
 #include "cuda/copy.hpp"
 #include "cuda/event.hpp"
 #include "cuda/fill.hpp"
@@ -85,6 +86,11 @@ private:
         return success;
     }
     Result add(const ChildNode& node) { return prepare_graph(*node.graph); }
+    Result add(const ConditionalNode& node) {
+        GraphRef body;
+        const Result result = choose_body(node, &body);
+        return result == success && body ? prepare_graph(*body) : result;
+    }
     Result add(const RecordNode& node) {
         records_.emplace_back(steps_.size(), node.event);
         steps_.emplace_back();

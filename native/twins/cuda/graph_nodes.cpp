@@ -3,6 +3,7 @@
 #include <cstring>
 #include <utility>
 
+#include "cuda/conditional.hpp"
 #include "cuda/copy.hpp"
 #include "cuda/device.hpp"
 #include "cuda/event.hpp"
@@ -47,7 +48,7 @@ Result add_free(Handle* handle, const Position& position, DevicePointer pointer)
 
 Result add_child(Handle* handle, const Position& position, Handle child) {
     const GraphRef graph = find_graph(child);
-    if (!graph || child == position.graph || has_memory_nodes(*graph)) {
+    if (!graph || child == position.graph || is_uncopyable(*graph)) {
         return invalid_value;
     }
     GraphRef copy = clone_graph(*graph);
@@ -58,6 +59,20 @@ Result add_child(Handle* handle, const Position& position, Handle child) {
 Result add_allocation(Handle* handle, const Position& position, AllocateParameters* parameters) {
     AllocateNode node;
     const Result result = make_allocation(parameters, &node);
+    return result == success ? add_to_graph(handle, position, std::move(node)) : result;
+}
+
+Result add_conditional(Handle* handle, const Position& position, ConditionalParameters* parameters) {
+    const GraphRef graph = find_graph(position.graph);
+    std::vector<NodeRef> dependencies;
+    ConditionalNode node;
+    if (handle == nullptr || !graph) {
+        return invalid_value;
+    }
+    Result result = find_nodes(*graph, position.dependencies, position.count, &dependencies);
+    if (result == success) {
+        result = make_conditional(graph, parameters, &node);
+    }
     return result == success ? add_to_graph(handle, position, std::move(node)) : result;
 }
 
@@ -85,6 +100,8 @@ Result add_any(Handle* handle, const Position& position, NodeParameterUnion* par
         return add_allocation(handle, position, &parameters->allocate);
     case node_free:
         return add_free(handle, position, parameters->free);
+    case node_conditional:
+        return add_conditional(handle, position, &parameters->conditional);
     default:
         return not_supported;
     }

@@ -23,6 +23,7 @@ struct NodeParameters {
         CopyNodeParameters copy;
         cuda::FillParameters fill;
         cuda::AllocateParameters allocate;
+        cuda::ConditionalParameters conditional;
     };
     std::uint64_t reserved_too;
 };
@@ -105,6 +106,9 @@ Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size
     if (error == success && parameters->type == cuda::node_allocate) {
         parameters->allocate.pointer = converted.allocate.pointer;
     }
+    if (error == success && parameters->type == cuda::node_conditional) {
+        parameters->conditional.bodies = converted.conditional.bodies;
+    }
     return error;
 }
 
@@ -168,6 +172,14 @@ GDRKIT_CUDART_ENTRY Error WITH_EDGES(cudaGraphAddNode)(Handle* node, Handle grap
     return with_context(
         [&](Handle context) { return add_node(node, graph, dependencies, count, parameters, context); });
 }
+
+PASS(cudaGraphConditionalHandleCreate, cuGraphConditionalHandleCreate,
+     (Handle * condition, Handle graph, unsigned value, unsigned flags), condition, graph, Handle{0}, value, flags)
+#if GDRKIT_CUDART_MAJOR == 13
+PASS(cudaGraphConditionalHandleCreate_v2, cuGraphConditionalHandleCreate,
+     (Handle * condition, Handle graph, Handle context, unsigned value, unsigned flags), condition, graph, context,
+     value, flags)
+#endif
 
 PASS(cudaGraphAddEmptyNode, cuGraphAddEmptyNode,
      (Handle * node, Handle graph, const Handle* dependencies, std::size_t count), node, graph, dependencies, count)

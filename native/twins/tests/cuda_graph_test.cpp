@@ -277,6 +277,114 @@ void test_user_object_lives_as_long_as_its_graphs() {
     CHECK(wait_until_destroyed(2));
 }
 
+// Return the condition of a graph and add a node of the type to it. Store the graphs of the node.
+Handle add_conditional(Handle graph, unsigned value, int type, unsigned body_count, std::vector<Handle>* bodies) {
+    Handle condition = 0, node = 0;
+    EXPECT_SUCCESS("cuGraphConditionalHandleCreate", &condition, graph, Handle{0}, value, condition_assign_default);
+    NodeParameterUnion parameters{};
+    parameters.type = node_conditional;
+    parameters.conditional = {condition, type, body_count, nullptr, 0};
+    EXPECT_SUCCESS("cuGraphAddNode_v2", &node, graph, no_nodes, static_cast<const EdgeData*>(nullptr), u64{0},
+                   &parameters);
+    CHECK(type_of(node) == node_conditional);
+    bodies->assign(parameters.conditional.bodies, parameters.conditional.bodies + body_count);
+    return node;
+}
+
+// Each row: the type, the number of graphs, the value of the condition, and which graph runs.
+void test_conditional_node_runs_one_graph() {
+    struct Row {
+        int type;
+        unsigned body_count, value;
+        int chosen;
+    };
+    const Handle stream = create_stream();
+    const u64 memory = allocate(length_bytes);
+    for (const Row& row :
+         {Row{conditional_if, 1, 0, -1}, Row{conditional_if, 1, 7, 0}, Row{conditional_if, 2, 0, 1},
+          Row{conditional_if, 2, 1, 0}, Row{conditional_while, 1, 0, -1}, Row{conditional_switch, 3, 0, 0},
+          Row{conditional_switch, 3, 2, 2}, Row{conditional_switch, 3, 3, -1}}) {
+        const Handle graph = create_graph();
+        std::vector<Handle> bodies, inner;
+        add_conditional(graph, row.value, row.type, row.body_count, &bodies);
+        for (unsigned index = 0; index < row.body_count; ++index) {
+            add_conditional(bodies[index], 1, conditional_if, 1, &inner);
+            add_fill(inner[0], {}, memory, index + 1);
+        }
+        EXPECT_SUCCESS("cuMemsetD8_v2", memory, static_cast<unsigned char>(0), length_bytes);
+        EXPECT_SUCCESS("cuCtxSynchronize");
+        const Handle executable = instantiate(graph);
+        launch(executable, stream);
+        CHECK(read_device(memory, length_bytes) ==
+              std::vector<unsigned char>(length_bytes, static_cast<unsigned char>(row.chosen + 1)));
+        EXPECT_RESULT(invalid_value, "cuGraphDestroy", bodies[0]);
+        EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+        EXPECT_SUCCESS("cuGraphDestroy", graph);
+        EXPECT_RESULT(invalid_value, "cuGraphDestroy", bodies[0]);
+    }
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+// An update changes the value of the condition and the parameters in the graphs, but not the type of the node.
+void test_conditional_node_is_updated() {
+    const Handle graph = create_graph(), same = create_graph(), other = create_graph(), stream = create_stream();
+    const u64 memory = allocate(length_bytes);
+    std::vector<Handle> bodies;
+    add_conditional(graph, 0, conditional_if, 1, &bodies);
+    add_fill(bodies[0], {}, memory, 1);
+    const Handle executable = instantiate(graph);
+    UpdateInformation information{};
+    add_conditional(other, 0, conditional_switch, 1, &bodies);
+    add_fill(bodies[0], {}, memory, 1);
+    EXPECT_RESULT(graph_update_failure, "cuGraphExecUpdate_v2", executable, other, &information);
+    CHECK(information.result == update_parameters_changed);
+    add_conditional(same, 1, conditional_if, 1, &bodies);
+    EXPECT_RESULT(graph_update_failure, "cuGraphExecUpdate_v2", executable, same, &information);
+    add_fill(bodies[0], {}, memory, 2);
+    EXPECT_SUCCESS("cuGraphExecUpdate_v2", executable, same, &information);
+    launch(executable, stream);
+    CHECK(read_device(memory, length_bytes) == std::vector<unsigned char>(length_bytes, 2));
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    for (const Handle made : {graph, same, other}) {
+        EXPECT_SUCCESS("cuGraphDestroy", made);
+    }
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
+void test_wrong_conditional_nodes_are_refused() {
+    const Handle graph = create_graph(), other = create_graph(), stream = create_stream();
+    Handle condition = 0, node = 0, made = 0;
+    EXPECT_RESULT(invalid_value, "cuGraphConditionalHandleCreate", &condition, graph, Handle{0}, 0U, 2U);
+    EXPECT_RESULT(invalid_value, "cuGraphConditionalHandleCreate", &condition, Handle{5}, Handle{0}, 0U, 0U);
+    EXPECT_SUCCESS("cuGraphConditionalHandleCreate", &condition, graph, Handle{0}, 1U, condition_assign_default);
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &made, graph, u64{0}); // the condition has no node
+    const auto add = [&](Handle to, int type, unsigned body_count) {
+        NodeParameterUnion parameters{};
+        parameters.type = node_conditional;
+        parameters.conditional = {condition, type, body_count, nullptr, 0};
+        return cu("cuGraphAddNode", &node, to, no_nodes, u64{0}, &parameters);
+    };
+    CHECK(add(other, conditional_if, 1) == invalid_value);
+    CHECK(add(graph, conditional_if, 3) == invalid_value && add(graph, conditional_while, 2) == invalid_value);
+    CHECK(add(graph, conditional_switch, 0) == invalid_value && add(graph, 3, 1) == invalid_value);
+    CHECK(add(graph, conditional_while, 1) == success && add(graph, conditional_while, 1) == invalid_value);
+    EXPECT_RESULT(invalid_value, "cuGraphClone", &made, graph);
+    EXPECT_RESULT(invalid_value, "cuGraphAddChildGraphNode", &made, other, no_nodes, u64{0}, graph);
+    const Handle executable = instantiate(graph);
+    EXPECT_RESULT(not_supported, "cuGraphLaunch", executable, stream); // no kernel can end the loop
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    std::vector<Handle> bodies;
+    add_conditional(other, 0, conditional_if, 1, &bodies);
+    const HostParameters host{[](void*) {}, nullptr};
+    EXPECT_SUCCESS("cuGraphAddHostNode", &node, bodies[0], no_nodes, u64{0}, &host);
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &made, other, u64{0});
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuGraphDestroy", other);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
 // A launch fails if memory of a node was freed, and changes nothing.
 void test_launch_after_free_is_refused() {
     const Handle graph = create_graph(), stream = create_stream();
@@ -334,6 +442,9 @@ int main() {
     test_memory_nodes_allocate_at_each_launch();
     test_unfreed_memory_prevents_a_launch();
     test_event_nodes_record_and_wait();
+    test_conditional_node_runs_one_graph();
+    test_conditional_node_is_updated();
+    test_wrong_conditional_nodes_are_refused();
     test_launch_after_free_is_refused();
     test_user_object_lives_as_long_as_its_graphs();
     test_wrong_graphs_are_refused();

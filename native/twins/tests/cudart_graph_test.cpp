@@ -118,6 +118,34 @@ void test_graphs_are_built_by_nodes() {
 }
 
 // Positions and extents count elements where an array participates.
+// A conditional node runs the graph that its condition chooses.
+void test_conditional_node_runs_one_graph() {
+    const Handle stream = create_stream();
+    void* const memory = allocate(length_bytes);
+    Handle graph = 0, condition = 0, node = 0;
+    EXPECT_OK("cudaGraphCreate", &graph, 0U);
+    EXPECT_OK("cudaGraphConditionalHandleCreate", &condition, graph, 1U, cuda::condition_assign_default);
+    cuda::NodeParameterUnion parameters{};
+    parameters.type = cuda::node_conditional;
+    parameters.conditional = {condition, cuda::conditional_switch, 2, nullptr, 0};
+#if GDRKIT_CUDART_MAJOR == 12
+    EXPECT_OK("cudaGraphAddNode", &node, graph, static_cast<const Handle*>(nullptr), u64{0}, &parameters);
+#else
+    EXPECT_OK("cudaGraphAddNode", &node, graph, static_cast<const Handle*>(nullptr),
+              static_cast<const cuda::EdgeData*>(nullptr), u64{0}, &parameters);
+#endif
+    for (unsigned index = 0; index < 2; ++index) {
+        const cuda::FillParameters fill{reinterpret_cast<u64>(memory), 0, index + 1, 1, length_bytes, 1};
+        Handle inner = 0;
+        EXPECT_OK("cudaGraphAddMemsetNode", &inner, parameters.conditional.bodies[index],
+                  static_cast<const Handle*>(nullptr), u64{0}, &fill);
+    }
+    launch(graph, stream);
+    CHECK(read_memory(memory, length_bytes) == std::vector<unsigned char>(length_bytes, 2));
+    EXPECT_OK("cudaFree", memory);
+    EXPECT_OK("cudaStreamDestroy", stream);
+}
+
 void test_arrays_are_copied() {
     constexpr u64 width = 20, height = 5, row_bytes = width * 4;
     const ChannelFormat format{16, 16, 0, 0, channel_unsigned};
@@ -191,6 +219,7 @@ int main() {
     test_captured_copies_are_launched();
     test_errors_of_captures();
     test_graphs_are_built_by_nodes();
+    test_conditional_node_runs_one_graph();
     test_arrays_are_copied();
     test_managed_memory_is_prefetched();
 }

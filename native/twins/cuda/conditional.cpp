@@ -1,0 +1,143 @@
+// Conditions and the graphs of conditional nodes.
+#include "cuda/conditional.hpp"
+
+#include <algorithm>
+#include <cstdio>
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// A node can use the conditions of its graph and, in a graph of a conditional node, of the graph with that node.
+ConditionRef find_condition(const GraphRef& graph, Handle handle) {
+    for (GraphRef owner = graph; owner; owner = owner->parent.lock()) {
+        if (const auto found = owner->conditions.find(handle); found != owner->conditions.end()) {
+            return found->second;
+        }
+    }
+    return nullptr;
+}
+
+bool is_valid_count(const ConditionalParameters& parameters) {
+    switch (parameters.type) {
+    case conditional_if:
+        return parameters.body_count == 1 || parameters.body_count == 2;
+    case conditional_while:
+        return parameters.body_count == 1;
+    case conditional_switch:
+        return parameters.body_count > 0;
+    default:
+        return false;
+    }
+}
+
+Result find_owner(Handle handle, ContextRef* context) {
+    return handle == 0 ? current_context(context) : find_context(handle, context);
+}
+
+bool is_allowed_in_body(NodeType type) {
+    return type == node_empty || type == node_copy || type == node_fill || type == node_graph ||
+           type == node_conditional;
+}
+
+// Check all nodes that run inside a graph of a conditional node.
+bool is_valid_body(const Graph& graph) {
+    return std::ranges::all_of(graph.nodes, [](const NodeRef& node) {
+        const auto* const child = std::get_if<ChildNode>(&node->parameters);
+        return is_allowed_in_body(type_of(*node)) && (child == nullptr || is_valid_body(*child->graph));
+    });
+}
+
+bool has_same_nodes(const Graph& graph, const Graph& other) {
+    return std::ranges::equal(graph.nodes, other.nodes, [](const NodeRef& left, const NodeRef& right) {
+        const auto* const conditional = std::get_if<ConditionalNode>(&left->parameters);
+        return type_of(*left) == type_of(*right) && left->dependencies.size() == right->dependencies.size() &&
+               (conditional == nullptr || has_same_bodies(*conditional, std::get<ConditionalNode>(right->parameters)));
+    });
+}
+
+} // namespace
+
+Result make_conditional(const GraphRef& graph, ConditionalParameters* parameters, ConditionalNode* node) {
+    const ConditionRef condition = find_condition(graph, parameters->condition);
+    ContextRef context;
+    if (!condition || condition->is_used || !is_valid_count(*parameters)) {
+        return invalid_value;
+    }
+    if (const Result result = find_owner(parameters->context, &context); result != success) {
+        return result;
+    }
+    if (condition->context.lock() != context) {
+        return invalid_value;
+    }
+    condition->is_used = true;
+    node->condition = condition;
+    node->type = parameters->type;
+    node->body_handles = std::make_shared<std::vector<Handle>>();
+    for (unsigned index = 0; index < parameters->body_count; ++index) {
+        const GraphRef body = make_graph();
+        body->is_child = true;
+        body->parent = graph;
+        node->bodies.push_back(body);
+        node->body_handles->push_back(body->handle);
+    }
+    parameters->bodies = node->body_handles->data();
+    return success;
+}
+
+Result choose_body(const ConditionalNode& node, GraphRef* body) {
+    const unsigned value = node.condition->value_at_launch;
+    if (node.type == conditional_while && value != 0) {
+        std::fprintf(stderr, "gdrkit: a conditional node of type WHILE has a condition that is not zero when the graph "
+                             "is launched. Only a kernel can end the loop, and the software twin of CUDA runs no "
+                             "kernels\n");
+        return not_supported;
+    }
+    const std::size_t index = node.type == conditional_switch ? value : value != 0 ? 0 : 1;
+    *body = index < node.bodies.size() && node.type != conditional_while ? node.bodies[index] : nullptr;
+    return success;
+}
+
+bool has_same_bodies(const ConditionalNode& node, const ConditionalNode& other) {
+    return node.type == other.type &&
+           std::ranges::equal(node.bodies, other.bodies, [](const GraphRef& left, const GraphRef& right) {
+               return has_same_nodes(*left, *right);
+           });
+}
+
+Result check_conditionals(const Graph& graph) {
+    if (!std::ranges::all_of(graph.conditions, [](const auto& entry) { return entry.second->is_used; })) {
+        return invalid_value;
+    }
+    for (const NodeRef& node : graph.nodes) {
+        const auto* const conditional = std::get_if<ConditionalNode>(&node->parameters);
+        const bool is_valid = conditional == nullptr || std::ranges::all_of(conditional->bodies, [](const auto& body) {
+                                  return is_valid_body(*body) && check_conditionals(*body) == success;
+                              });
+        if (!is_valid) {
+            return invalid_value;
+        }
+    }
+    return success;
+}
+
+GDRKIT_CUDA_ENTRY Result cuGraphConditionalHandleCreate(Handle* handle, Handle graph_handle, Handle context_handle,
+                                                        unsigned value, unsigned flags) {
+    return with_graph("cuGraphConditionalHandleCreate", graph_handle, [&](const GraphRef& graph) {
+        ContextRef context;
+        if (handle == nullptr || (flags & ~condition_assign_default) != 0) {
+            return invalid_value;
+        }
+        const Result result = find_owner(context_handle, &context);
+        if (result == success) {
+            auto condition = std::make_shared<Condition>();
+            condition->context = context;
+            // Without a default value the value of an earlier launch stays, and no kernel has set one.
+            condition->value_at_launch = (flags & condition_assign_default) != 0 ? value : 0;
+            *handle = new_handle();
+            graph->conditions[*handle] = std::move(condition);
+        }
+        return result;
+    });
+}
+
+} // namespace gdrkit::twin::cuda
