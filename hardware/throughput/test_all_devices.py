@@ -67,7 +67,7 @@ def folder() -> Iterator[Path]:
 def test_pinned_copies_of_all_devices(
     meter: Meter, devices: tuple[Device, ...], seed: int, evidence: Evidence, direction: str
 ) -> None:
-    length_bytes, is_write = meter.length(COPY_BYTES), direction == "host_to_device"
+    length_bytes, is_write = meter.choose_length(COPY_BYTES), direction == "host_to_device"
     with contextlib.ExitStack() as stack:
         copies = pinned_copies(devices, length_bytes, stack)
         for number, copy in enumerate(copies):
@@ -76,7 +76,7 @@ def test_pinned_copies_of_all_devices(
                 copy.pinned.view()[:] = payload
             else:
                 copy.memory.write(payload)
-        rates = meter.compare(copy_methods(copies, is_write=is_write), moved_bytes=length_bytes * len(copies))
+        rates = meter.measure_methods(copy_methods(copies, is_write=is_write), moved_bytes=length_bytes * len(copies))
         for number, copy in enumerate(copies):
             pattern.check(copy.memory.read() if is_write else bytes(copy.pinned.view()), seed=seed + number)
     evidence["numa_nodes"] = numa_nodes(devices)
@@ -88,7 +88,7 @@ def test_pinned_copies_of_all_devices(
 def test_cached_files_into_all_devices(
     meter: Meter, devices: tuple[Device, ...], folder: Path, seed: int, evidence: Evidence
 ) -> None:
-    length_bytes = meter.length(FILE_BYTES)
+    length_bytes = meter.choose_length(FILE_BYTES)
     with contextlib.ExitStack() as stack:
         stack.callback(gds.close_engines)
         files, memories = [], []
@@ -104,7 +104,7 @@ def test_cached_files_into_all_devices(
             "pinned": copy_methods(copies, is_write=True)["all"],
             "host_copy": host_copies(length_bytes * len(devices), stack),
         }
-        rates = meter.compare(methods, moved_bytes=length_bytes * len(devices))
+        rates = meter.measure_methods(methods, moved_bytes=length_bytes * len(devices))
         for memory in memories:
             memory.fill(0)
         read_all(files, memories)

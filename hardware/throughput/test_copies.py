@@ -28,8 +28,8 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 16, 256)]
 @pytest.mark.parametrize("length_bytes", SIZES)
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
 def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, length_bytes: int) -> None:
-    length_bytes = meter.length(length_bytes)
-    repeats = meter.repeats(length_bytes)
+    length_bytes = meter.choose_length(length_bytes)
+    repeats = meter.transfers_per_round(length_bytes)
     data = pattern.payload(length_bytes, seed=seed)
     is_write = direction == "host_to_device"
     meter.record_path(f"GPU{device.index}")
@@ -57,8 +57,8 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
 
 @needs(cuda.device())
 def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
-    length_bytes = meter.length(256 * MIB)
-    repeats = meter.repeats(length_bytes // 16)
+    length_bytes = meter.choose_length(256 * MIB)
+    repeats = meter.transfers_per_round(length_bytes // 16)
     with device.allocate(length_bytes) as source, device.allocate(length_bytes) as target, device.stream() as stream:
         source.write(pattern.payload(length_bytes, seed=seed))
 
@@ -77,7 +77,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
 ) -> None:
     near, far = devices[:2]
     assert can_access_peer(near, far)
-    length_bytes, repeats = meter.length(256 * MIB), 4
+    length_bytes, repeats = meter.choose_length(256 * MIB), 4
     with (
         near.allocate(length_bytes) as source,
         far.allocate(length_bytes) as target,
@@ -104,7 +104,9 @@ def test_peer_copy_beside_a_copy_through_the_host(
             target.fill(0)
             copy()
             pattern.check(target.read(), seed=seed)
-        rates = meter.compare({"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeats)
+        rates = meter.measure_methods(
+            {"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeats
+        )
         pattern.check(target.read(), seed=seed)
     if rates:
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
@@ -112,8 +114,8 @@ def test_peer_copy_beside_a_copy_through_the_host(
 
 @needs(cuda.device(), cuda.ipc)
 def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
-    length_bytes = meter.length(256 * MIB)
-    repeats = meter.repeats(length_bytes // 16)
+    length_bytes = meter.choose_length(256 * MIB)
+    repeats = meter.transfers_per_round(length_bytes // 16)
     peer_memory = peer.device().allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
@@ -134,8 +136,8 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
 @needs(cuda.device(count_min=2), cuda.ipc)
 def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int) -> None:
     near, far = devices[:2]
-    length_bytes = meter.length(256 * MIB)
-    repeats = meter.repeats(length_bytes // 4)
+    length_bytes = meter.choose_length(256 * MIB)
+    repeats = meter.transfers_per_round(length_bytes // 4)
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.file_movers import FileMovers
+from support.file_movers import FileTransferMethods
 from support.gds import CACHED_SHARE_MAX, cached_share, drop_from_cache
 
 from gdrkit import gds, pattern
@@ -47,12 +47,12 @@ def measure_read(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, *, chunk_bytes: int, is_cold: bool
 ) -> None:
     """Measure how fast each method reads a file into device memory in chunks, and check the bytes."""
-    length_bytes = meter.length(FILE_BYTES)
+    length_bytes = meter.choose_length(FILE_BYTES)
     chunk_bytes = min(chunk_bytes, length_bytes)
     path.write_bytes(pattern.payload(length_bytes, seed=seed))
     with contextlib.ExitStack() as stack, device.allocate(length_bytes) as memory:
         stack.callback(gds.close_engines)
-        movers, why_not_direct = FileMovers(path, memory, device, chunk_bytes, stack).by_name(write=False)
+        methods, why_not_direct = FileTransferMethods(path, memory, device, chunk_bytes, stack).get_methods(write=False)
         evidence["not_direct"] = why_not_direct
 
         def prepare() -> None:
@@ -63,7 +63,7 @@ def measure_read(
         def check() -> None:
             pattern.check(memory.read(), seed=seed)
 
-        for name, move in movers.items():
+        for name, move in methods.items():
             meter.record_path(f"GPU{device.index}", name=name)
             prepare()
             move()
@@ -72,7 +72,7 @@ def measure_read(
         if is_cold and cached_share(path) > CACHED_SHARE_MAX:
             evidence.unproven(f"the file system of {DISK} keeps data in the page cache, so that no file is cold")
             return
-        meter.compare(movers, moved_bytes=length_bytes, prepare=prepare, check=check)
+        meter.measure_methods(methods, moved_bytes=length_bytes, prepare=prepare, check=check)
 
 
 @needs(cuda.device())
@@ -95,14 +95,14 @@ def test_cold_read(meter: Meter, device: Device, path: Path, seed: int, evidence
 def test_write(
     meter: Meter, device: Device, path: Path, seed: int, evidence: Evidence, length_bytes: int, *, durable: bool
 ) -> None:
-    file_bytes = meter.length(FILE_BYTES)
+    file_bytes = meter.choose_length(FILE_BYTES)
     path.write_bytes(bytes(file_bytes))
     with contextlib.ExitStack() as stack, device.allocate(file_bytes) as memory:
         stack.callback(gds.close_engines)
         chunk_bytes = min(length_bytes, file_bytes)
-        movers, why_not_direct = FileMovers(path, memory, device, chunk_bytes, stack, durable=durable).by_name(
-            write=True
-        )
+        methods, why_not_direct = FileTransferMethods(
+            path, memory, device, chunk_bytes, stack, durable=durable
+        ).get_methods(write=True)
         evidence["not_direct"] = why_not_direct
         payloads = {payload_seed: pattern.payload(file_bytes, seed=payload_seed) for payload_seed in (seed, seed ^ 1)}
         seeds = list(payloads)
@@ -112,13 +112,13 @@ def test_write(
             seeds.reverse()
             memory.write(payloads[seeds[0]])
 
-        for name, move in movers.items():
+        for name, move in methods.items():
             meter.record_path(f"GPU{device.index}", name=name)
             prepare()
             move()
             pattern.check(path.read_bytes(), seed=seeds[0])
         path.write_bytes(bytes(file_bytes))
-        meter.compare(movers, moved_bytes=file_bytes, prepare=prepare)
+        meter.measure_methods(methods, moved_bytes=file_bytes, prepare=prepare)
         # The check is only at the end, because it reads the file into the page cache, which would affect the next
         # write.
         pattern.check(path.read_bytes(), seed=seeds[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.initiators import connected_initiator
+from support.initiators import connect_initiator
 
 from gdrkit import pattern
 from gdrkit.harness.needs import gaudi as gaudi_needs
@@ -51,15 +51,15 @@ def check_and_destroy(
 def test_direct_beside_copies(
     meter: Meter, gaudi: Device, nic: Nic, seed: int, evidence: Evidence, direction: Direction, length_bytes: int
 ) -> None:
-    length_bytes = meter.length(length_bytes)
-    repeats = meter.repeats(length_bytes)
+    length_bytes = meter.choose_length(length_bytes)
+    repeats = meter.transfers_per_round(length_bytes)
     data, is_write = pattern.payload(length_bytes, seed=seed), direction is Direction.WRITE
     staging = bytearray(length_bytes)
     with (
         gaudi.allocate(length_bytes) as memory,
         register(memory, [nic]) as registration,
         nic.register_host(staging) as staging_region,
-        connected_initiator(nic, memory_bytes=length_bytes) as initiator,
+        connect_initiator(nic, memory_bytes=length_bytes) as initiator,
     ):
         if is_write:
             initiator.write(data)
@@ -90,7 +90,7 @@ def test_direct_beside_copies(
                     access(staging)
 
         methods = {"direct": transfer_directly, "copies": transfer_by_copies}
-        rates = meter.compare(
+        rates = meter.measure_methods(
             methods,
             moved_bytes=length_bytes * repeats,
             check=lambda: check_and_destroy(memory, initiator, direction, staging, seed),
@@ -103,8 +103,8 @@ def test_direct_beside_copies(
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
 @pytest.mark.parametrize("length_bytes", SIZES)
 def test_copy_by_the_device(meter: Meter, gaudi: Device, seed: int, direction: str, length_bytes: int) -> None:
-    length_bytes = meter.length(length_bytes)
-    repeats = meter.repeats(length_bytes)
+    length_bytes = meter.choose_length(length_bytes)
+    repeats = meter.transfers_per_round(length_bytes)
     buffer = bytearray(pattern.payload(length_bytes, seed=seed))
     with gaudi.allocate(length_bytes) as memory:
         memory.write(buffer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.nccl_job import LOOPBACK, NO_MULTICAST, log_of_rank, run_all_reduces
+from support.nccl_job import LOOPBACK, NO_MULTICAST, read_rank_log, run_all_reduces
 from support.rates import WARM_UP_ROUNDS, Meter, Rates
 
 from gdrkit import nccl
@@ -79,7 +79,7 @@ def measure_all_reduce(
     environ: dict[str, str],
 ) -> None:
     """Run the ranks, and record the bus bandwidth with each pair of buffers."""
-    sizes = ["--length-bytes", str(length_bytes), "--rounds", str(meter.runs_count)]
+    sizes = ["--length-bytes", str(length_bytes), "--rounds", str(meter.run_count)]
     results = run_all_reduces(folder, ranks_count, *sizes, *options, environ=environ)
     evidence["nccl"] = {
         "version": results[0]["version"],
@@ -113,7 +113,7 @@ def test_registered_memory_is_used(
     options = ["--memory", memory, "--length-bytes", str(length_bytes), "--rounds", "1", "--seed", str(seed)]
     results = run_all_reduces(tmp_path, len(devices), *options, "--registered", environ=environ)
     for rank, result in enumerate(results):
-        log = log_of_rank(tmp_path, rank)
+        log = read_rank_log(tmp_path, rank)
         uses = {
             name: [sorted(log.uses_of_range(address, length_bytes)) for address in addresses]
             for name, addresses in result["addresses"].items()

@@ -10,8 +10,8 @@ import statistics
 from typing import TYPE_CHECKING
 
 import pytest
-from support.initiators import connected_initiator
-from support.memory_kinds import DMABUF, MEMORY_KINDS, ROUTES, registered_device_memory
+from support.initiators import connect_initiator
+from support.memory_kinds import DMABUF, MEMORY_KINDS, ROUTES, register_device_memory
 
 from gdrkit import pattern
 from gdrkit.cuda import PinnedMemory
@@ -62,11 +62,13 @@ def test_by_size(
     direction: Direction,
     length_bytes: int,
 ) -> None:
-    memory_bytes = meter.length(MEMORY_BYTES, small_bytes=2 * length_bytes)
-    operations = meter.repeats(length_bytes) if length_bytes > 64 * KIB else meter.count(4096, small=64)
+    memory_bytes = meter.choose_length(MEMORY_BYTES, small_bytes=2 * length_bytes)
+    operations = (
+        meter.transfers_per_round(length_bytes) if length_bytes > 64 * KIB else meter.choose_count(4096, small=64)
+    )
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
-        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+        connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         fill_source(memory, initiator, direction, memory_bytes, seed)
         remote = memory.remote()
@@ -83,17 +85,17 @@ def test_by_size(
 
         meter.measure(transfer, moved_bytes=length_bytes * operations)
         check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
-    memory_kind.claim(evidence)
+    memory_kind.record_route(evidence)
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
 def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, direction: Direction) -> None:
-    length_bytes, operations = 64 * KIB, meter.count(512, small=16)
+    length_bytes, operations = 64 * KIB, meter.choose_count(512, small=16)
     memory_bytes = 64 * length_bytes
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
-        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+        connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         fill_source(memory, initiator, direction, memory_bytes, seed)
         remote = memory.remote()
@@ -102,7 +104,7 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
             initiator.run(direction, remote, length_bytes=length_bytes, operations=operations, depth=depth)
 
         bursts = {f"depth_{depth}": lambda depth=depth: burst(depth) for depth in DEPTHS}
-        meter.compare(bursts, moved_bytes=length_bytes * operations)
+        meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
         check_target(memory, initiator, direction, min(memory_bytes, operations * length_bytes), seed)
 
 
@@ -111,10 +113,10 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
 def test_latency(
     meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, evidence: Evidence, direction: Direction
 ) -> None:
-    length_bytes, operations = 8, meter.count(LATENCY_SAMPLE_COUNT, small=10)
+    length_bytes, operations = 8, meter.choose_count(LATENCY_SAMPLE_COUNT, small=10)
     with (
         memory_kind.memory(length_bytes=4 * KIB) as memory,
-        connected_initiator(nic, memory_bytes=4 * KIB) as initiator,
+        connect_initiator(nic, memory_bytes=4 * KIB) as initiator,
     ):
         fill_source(memory, initiator, direction, 4 * KIB, seed)
         remote = memory.remote()
@@ -143,7 +145,7 @@ def test_every_pair_of_gpu_and_nic(
 
     Also record how much faster pairs on one PCIe switch are than pairs on different sockets.
     """
-    length_bytes, operations = meter.length(MIB, small_bytes=64 * KIB), meter.count(128, small=8)
+    length_bytes, operations = meter.choose_length(MIB, small_bytes=64 * KIB), meter.choose_count(128, small=8)
     placement = Placement()
     medians: dict[tuple[Distance, Direction], list[float]] = {}
     for device in devices:
@@ -179,8 +181,8 @@ def measure_pair(
     length_bytes, operations, seed = sizes_and_seed
     memory_bytes = 8 * length_bytes
     with (
-        registered_device_memory(device, nic, route, length_bytes=memory_bytes) as (memory, registration),
-        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+        register_device_memory(device, nic, route, length_bytes=memory_bytes) as (memory, registration),
+        connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         remote, data = registration.remote(nic), pattern.payload(memory_bytes, seed=seed)
         if direction is Direction.WRITE:
@@ -201,11 +203,11 @@ def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
     """The ratio of the direct rate to the rate through host memory. Direct is expected to be faster from 64 KiB on."""
-    operations = meter.count(64, small=4)
+    operations = meter.choose_count(64, small=4)
     with (
-        registered_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
+        register_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
         PinnedMemory(device, length_bytes) as pinned,
-        connected_initiator(nic, memory_bytes=length_bytes) as initiator,
+        connect_initiator(nic, memory_bytes=length_bytes) as initiator,
         device.stream() as stream,
         nic.register_host(pinned.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
     ):
@@ -226,7 +228,7 @@ def test_direct_write_beside_a_copy_through_the_host(
             memory.fill(0)
             write()
             pattern.check(memory.read(), seed=seed)
-        rates = meter.compare(
+        rates = meter.measure_methods(
             {"direct": write_directly, "by_host": write_by_host}, moved_bytes=length_bytes * operations
         )
         pattern.check(memory.read(), seed=seed)
@@ -237,11 +239,11 @@ def test_direct_write_beside_a_copy_through_the_host(
 @DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
     """The ratio of the rates at aligned and odd addresses. Multiples of 256 bytes are expected to be faster."""
-    length_bytes, operations = 64 * KIB, meter.count(512, small=8)
+    length_bytes, operations = 64 * KIB, meter.choose_count(512, small=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
-        registered_device_memory(device, nic, length_bytes=MIB) as (memory, registration),
-        connected_initiator(nic, memory_bytes=length_bytes) as initiator,
+        register_device_memory(device, nic, length_bytes=MIB) as (memory, registration),
+        connect_initiator(nic, memory_bytes=length_bytes) as initiator,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
 
@@ -255,7 +257,7 @@ def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, se
             pattern.check(memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes), seed=seed)
         bursts = {name: lambda offset=offset: burst(offset) for name, offset in offsets.items()}
         memory.fill(0)
-        rates = meter.compare(bursts, moved_bytes=length_bytes * operations)
+        rates = meter.measure_methods(bursts, moved_bytes=length_bytes * operations)
         # Only the bytes of the last burst are checked. The other bursts write the same bytes at other offsets.
         pattern.check(memory.read(offset_bytes=offsets["odd"], length_bytes=length_bytes), seed=seed)
     if rates:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bench.interleaved import measure_interleaved
-from support.ledger import calls
+from support.ledger import read_call_counts
 from support.memory_kinds import DMABUF
 from support.processes import limit_open_files
 
@@ -70,13 +70,13 @@ def test_cache_hit_beside_a_pointer_query(
         for call in measured_calls.values():
             call()
         calls_before, statistics_before = (
-            calls(Api.VERBS),
+            read_call_counts(Api.VERBS),
             {count: cache.statistics() for count, cache in caches.items()},
         )
         times = measure_interleaved(
             measured_calls, rounds_count=300 if is_measured else 1, calls_count=200 if is_measured else 1
         )
-        assert calls(Api.VERBS) == calls_before
+        assert read_call_counts(Api.VERBS) == calls_before
         for count, cache in caches.items():
             statistics = cache.statistics()
             assert (statistics.misses, statistics.regions) == (statistics_before[count].misses, count)

@@ -147,7 +147,7 @@ def started_libcufile() -> None:
     """Transfer once. libcufile then opens the descriptors that it keeps until the process ends."""
     with (
         tempfile.TemporaryDirectory(dir=DISK) as folder,
-        udev.entry_present(Path(folder)),
+        udev.provide_entry(Path(folder)),
         contextlib.ExitStack() as stack,
     ):
         device = stack.enter_context(cuda.Device(0))
@@ -165,7 +165,7 @@ def bench(started_libcufile: None, device: Device, *, is_measured: bool) -> Iter
     parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
     folder = Path(tempfile.mkdtemp(prefix="gdrkit-cufile-speed-", dir=parent))
     try:
-        with udev.entry_present(folder), contextlib.ExitStack() as stack:
+        with udev.provide_entry(folder), contextlib.ExitStack() as stack:
             create_random_file(folder / "file", length_bytes)
             yield CufileBench(folder / "file", device, stack, length_bytes=length_bytes)
     finally:

@@ -74,7 +74,7 @@ def create_file(mount: Path, seed: int) -> Path:
         usrbio.register_fd(fd)
         with Application(mount, memory_kind="host", length_bytes=MIB) as application:
             for offset in range(0, FILE_BYTES, MIB):
-                application.poke(0, pattern.payload(MIB, seed=seed, offset_bytes=offset))
+                application.write_memory(0, pattern.payload(MIB, seed=seed, offset_bytes=offset))
                 assert application.write((fd, 0, offset, MIB)) == [MIB]
         usrbio.deregister_fd(fd)
     finally:

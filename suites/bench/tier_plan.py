@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.tier_world import TIER_NAMES, configuration_of
+from support.tier_world import TIER_NAMES, make_configuration
 
 from gdrkit.tiers import TierManager
 from gdrkit.tiers.heat import score_of
@@ -51,7 +51,7 @@ def _peak_mib() -> float:
 def main() -> None:
     """Fill a catalogue, plan several times, and print the times, the number of moves, and the peak memory."""
     folder, count, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    with TierManager(configuration_of(folder)) as manager:
+    with TierManager(make_configuration(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
         with manager.catalogue.write_transaction("fill") as connection:
             rows = _rows(count, manager.catalogue.now())

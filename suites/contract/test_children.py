@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.tracer import traced
+from support.tracer import trace_process
 
 from gdrkit import children
 from gdrkit.errors import BrokenResource, Reason
@@ -49,7 +49,7 @@ def test_kill_of_a_child_ends_its_process_group() -> None:
 @pytest.mark.parametrize("leads_group", [False, True])
 def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
     child = subprocess.Popen(["sleep", "100"], process_group=0 if leads_group else None)
-    with traced(child.pid):
+    with trace_process(child.pid):
         started_s = time.monotonic()
         message = children.kill_child(child, leads_group=leads_group, timeout_s=0.5)
         assert re.fullmatch(

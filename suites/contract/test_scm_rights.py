@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.processes import limit_open_files
-from support.sharing import open_descriptors, valid_handle
+from support.sharing import list_open_descriptors, make_handle
 
 from gdrkit import scm_rights
 from gdrkit.errors import GdrkitError, Reason, UsageError
@@ -61,7 +61,7 @@ def receive_by_handle_message(connection: socket.socket) -> Iterator[Sequence[in
 
 
 FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
-DMABUF = valid_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
+DMABUF = make_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
 # Each entry has a receiver, a valid message with one descriptor, and the smallest refused number of descriptors.
 RECEIVERS: list[Any] = [
     pytest.param(receive_by_module, b"text", 5, id="module"),
@@ -85,11 +85,11 @@ def socket_with_message(data: bytes, count: int) -> Iterator[socket.socket]:
 
 def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
     """Receive a message, which must raise UsageError(MALFORMED) and leave no descriptor open."""
-    open_before = open_descriptors()
+    open_before = list_open_descriptors()
     with pytest.raises(UsageError) as raised, receive(connection):
         pass
     assert raised.value.reason is Reason.MALFORMED
-    assert open_descriptors() == open_before
+    assert list_open_descriptors() == open_before
     return raised.value
 
 
@@ -144,10 +144,10 @@ def test_frame_that_ends_early_closes_its_descriptors() -> None:
     for data in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
         with socket_with_message(data, 2) as connection:
             control = ControlConnection(connection)
-            open_before = open_descriptors()
+            open_before = list_open_descriptors()
             with pytest.raises(GdrkitError):
                 control.receive(FrameType.CONTROL_REQUEST)
-            assert open_descriptors() == open_before
+            assert list_open_descriptors() == open_before
             assert not control.descriptors
 
 
@@ -155,11 +155,11 @@ def test_message_that_is_too_long_is_refused() -> None:
     receiving_socket, sending_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with receiving_socket, sending_socket, tempfile.TemporaryFile() as file:
         socket.send_fds(sending_socket, [b"x" * 11], [file.fileno()])
-        open_before = open_descriptors()
+        open_before = list_open_descriptors()
         with pytest.raises(UsageError) as raised:
             scm_rights.receive(receiving_socket, length_bytes=10, descriptors_max=1)
         assert raised.value.reason is Reason.MALFORMED
-        assert open_descriptors() == open_before
+        assert list_open_descriptors() == open_before
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -171,7 +171,7 @@ def test_message_that_is_too_long_is_refused() -> None:
 def test_random_messages_are_received_or_refused(
     parts: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
 ) -> None:
-    open_before = open_descriptors()
+    open_before = list_open_descriptors()
     receiving_socket, sending_socket = socket.socketpair()
     with receiving_socket:
         with sending_socket, tempfile.TemporaryFile() as file:
@@ -196,4 +196,4 @@ def test_random_messages_are_received_or_refused(
         else:
             assert received == b"".join(data for data, _count in parts)
             assert descriptor_count == sum(count for _data, count in parts)
-    assert open_descriptors() == open_before
+    assert list_open_descriptors() == open_before

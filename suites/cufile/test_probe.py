@@ -40,7 +40,7 @@ except SetupMissing as error:
 """
 
 
-def open_driver(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
+def driver_opens(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
     """Open the driver in a new process. Return the fields of the error, or an empty list."""
     code = _OPEN_PROGRAM.format(timeout_s=timeout_s)
     completed = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
@@ -54,27 +54,27 @@ def test_driver_opens_in_a_child_and_in_this_process(evidence: Evidence) -> None
     result = cufile.probe()
     evidence["version"] = result.version
     assert result.version >= 1000
-    assert open_driver(dict(os.environ)) == []
+    assert driver_opens(dict(os.environ)) == []
 
 
 @ON_TWIN
 def test_open_that_never_returns_ends_in_a_timeout(tmp_path: Path) -> None:
     plan = tmp_path / "plan"
     plan.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
-    error_fields = open_driver({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
+    error_fields = driver_opens({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
     assert error_fields == ["cuFileDriverOpen in a child process", None, None, "timeout"]
 
 
 @ON_TWIN
 def test_missing_libcuda_is_an_error_before_libcufile_loads() -> None:
     environ = environment(Launch(software=frozenset({Api.CUFILE})))
-    assert open_driver(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
+    assert driver_opens(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
 
 
 @ON_TWIN
 def test_missing_libcufile_is_named_in_the_error() -> None:
     environ = environment(Launch(software=frozenset({Api.CUDA})))
-    assert open_driver(environ)[:2] == ["dlopen libcufile.so.0", 2]
+    assert driver_opens(environ)[:2] == ["dlopen libcufile.so.0", 2]
 
 
 @ON_TWIN

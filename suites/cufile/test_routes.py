@@ -46,7 +46,7 @@ def test_compat_mode_is_reported_as_fell_back(scenarios: ScenarioRunner, evidenc
 
 @needs(cufile.udev_absent)
 def test_missing_udev_database_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    with udev.entry_absent(scenarios.path.parent):
+    with udev.remove_entry(scenarios.path.parent):
         result = scenarios.run_with_udev_unchanged("one_read")
     evidence["read"] = result
     assert result["failure"]["status"] == 5027

@@ -51,7 +51,7 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
     kills_per_pair = math.ceil(KILLS_COUNT / len(KILL_POINTS))
     with AgentCampaign(mount, traps, rng) as campaign:
         campaign.run(kills_per_pair * len(KILL_POINTS))
-    counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.hits.items()}
+    counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.kill_counts.items()}
     evidence["hits"] = counts
     evidence["kinds"] = campaign.kills_by_memory
     evidence["acknowledged_writes"] = campaign.acknowledged_count

@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
+from support.faults import inject_faults
 from support.memory_kinds import DMABUF
 
 from gdrkit import handles
@@ -84,7 +84,7 @@ def test_failed_registration_leaves_nothing(
     with device.allocate(64 * KIB) as memory, RegionCache(nics, route=route) as cache:
         handles_before = handles.live()
         with (
-            faults(Api.VERBS, f"{operation} call={call} errno={error_number}"),
+            inject_faults(Api.VERBS, f"{operation} call={call} errno={error_number}"),
             pytest.raises((ApiError, RegistrationFailed)) as raised,
         ):
             cache.lease(memory)
@@ -112,7 +112,7 @@ def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: in
     with HostMemory(64 * KIB) as memory, RegionCache(nics) as cache:
         handles_before = handles.live()
         with (
-            faults(Api.VERBS, f"ibv_reg_mr call={call} errno={error_number}"),
+            inject_faults(Api.VERBS, f"ibv_reg_mr call={call} errno={error_number}"),
             pytest.raises((ApiError, RegistrationFailed)) as raised,
         ):
             cache.lease(memory)
@@ -134,7 +134,10 @@ def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: in
 @each_errno
 def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tuple[Nic, ...], error_number: int) -> None:
     assert all(nic.supports_dmabuf() for nic in nics)
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, f"ibv_reg_dmabuf_mr call=1 errno={error_number}"):
+    with (
+        device.allocate(64 * KIB) as memory,
+        inject_faults(Api.VERBS, f"ibv_reg_dmabuf_mr call=1 errno={error_number}"),
+    ):
         if MEANINGS["ibv_reg_dmabuf_mr"][error_number] == _NO_DMABUF:
             with register(memory, nics) as registration:
                 assert registration.route is RegistrationRoute.PEER_MEMORY
@@ -152,7 +155,10 @@ def test_failed_deregistration_keeps_the_memory(
 ) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
         cache.lease(memory).close()
-        with faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={error_number}"), pytest.raises(ApiError) as raised:
+        with (
+            inject_faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={error_number}"),
+            pytest.raises(ApiError) as raised,
+        ):
             memory.close()
         check_error(raised.value, "ibv_dereg_mr", error_number)
         assert not memory.closed
@@ -166,7 +172,7 @@ def test_failed_deregistration_keeps_the_memory(
 @pytest.mark.parametrize("operation", ["ibv_alloc_pd", "ibv_open_device"])
 def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, error_number: int) -> None:
     handles_before = handles.live()
-    with faults(Api.VERBS, f"{operation} call=* errno={error_number}"), pytest.raises(ApiError) as raised:
+    with inject_faults(Api.VERBS, f"{operation} call=* errno={error_number}"), pytest.raises(ApiError) as raised:
         Nic.open(nic.name)
     check_error(raised.value, operation, error_number)
     assert handles.live() == handles_before
@@ -177,7 +183,7 @@ def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, error_num
 @pytest.mark.parametrize("status", [1, 2, 201, 801, 999])
 def test_failed_export_differs_from_unsupported_export(device: Device, nics: tuple[Nic, ...], status: int) -> None:
     with device.allocate(64 * KIB) as memory, RegionCache(nics) as cache:
-        with faults(Api.CUDA, f"cuMemGetHandleForAddressRange call=1 status={status}"):
+        with inject_faults(Api.CUDA, f"cuMemGetHandleForAddressRange call=1 status={status}"):
             # CUDA_ERROR_NOT_SUPPORTED.
             if status == 801:
                 with cache.lease(memory) as lease:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import LENGTHS_AND_OFFSETS as ALL_LENGTHS_AND_OFFSETS
-from support.memory_kinds import peer_queue_pair
+from support.memory_kinds import connect_peer_queue_pair
 
 from gdrkit import pattern
 from gdrkit.harness.needs import gaudi as gaudi_needs
@@ -35,7 +35,7 @@ def test_remote_write_arrives_in_memory(
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes + MARGIN_BYTES) as memory:
         memory.write(b"\xa5" * memory.length_bytes)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
+        with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
             peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
         data = memory.read()
@@ -52,7 +52,7 @@ def test_remote_read_returns_memory(
 ) -> None:
     with gaudi.allocate(offset_bytes + length_bytes) as memory:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
+        with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
             remote = registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
             peer_pair.read(remote, seed=seed).completion.expect(Status.SUCCESS)
 
@@ -66,6 +66,6 @@ def test_region_has_the_device_address(gaudi: Device, nic: Nic) -> None:
 def test_every_nic_accesses_gaudi_memory(gaudi: Device, nics: tuple[Nic, ...], peer: Peer, seed: int) -> None:
     with gaudi.allocate(64 << 10) as memory, register(memory, nics) as registration:
         for nic_index, nic in enumerate(nics):
-            with peer_queue_pair(nic, peer) as peer_pair:
+            with connect_peer_queue_pair(nic, peer) as peer_pair:
                 peer_pair.write(registration.remote(nic), seed=seed + nic_index).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed + nic_index)

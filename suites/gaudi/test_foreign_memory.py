@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from gaudi.raw_hlthunk import RawDevice
-from support.memory_kinds import peer_queue_pair
+from support.memory_kinds import connect_peer_queue_pair
 
 from gdrkit import pattern
 from gdrkit.buffers import MemoryKind
@@ -76,7 +76,7 @@ def test_memory_of_other_code_is_written_by_rdma(
     with (
         DmabufMemory(queried.dmabuf) as memory,
         register(memory, [nic]) as registration,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
         received = bytearray(10_000)

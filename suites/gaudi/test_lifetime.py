@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from gaudi.raw_hlthunk import RawDevice
-from support.memory_kinds import peer_queue_pair
+from support.memory_kinds import connect_peer_queue_pair
 
 from gdrkit import launch, pattern
 from gdrkit.buffers import DmabufRange
@@ -45,7 +45,7 @@ def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, pe
     with gaudi.allocate(SIZE_BYTES) as memory:
         with memory.export_dmabuf() as exported:
             region = nic.register_dmabuf(exported)
-        with region, peer_queue_pair(nic, peer) as peer_pair:
+        with region, connect_peer_queue_pair(nic, peer) as peer_pair:
             peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=seed)
 
@@ -90,7 +90,7 @@ def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, s
     remote = registration.remote(nic)
     memory.close()
     assert registration.closed
-    with peer_queue_pair(nic, peer) as peer_pair:
+    with connect_peer_queue_pair(nic, peer) as peer_pair:
         assert peer_pair.write(remote, seed=seed).status is Status.REM_ACCESS_ERR
 
 
@@ -103,7 +103,7 @@ def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int
         )
         region = nic.register_dmabuf(exported)
         exported.close()
-    with peer_queue_pair(nic, peer) as peer_pair:
+    with connect_peer_queue_pair(nic, peer) as peer_pair:
         peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         peer_pair.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
     # The dma-buf holds the file of the device, so no other program can open the device before the dma-buf is closed.

@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.faults import faults
-from support.memory_kinds import peer_queue_pair
+from support.faults import inject_faults
+from support.memory_kinds import connect_peer_queue_pair
 
 from gdrkit import pattern
 from gdrkit.buffers import DeviceBuffer, MemoryKind
@@ -118,7 +118,7 @@ def test_device_close_closes_its_objects() -> None:
 @pytest.mark.parametrize("function", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
 def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: str) -> None:
     memory = gaudi.allocate(100)
-    with faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as caught:
+    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as caught:
         memory.close()
     assert (caught.value.operation, caught.value.errno) == (function, errno.EBUSY)
     memory.close()
@@ -134,7 +134,7 @@ def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: st
     ],
 )
 def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, status_name: str, reason: Reason) -> None:
-    with faults(Api.HLTHUNK, f"{function} call=1 errno={status_name}"), pytest.raises(ApiError) as caught:
+    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno={status_name}"), pytest.raises(ApiError) as caught:
         gaudi.allocate(100)
     assert (caught.value.api, caught.value.operation, caught.value.reason) == (Api.HLTHUNK, function, reason)
     assert caught.value.status_name == status_name
@@ -143,7 +143,7 @@ def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, status_n
 @needs(gaudi_needs.device(), software("hlthunk"))
 def test_refused_copy_is_an_error(gaudi: Device) -> None:
     with gaudi.allocate(100) as memory:
-        with faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as caught:
+        with inject_faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as caught:
             memory.write(b"data")
         assert (caught.value.operation, caught.value.errno) == ("hlthunk_wait_for_cs", errno.EIO)
 
@@ -156,7 +156,7 @@ def test_memory_stays_mapped_during_a_timed_out_copy(gaudi: Device) -> None:
     for _ in range(50):
         with (
             gaudi.allocate(100) as memory,
-            faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=ETIMEDOUT"),
+            inject_faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=ETIMEDOUT"),
             pytest.raises(ApiError),
         ):
             memory.write(b"data")
@@ -225,7 +225,7 @@ def test_cache_misses_new_memory_at_a_reused_address(gaudi: Device, nic: Nic) ->
 @NEEDS_GAUDI_AND_NIC
 def test_buffer_pool_uses_gaudi_memory(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with BufferPool(gaudi, [nic], buffer_bytes=5000, count=3) as pool, pool.allocate() as buffer:
-        with peer_queue_pair(nic, peer) as peer_pair:
+        with connect_peer_queue_pair(nic, peer) as peer_pair:
             peer_pair.write(buffer.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(buffer.read(), seed=seed)
 
@@ -263,7 +263,7 @@ def test_full_pool_reports_its_largest_free_part(gaudi: Device) -> None:
 def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with gaudi.pool(MIB) as pool, pool.allocate(5000) as previous_part, pool.allocate(9001) as memory:
         previous_part.write(b"\x5a" * 5000)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
+        with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
             peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
             # The region covers only the part, although the dma-buf covers the whole pool.
             address_before_region = dataclasses.replace(

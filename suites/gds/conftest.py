@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.gds import engine_threads
+from support.gds import count_engine_threads
 from support.processes import wait_until
 
 from gdrkit import gds
@@ -25,7 +25,7 @@ def close_engines() -> Iterator[None]:
     gds.close_engines()
     gds.close_driver()
     # The kernel may list a thread for a short time after it was joined.
-    wait_until(lambda: engine_threads() == 0, "the threads of the engines to end")
+    wait_until(lambda: count_engine_threads() == 0, "the threads of the engines to end")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.gds import HOST_AND_DEVICE, allocated_memory
+from support.gds import HOST_AND_DEVICE, allocate_memory
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ClosedResource, Reason, UsageError
@@ -35,13 +35,13 @@ def test_awaited_transfers_move_the_bytes(
             memory.write(bytes(len(data)))
             result = await file.read_into(memory.buffer, length_bytes=len(data))
             assert (result.bytes, result.route) == (len(data), gds.Route.ENGINE)
-            assert memory.content() == data
+            assert memory.read_all() == data
             assert (await file.readv(memory.buffer, [(len(data), 5), (0, 2)])).parts == (5, 2)
-            assert memory.content()[:7] == data[1:6] + data[:2]
+            assert memory.read_all()[:7] == data[1:6] + data[:2]
         with pytest.raises(ClosedResource):
             await file.read_into(memory.buffer)
 
-    with allocated_memory(memory_kind, len(data), owner_device) as memory:
+    with allocate_memory(memory_kind, len(data), owner_device) as memory:
         memory.write(data)
         asyncio.run(move())
 
@@ -83,9 +83,9 @@ def test_thousand_reads_at_once_leave_nothing_open(
                 task.cancel()
             return list(await asyncio.gather(*tasks, return_exceptions=True))
 
-    with allocated_memory(memory_kind, len(data), owner_device) as memory:
+    with allocate_memory(memory_kind, len(data), owner_device) as memory:
         results = asyncio.run(read())
-        contents = memory.content()
+        contents = memory.read_all()
         for index, result in enumerate(results):
             if isinstance(result, gds.Transferred):
                 part = slice(index * 4 * KIB, (index + 1) * 4 * KIB)

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.faults import faults
-from support.gds import MEMORY_KINDS, OnlyDlpack, OnlyInterface, allocated_memory
+from support.faults import inject_faults
+from support.gds import MEMORY_KINDS, CudaArrayBuffer, DlpackBuffer, allocate_memory
 
 from gdrkit import gds, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -90,7 +90,7 @@ def test_invalid_options_are_refused(tmp_path: Path) -> None:
 def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device: Device | None) -> None:
     (tmp_path / "empty").touch()
     with (
-        allocated_memory(memory_kind, MIB, owner_device) as memory,
+        allocate_memory(memory_kind, MIB, owner_device) as memory,
         gds.File(tmp_path / "empty", direct="never") as file,
     ):
         assert file.read_into(memory.buffer).bytes == 0
@@ -100,7 +100,7 @@ def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device:
                 file.read_into(memory.buffer, length_bytes=length_bytes)
             assert failed.value.reason is Reason.END_OF_FILE
             assert failed.value.transferred.bytes == 0
-        assert set(memory.content()) == {0xA5}
+        assert set(memory.read_all()) == {0xA5}
 
 
 @EVERY_MEMORY_KIND
@@ -108,14 +108,14 @@ def test_empty_file_has_no_bytes(tmp_path: Path, memory_kind: str, owner_device:
 def test_offset_after_the_end_reads_nothing(
     file: gds.File, memory_kind: str, owner_device: Device | None, file_offset: int
 ) -> None:
-    with allocated_memory(memory_kind, 2 * MIB, owner_device) as memory:
+    with allocate_memory(memory_kind, 2 * MIB, owner_device) as memory:
         assert file.read_into(memory.buffer, file_offset_bytes=file_offset).bytes == 0
         for length_bytes in (1, 2 * MIB):
             with pytest.raises(gds.TransferFailed) as failed:
                 file.read_into(memory.buffer, file_offset_bytes=file_offset, length_bytes=length_bytes)
             assert failed.value.reason is Reason.END_OF_FILE
             assert failed.value.transferred.parts == (0,)
-        assert set(memory.content()) == {0xA5}
+        assert set(memory.read_all()) == {0xA5}
 
 
 @EVERY_MEMORY_KIND
@@ -125,14 +125,14 @@ def test_short_file_is_end_of_file(
 ) -> None:
     # The file was opened when it was longer.
     os.truncate(file.path, length_bytes)
-    with allocated_memory(memory_kind, FILE_BYTES, owner_device) as memory:
+    with allocate_memory(memory_kind, FILE_BYTES, owner_device) as memory:
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer, length_bytes=FILE_BYTES)
         assert failed.value.reason is Reason.END_OF_FILE
         assert failed.value.arguments["transferred_bytes"] == length_bytes
         assert failed.value.transferred.parts == (length_bytes,)
-        pattern.check(memory.content()[:length_bytes], seed=seed)
-        assert set(memory.content()[length_bytes:]) == {0xA5}
+        pattern.check(memory.read_all()[:length_bytes], seed=seed)
+        assert set(memory.read_all()[length_bytes:]) == {0xA5}
         with pytest.raises(gds.TransferFailed) as failed:
             file.readv(memory.buffer, [(0, 10), (length_bytes - 3, 10), (length_bytes, 10), (1, 10)])
         assert failed.value.transferred.parts == (10, 3, 0, 10)
@@ -159,7 +159,7 @@ def test_short_file_is_end_of_file(
 def test_invalid_sizes_are_refused(
     file: gds.File, memory_kind: str, owner_device: Device | None, invalid_options: dict[str, Any]
 ) -> None:
-    with allocated_memory(memory_kind, MIB, owner_device) as memory:
+    with allocate_memory(memory_kind, MIB, owner_device) as memory:
         for call in (file.read_into, file.write_from, file.start_read_into, file.start_write_from):
             with pytest.raises(UsageError):
                 call(memory.buffer, **invalid_options)
@@ -169,7 +169,7 @@ def test_invalid_sizes_are_refused(
         for transfer_ranges in (file.readv, file.writev):
             with pytest.raises(UsageError):
                 transfer_ranges(memory.buffer, [(0, 1), (file_offset, length_bytes or MIB, buffer_offset)])
-        assert set(memory.content()) == {0xA5}
+        assert set(memory.read_all()) == {0xA5}
         assert file.size_bytes == FILE_BYTES
         # The memory is unchanged and can still be used.
         assert file.read_into(memory.buffer).bytes == MIB
@@ -181,10 +181,10 @@ def test_unaligned_range_is_read(
     file: gds.File, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
     file.access = access
-    with allocated_memory(memory_kind, 2 * MIB + 3, owner_device) as memory:
+    with allocate_memory(memory_kind, 2 * MIB + 3, owner_device) as memory:
         result = file.read_into(memory.buffer, file_offset_bytes=7, length_bytes=2 * MIB + 1, buffer_offset_bytes=1)
         assert result.bytes == 2 * MIB + 1
-        pattern.check(memory.content()[1:-1], seed=seed, offset_bytes=7)
+        pattern.check(memory.read_all()[1:-1], seed=seed, offset_bytes=7)
 
 
 def test_invalid_memory_is_refused(file: gds.File) -> None:
@@ -204,7 +204,7 @@ def test_invalid_memory_is_refused(file: gds.File) -> None:
 @needs(cuda.device())
 def test_array_that_overstates_its_size_is_refused(file: gds.File, device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
-        array = OnlyInterface(memory)
+        array = CudaArrayBuffer(memory)
         array.__cuda_array_interface__ = {**memory.__cuda_array_interface__, "shape": (1 << 40,)}
         with pytest.raises(UsageError) as raised:
             file.read_into(array)
@@ -222,11 +222,11 @@ def test_dlpack_memory_is_released_after_an_error(file: gds.File, device: Device
     all_invalid_options: list[dict[str, Any]] = [{"file_offset_bytes": -1}, {"length_bytes": 2 * MIB}]
     for invalid_options in all_invalid_options:
         with pytest.raises(UsageError):
-            file.start_read_into(OnlyDlpack(memory), **invalid_options)
+            file.start_read_into(DlpackBuffer(memory), **invalid_options)
         with pytest.raises(UsageError):
-            file.read_into(OnlyDlpack(memory), **invalid_options)
+            file.read_into(DlpackBuffer(memory), **invalid_options)
     with pytest.raises(UsageError):
-        file.readv(OnlyDlpack(memory), [(-1, 1)])
+        file.readv(DlpackBuffer(memory), [(-1, 1)])
     # This close would fail if a DLPack consumer still used the memory.
     memory.close()
 
@@ -280,7 +280,7 @@ def test_device_out_of_memory_is_an_error(
 ) -> None:
     with device.allocate(FILE_BYTES) as memory:
         memory.fill(0xA5)
-        with faults(Api.CUDA, f"{function} call=* status=2"):  # CUDA_ERROR_OUT_OF_MEMORY
+        with inject_faults(Api.CUDA, f"{function} call=* status=2"):  # CUDA_ERROR_OUT_OF_MEMORY
             if function == "cuEventCreate" and length_bytes == 100 * KIB:
                 # A short transfer needs no event.
                 assert file.read_into(memory, length_bytes=length_bytes).bytes == length_bytes

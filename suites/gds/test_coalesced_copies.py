@@ -43,7 +43,7 @@ def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
     engine = Engine(options)
     fd = os.open(path, os.O_RDONLY)
     try:
-        count_before = ledger.calls(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
+        count_before = ledger.read_call_counts(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
         job = engine.submit(
             write=False,
             device_index=0,
@@ -53,7 +53,7 @@ def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
         )
         job.wait(-1)
         assert job.progress()["bytes"] == LENGTH_BYTES
-        return ledger.calls(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - count_before
+        return ledger.read_call_counts(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - count_before
     finally:
         os.close(fd)
         engine.close()

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 import pytest
 from gds.faulty_file import FaultyFile
 from support.faulty_fuse import FaultyMount
-from support.mounts import mounted, power_cut
+from support.mounts import mount_image_copy, mount_new_file_system
 from support.other_user import folder_for_all_users, run_program
 
 from gdrkit import gds, pattern
@@ -268,12 +268,12 @@ def test_synced_copy_survives_a_power_loss(tmp_path: Path, seed: int, file_syste
     data = pattern.payload(300 * KIB + 5, seed=seed)
     source = tmp_path / "source"
     source.write_bytes(data)
-    with mounted(file_system, tmp_path / "disk") as disk:
+    with mount_new_file_system(file_system, tmp_path / "disk") as disk:
         if is_replaced:
             (disk / "copy").write_bytes(b"old")
         subprocess.run(["sync"], check=True)
         subprocess.run([*copy_command(source, disk / "copy"), "--sync"], check=True)
-        with power_cut(file_system, disk, tmp_path / "disk-after-cut") as disk_after_cut:
+        with mount_image_copy(file_system, disk, tmp_path / "disk-after-cut") as disk_after_cut:
             assert (disk_after_cut / "copy").read_bytes() == data
             assert stat.S_IMODE((disk_after_cut / "copy").stat().st_mode) == 0o644
 

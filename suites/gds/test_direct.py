@@ -164,7 +164,7 @@ def test_failed_direct_transfer_keeps_its_number(
 
 @needs(cufile.udev_absent)
 def test_missing_udev_is_a_cause_and_libcufile_is_not_loaded(scenarios: ScenarioRunner, evidence: Evidence) -> None:
-    with udev.entry_absent(scenarios.path.parent):
+    with udev.remove_entry(scenarios.path.parent):
         report = scenarios.run_with_udev_unchanged(SCENARIO)
     evidence["answer"] = report
     assert has_expected_bytes(report)

@@ -35,7 +35,7 @@ def path(tmp_path: Path, seed: int) -> Iterator[Path]:
         if find_udev_entry(tmp_path) is None:
             # A test run in parallel may write an entry into the database of udev for a short time, which would change
             # the cause of the fallback.
-            stack.enter_context(udev.entry_absent(tmp_path))
+            stack.enter_context(udev.remove_entry(tmp_path))
         yield file
 
 

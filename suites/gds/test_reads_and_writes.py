@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.gds import MEMORY_KINDS, allocated_memory, drop_from_cache, engine_threads
-from support.mounts import mounted
+from support.gds import MEMORY_KINDS, allocate_memory, count_engine_threads, drop_from_cache
+from support.mounts import mount_new_file_system
 
 from gdrkit import gds, pattern
 from gdrkit.harness.needs import cuda, host, needs
@@ -51,7 +51,7 @@ def test_read_returns_the_bytes_of_the_file(
     data = pattern.payload(file_offset + length + 100, seed=seed)
     (tmp_path / "file").write_bytes(data)
     with (
-        allocated_memory(memory_kind, length + buffer_offset + 64, owner_device) as memory,
+        allocate_memory(memory_kind, length + buffer_offset + 64, owner_device) as memory,
         gds.File(tmp_path / "file", direct="never") as file,
     ):
         for access in ACCESS_MODES:
@@ -63,7 +63,7 @@ def test_read_returns_the_bytes_of_the_file(
                 memory.buffer, file_offset_bytes=file_offset, length_bytes=length, buffer_offset_bytes=buffer_offset
             )
             assert (result.bytes, result.parts, result.route) == (length, (length,), gds.Route.ENGINE)
-            contents = memory.content()
+            contents = memory.read_all()
             assert contents[buffer_offset : buffer_offset + length] == data[file_offset : file_offset + length]
             assert set(contents[:buffer_offset] + contents[buffer_offset + length :]) == {0xA5}
 
@@ -74,9 +74,9 @@ def test_short_transfer_needs_no_thread_of_the_engine(tmp_path: Path) -> None:
     with gds.File(tmp_path / "file", "w") as file:
         assert file.write_from(memory, length_bytes=4 * MIB).bytes == 4 * MIB
         assert file.read_into(memory, length_bytes=256 * KIB).bytes == 256 * KIB
-        assert not engine_threads()
+        assert not count_engine_threads()
         assert file.write_from(memory, length_bytes=4 * MIB, durable=True).bytes == 4 * MIB
-        assert engine_threads()
+        assert count_engine_threads()
 
 
 @EVERY_MEMORY_KIND
@@ -95,7 +95,7 @@ def test_write_stores_the_bytes_of_the_memory(
     path.write_bytes(expected)
     expected.extend(bytes(max(file_offset + length - len(expected), 0)))
     with (
-        allocated_memory(memory_kind, length + buffer_offset, owner_device) as memory,
+        allocate_memory(memory_kind, length + buffer_offset, owner_device) as memory,
         gds.File(path, "r+", direct="never") as file,
     ):
         for access in ACCESS_MODES:
@@ -118,14 +118,14 @@ def test_partly_cached_file_is_read_by_both_paths(
 ) -> None:
     path, data = tmp_path / "file", pattern.payload(24 * MIB + 3, seed=seed)
     path.write_bytes(data)
-    with gds.File(path, direct="never") as file, allocated_memory(memory_kind, len(data), owner_device) as memory:
+    with gds.File(path, direct="never") as file, allocate_memory(memory_kind, len(data), owner_device) as memory:
         # The whole file is cached, unless the machine is short of memory.
         assert file.cached_share() > 0.9
         drop_from_cache(path, offset_bytes=4 * MIB, length_bytes=12 * MIB)
         cold_bytes = round((1 - file.cached_share()) * len(data))
         result = file.read_into(memory.buffer)
         assert result.bytes == len(data)
-        assert memory.content() == data
+        assert memory.read_all() == data
         # O_DIRECT read only the uncached bytes (with a tolerance of 2 MiB), and at least half of them.
         assert result.direct_io_bytes <= cold_bytes + 2 * MIB
         assert result.direct_io_bytes >= cold_bytes // 2
@@ -140,11 +140,11 @@ def test_readahead_keeps_no_cold_file_in_the_cache_path(
     """
     path, data = tmp_path / "file", pattern.payload(96 * MIB, seed=seed)
     path.write_bytes(data)
-    with gds.File(path, direct="never") as file, allocated_memory(memory_kind, len(data), owner_device) as memory:
+    with gds.File(path, direct="never") as file, allocate_memory(memory_kind, len(data), owner_device) as memory:
         drop_from_cache(path)
         assert os.pread(file.fileno(), 30_000, 0) + os.pread(file.fileno(), 8, 30_000) == data[:30_008]
         result = file.read_into(memory.buffer)
-        assert memory.content() == data
+        assert memory.read_all() == data
         assert result.direct_io_bytes > len(data) // 2
 
 
@@ -158,19 +158,19 @@ def test_short_read_with_direct_access_bypasses_the_cache(
     data = pattern.payload(MIB, seed=seed)
     ranges = [(offset, length) for offset in range(0, MIB - length, 7919)]
     total_bytes = len(ranges) * length
-    with mounted("ext4", tmp_path / "disk") as disk:
+    with mount_new_file_system("ext4", tmp_path / "disk") as disk:
         (disk / "file").write_bytes(data)
         with (
             gds.File(disk / "file", access="direct", direct="never") as file,
-            allocated_memory(memory_kind, max(length, total_bytes), owner_device) as memory,
+            allocate_memory(memory_kind, max(length, total_bytes), owner_device) as memory,
         ):
             assert file.cached_share() == 1.0
             result = file.read_into(memory.buffer, file_offset_bytes=3, length_bytes=length)
             assert (result.bytes, result.direct_io_bytes) == (length, length)
-            assert memory.content()[:length] == data[3 : 3 + length]
+            assert memory.read_all()[:length] == data[3 : 3 + length]
             result = file.readv(memory.buffer, ranges)
             assert (result.bytes, result.direct_io_bytes) == (total_bytes, total_bytes)
-            assert memory.content()[:total_bytes] == b"".join(data[offset : offset + length] for offset, _ in ranges)
+            assert memory.read_all()[:total_bytes] == b"".join(data[offset : offset + length] for offset, _ in ranges)
             file.access = "automatic"
             assert file.read_into(memory.buffer, length_bytes=length).direct_io_bytes == 0
 
@@ -185,11 +185,11 @@ def test_many_ranges_are_one_transfer(tmp_path: Path, seed: int, memory_kind: st
         length = generator.choice([0, 1, 4096, generator.randrange(700 * KIB)])
         ranges.append((generator.randrange(len(data) - length), length))
     expected = b"".join(data[offset : offset + length] for offset, length in ranges)
-    with allocated_memory(memory_kind, len(expected), owner_device) as memory:
+    with allocate_memory(memory_kind, len(expected), owner_device) as memory:
         with gds.File(tmp_path / "file", direct="never") as file:
             result = file.readv(memory.buffer, ranges)
         assert result.parts == tuple(length for _, length in ranges)
-        assert memory.content() == expected
+        assert memory.read_all() == expected
         # The same ranges of the memory are written into a new file, with gaps between them.
         with gds.File(tmp_path / "copy", "w", direct="never") as file:
             writes, buffer_offset = [], 0
@@ -210,7 +210,7 @@ def test_futures_may_be_awaited_in_any_order(
     (tmp_path / "file").write_bytes(data)
     with (
         gds.File(tmp_path / "file", direct="never") as file,
-        allocated_memory(memory_kind, len(data), owner_device) as memory,
+        allocate_memory(memory_kind, len(data), owner_device) as memory,
     ):
         pending_transfers = [
             file.start_read_into(memory.buffer, file_offset_bytes=offset, length_bytes=MIB, buffer_offset_bytes=offset)
@@ -221,7 +221,7 @@ def test_futures_may_be_awaited_in_any_order(
             assert transfer.done()
             assert transfer.exception() is None
             assert not transfer.cancel()
-        assert memory.content() == data
+        assert memory.read_all() == data
 
 
 def test_progress_is_reported_up_to_the_end(tmp_path: Path, seed: int) -> None:
@@ -297,10 +297,10 @@ def test_many_whole_files_are_one_transfer(
     paths = [tmp_path / f"{index:02}" for index in range(60)]
     for index, (path, size) in enumerate(zip(paths, sizes, strict=True)):
         path.write_bytes(pattern.payload(size, seed=seed + index))
-    with allocated_memory(memory_kind, sum(sizes), owner_device) as memory:
+    with allocate_memory(memory_kind, sum(sizes), owner_device) as memory:
         result = gds.read_files(paths, memory.buffer, sizes).result()
         assert result.parts == tuple(sizes)
-        assert memory.content() == b"".join(path.read_bytes() for path in paths)
+        assert memory.read_all() == b"".join(path.read_bytes() for path in paths)
 
 
 FORKING_PROGRAM = """

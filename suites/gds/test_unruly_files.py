@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from gds.faulty_file import FaultyFile
 from support.faulty_fuse import FaultyMount
-from support.gds import HOST_AND_DEVICE, allocated_memory
+from support.gds import HOST_AND_DEVICE, allocate_memory
 from support.processes import wait_until
 
 from gdrkit import gds, pattern
@@ -50,7 +50,7 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
 ) -> None:
     faulty_file.send(f"eio {BAD_OFFSET}")
     with (
-        allocated_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
+        allocate_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
         gds.File(faulty_file.path, access=access, direct="never") as file,
     ):
         with pytest.raises(gds.TransferFailed) as failed:
@@ -59,11 +59,11 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
         assert (failed.value.api, failed.value.operation) == (Api.KERNEL, "pread")
         assert failed.value.transferred.parts == (BAD_OFFSET,)
         assert failed.value.transferred.bytes == BAD_OFFSET
-        pattern.check(memory.content()[:BAD_OFFSET], seed=seed)
+        pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
         # The file and the threads of the engine can still be used.
         offset = (BAD_OFFSET + 1) // MIB * MIB + MIB
         assert file.read_into(memory.buffer, file_offset_bytes=offset, length_bytes=MIB).bytes == MIB
-        pattern.check(memory.content()[:MIB], seed=seed, offset_bytes=offset)
+        pattern.check(memory.read_all()[:MIB], seed=seed, offset_bytes=offset)
 
 
 @needs(host.fuse)
@@ -74,7 +74,7 @@ def test_bytes_after_a_gap_are_not_counted(
     faulty_file.send(f"eio {BAD_OFFSET}")
     faulty_file.send(f"gate {BAD_OFFSET} {BAD_OFFSET + 1}")
     with (
-        allocated_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
+        allocate_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
         gds.File(faulty_file.path, direct="never") as file,
     ):
         pending = file.start_read_into(memory.buffer)
@@ -85,7 +85,7 @@ def test_bytes_after_a_gap_are_not_counted(
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
         assert (failed.value.transferred.bytes, failed.value.transferred.parts) == (BAD_OFFSET, (BAD_OFFSET,))
-        pattern.check(memory.content()[:BAD_OFFSET], seed=seed)
+        pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
 
 
 @needs(host.fuse)
@@ -95,14 +95,14 @@ def test_short_read_of_an_unreadable_byte_is_eio(
 ) -> None:
     faulty_file.send(f"eio {BAD_OFFSET}")
     with (
-        allocated_memory(memory_kind, 8 * KIB, owner_device) as memory,
+        allocate_memory(memory_kind, 8 * KIB, owner_device) as memory,
         gds.File(faulty_file.path, direct="never") as file,
     ):
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer, file_offset_bytes=BAD_OFFSET - 100, length_bytes=4 * KIB)
         assert failed.value.errno == errno.EIO
         assert failed.value.transferred.parts == (100,)
-        pattern.check(memory.content()[:100], seed=seed, offset_bytes=BAD_OFFSET - 100)
+        pattern.check(memory.read_all()[:100], seed=seed, offset_bytes=BAD_OFFSET - 100)
 
 
 @needs(host.fuse)
@@ -113,7 +113,7 @@ def test_unwritable_byte_is_eio_after_the_bytes_before_it(
 ) -> None:
     faulty_file.send(f"eio {BAD_OFFSET}")
     data = pattern.payload(16 * MIB, seed=seed + 1)
-    with allocated_memory(memory_kind, len(data), owner_device) as memory:
+    with allocate_memory(memory_kind, len(data), owner_device) as memory:
         memory.write(data)
         with gds.File(faulty_file.path, "r+", access=access, direct="never") as file:
             with pytest.raises(gds.TransferFailed) as failed:
@@ -131,7 +131,7 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
     with (
-        allocated_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
+        allocate_memory(memory_kind, LENGTH_BYTES, owner_device) as memory,
         gds.File(faulty_file.path, access=access, direct="never") as file,
     ):
         faulty_file.send(f"gate {BAD_OFFSET} {LENGTH_BYTES}")
@@ -143,7 +143,7 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
             pending.result()
         assert (failed.value.reason, failed.value.errno) == (Reason.END_OF_FILE, None)
         assert failed.value.transferred.parts == (BAD_OFFSET,)
-        contents = memory.content()
+        contents = memory.read_all()
         pattern.check(contents[:BAD_OFFSET], seed=seed)
         assert set(contents[BAD_OFFSET:]) == {0xA5}
 
@@ -156,7 +156,7 @@ def test_cancelled_read_reports_the_bytes_that_arrived(
     faulty_file: FaultyFile, seed: int, memory_kind: str, owner_device: Device | None, access: gds.Access
 ) -> None:
     with (
-        allocated_memory(memory_kind, LONG_BYTES, owner_device) as memory,
+        allocate_memory(memory_kind, LONG_BYTES, owner_device) as memory,
         gds.File(faulty_file.path, access=access, direct="never") as file,
     ):
         faulty_file.send(f"gate 0 {LONG_BYTES}")
@@ -174,7 +174,7 @@ def test_cancelled_read_reports_the_bytes_that_arrived(
         assert result.parts == (result.bytes,)
         # The chunks in progress were completed, and no other chunk was started.
         assert 0 < result.bytes < LONG_BYTES
-        pattern.check(memory.content()[: result.bytes], seed=seed)
+        pattern.check(memory.read_all()[: result.bytes], seed=seed)
         assert isinstance(pending.exception(), gds.TransferFailed)
         assert file.read_into(memory.buffer, length_bytes=MIB).bytes == MIB
 
@@ -206,7 +206,7 @@ def test_full_disk_is_enospc_after_the_written_bytes(
     try:
         data = pattern.payload(20 * MIB, seed=seed)
         with (
-            allocated_memory(memory_kind, len(data), owner_device) as memory,
+            allocate_memory(memory_kind, len(data), owner_device) as memory,
             gds.File(mount / "file", "x", access=access, direct="never") as file,
         ):
             memory.write(data)

@@ -137,10 +137,10 @@ def _target(import_capture: Callable[[bytes], Capture], valid_input: bytes) -> f
         partial(_import_and_examine, import_capture),
         [valid_input],
         (nccl, lspci, folder, functions, capture, capture_file),
-        changes=(1, 6),
+        change_count_range=(1, 6),
         alphabet=b"0123456789abcdef:.,x<>[]{}",
         tokens=_TOKENS,
-        length_max=4096,
+        length_max_bytes=4096,
     )
 
 

@@ -67,7 +67,7 @@ def machine(facts: Facts) -> Iterator[Machine]:
         may_run_experiments=True,
         timeout_s=60,
     )
-    with udev.entry_present(cufile.DISK):
+    with udev.provide_entry(cufile.DISK):
         yield this_machine
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from inventory.healthy_machine import GPU, HEALTHY_FILES, machine
-from support.hosts import host_facts
+from support.hosts import make_host_facts
 
 from gdrkit.host import NvmlFacts
 from gdrkit.inventory import device_limit, path_limit, topology
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-FACTS = host_facts(gpus=1, nics=1)
+FACTS = make_host_facts(gpu_count=1, nic_count=1)
 
 
 def gpu_limit(facts: Facts) -> float | None:

@@ -60,7 +60,7 @@ def results() -> Iterator[tuple[dict[str, Any], ...]]:
     """Return facts, topology and diagnosis of this machine, with its real libraries."""
     environment = launch.environment(launch.Launch(software=frozenset()))
     command = [sys.executable, "-c", EXAMINE_MACHINE]
-    with udev.entries_unchanged():
+    with udev.lock_entries():
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
         assert process.returncode == 0, process.stderr
         yield tuple(json.loads(_without_mount_points(process.stdout)))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import record_of
+from support.records import make_record
 
 from gdrkit.inventory import load_profile
 from gdrkit.report import CaseReason, Verdict, append_record
@@ -192,15 +192,15 @@ def test_refusal_differs_from_a_case_that_did_not_run(tmp_path: Path) -> None:
     device = CaseReason(text="no dma-buf regions on rxe0", need="verbs.dmabuf_region", foreseen=True)
     twin = CaseReason(text="no twin", need="software(verbs)", foreseen=True)
     kernel = [
-        record_of(Verdict.NOT_RUN, case="refused", reasons=(device,), evidence={"refused": [{}]}),
-        record_of(Verdict.NOT_RUN, case="not tried", reasons=(device,)),
-        record_of(Verdict.NOT_RUN, case="lacks more", reasons=(device, twin)),
-        record_of(Verdict.FAIL, case="another error", reasons=(CaseReason(text="no"),), evidence={"refused": [{}]}),
-        record_of(case="host"),
+        make_record(Verdict.NOT_RUN, case="refused", reasons=(device,), evidence={"refused": [{}]}),
+        make_record(Verdict.NOT_RUN, case="not tried", reasons=(device,)),
+        make_record(Verdict.NOT_RUN, case="lacks more", reasons=(device, twin)),
+        make_record(Verdict.FAIL, case="another error", reasons=(CaseReason(text="no"),), evidence={"refused": [{}]}),
+        make_record(case="host"),
     ]
     for record in kernel:
         append_record(tmp_path / "kernel.jsonl", record)
-        append_record(tmp_path / "twin.jsonl", record_of(case=record.case))
+        append_record(tmp_path / "twin.jsonl", make_record(case=record.case))
     pairs = {pair.case: pair for pair in compare(tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl")}
     assert [name for name, pair in pairs.items() if pair.refused] == ["refused"]
     assert [name for name, pair in pairs.items() if pair.agrees] == ["host"]

@@ -14,7 +14,7 @@ from meta.mutants.mutant import Mutant, MutantOutcome, PatchMismatch, Result, ch
 from meta.mutants.patches import PATCHES, Patch, mutant_of
 from meta.mutants.run import draw, recorded_kills, score, try_all, write_records
 from meta.mutants.worker import BaselineFailed, Worker
-from support.json_schema import JSONSCHEMA, problems
+from support.json_schema import JSONSCHEMA, find_violations
 
 from gdrkit.report import Verdict, read_records
 
@@ -189,7 +189,7 @@ def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
     killed = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
     write_records(path, [killed] * 8 + [Result(mutant, MutantOutcome.SURVIVED)], seed="1", command="x", duration_s=9.0)
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert not [problem for line in lines for problem in problems("record-1.json", line)]
+    assert not [problem for line in lines for problem in find_violations("record-1.json", line)]
     *rows, summary = read_records(path)
     assert [row.verdict for row in rows] == [Verdict.PASS] * 8 + [Verdict.FAIL]
     assert {"module", "line", "operator", "before", "after", "outcome", "killing_test"} <= rows[0].evidence.keys()

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from support.processes import is_gone, wait_until
 from support.python_child import suites_environ
-from support.records import record_of
+from support.records import make_record
 
 from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
@@ -117,15 +117,15 @@ def test_names_of_programs_are_unique() -> None:
 
 def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> None:
     twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
-    failed = record_of(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
+    failed = make_record(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
     tests = {"tests.a": "pass", "tests.b": "skip: unsupported"}
     for path, record, outcomes in (
         (twin, failed, tests),
-        (kernel, record_of(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
+        (kernel, make_record(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
     ):
-        append_record(path, record_of(case="peers::both"))
+        append_record(path, make_record(case="peers::both"))
         append_record(path, record)
-        append_record(path, record_of(case="peers::rdma-core's tests", evidence={"tests": outcomes}))
+        append_record(path, make_record(case="peers::rdma-core's tests", evidence={"tests": outcomes}))
     differences = compare(twin, kernel)
     assert differences == [
         Difference("kernel only", "a reason", "pass"),
@@ -187,8 +187,8 @@ def test_only_a_skipped_test_with_a_source_is_no_defect(test: str, twin: str, *,
 def test_kernel_that_ran_no_tests_of_rdma_core_is_an_error(tmp_path: Path) -> None:
     twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
     name = "peers::rdma-core's tests"
-    append_record(twin, record_of(case=name, evidence={"tests": {"tests.a": "pass"}}))
-    append_record(kernel, record_of(Verdict.FAIL, case=name, evidence={"tests": {}, "output": "ImportError"}))
+    append_record(twin, make_record(case=name, evidence={"tests": {"tests.a": "pass"}}))
+    append_record(kernel, make_record(Verdict.FAIL, case=name, evidence={"tests": {}, "output": "ImportError"}))
     with pytest.raises(LabError, match=r"did not run on the kernel of kernel\.jsonl: ImportError"):
         compare(twin, kernel)
 

@@ -79,10 +79,10 @@ TARGETS = {
         _check,
         [_VALID, _VALID + b"   ", b'{"x":{"dtype":"U8","shape":[64],"data_offsets":[0,64]}}'],
         (header,),
-        changes=(1, 5),
+        change_count_range=(1, 5),
         alphabet=b'0123456789[]{},:"ef-',
         tokens=_TOKENS,
-        length_max=4096,
+        length_max_bytes=4096,
     )
 }
 

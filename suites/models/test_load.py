@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from models.model_files import EVERY_TYPE, ModelFile, packed, write_model
-from support.faults import faults
+from support.faults import inject_faults
 from support.gds import drop_from_cache
 
 from gdrkit import gds, handles
@@ -195,17 +195,17 @@ def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> 
 
     # A load is timed only if it is not over when its result is asked for, so its first read is late too.
     delays = ["cuMemcpyHtoDAsync_v2 call=1 delay_us=200000", "cuMemcpyPeerAsync call=1 delay_us=1000000"]
-    with faults(Api.CUDA, *delays):
+    with inject_faults(Api.CUDA, *delays):
         assert copied_bytes() == length_bytes, "the first load is shared, because no rates are known"
     assert copied_bytes() == 0, "copies were slower than reads"
-    with faults(Api.CUDA, *delays):
+    with inject_faults(Api.CUDA, *delays):
         assert copied_bytes("direct") == length_bytes, "each byte comes from the disk once"
     assert copied_bytes() == 0, "both files are cached"
     drop_from_cache(models[1].path)
-    with faults(Api.CUDA, *delays):
+    with inject_faults(Api.CUDA, *delays):
         assert copied_bytes() == length_bytes, "the second file is not cached"
     models[1].path.read_bytes()
-    with faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
+    with inject_faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
         assert copied_bytes() == 0, "the rates of the last loads count"
     assert copied_bytes() == length_bytes, "reads were slower than copies"
 

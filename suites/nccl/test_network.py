@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.nccl_job import log_of_rank, run_all_reduces
+from support.nccl_job import read_rank_log, run_all_reduces
 
 from gdrkit import nccl
 from gdrkit.errors import Api
@@ -51,7 +51,7 @@ def test_network_plug_in_accesses_device_memory(tmp_path: Path, evidence: Eviden
     results = run_all_reduces(tmp_path, RANKS_COUNT, *options, "--registered", environ=environ)
     evidence["nccl"] = {"version": results[0]["version"], "libraries": results[0]["libraries"]}
     for rank, result in enumerate(results):
-        log = log_of_rank(tmp_path, rank)
+        log = read_rank_log(tmp_path, rank)
         used_by = [sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]]
         evidence[f"rank{rank}"] = {"network": log.network, "channels": dict(log.channels), "registered": used_by}
         assert log.network == "IB"

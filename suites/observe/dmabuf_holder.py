@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import sys
 
-from support.kernel_exporters import exported
+from support.kernel_exporters import export_dmabuf
 
 if __name__ == "__main__":
-    with exported(sys.argv[1], int(sys.argv[2])):
+    with export_dmabuf(sys.argv[1], int(sys.argv[2])):
         sys.stdout.write("ready\n")
         sys.stdout.flush()
         sys.stdin.read()

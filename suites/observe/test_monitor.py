@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING
 
 import pytest
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
-from support.initiators import connected_initiator
+from support.initiators import connect_initiator
 from support.other_user import run_program
 from support.processes import LineChild
 
@@ -201,7 +201,7 @@ def test_monitor_counts_the_bytes_that_a_nic_sends(nic: Nic) -> None:
 
     before = sent_bytes()
     memory = bytearray(1 << 20)
-    with nic.register_host(memory) as region, connected_initiator(nic, memory_bytes=1 << 20) as initiator:
+    with nic.register_host(memory) as region, connect_initiator(nic, memory_bytes=1 << 20) as initiator:
         initiator.run(Direction.WRITE, region.remote(), length_bytes=1 << 20, operations=4, depth=2)
     assert sent_bytes() - before >= 4 << 20
 

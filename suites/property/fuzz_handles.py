@@ -27,9 +27,9 @@ def _check(data: bytes) -> None:
     # A fuzzer cannot guess a SHA-256. With a valid SHA-256, it also reaches the code after the check of the SHA-256.
     body = data[:_BODY_BYTES].ljust(_BODY_BYTES, b"\0")
     for candidate in (data, body + hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]):
-        fuzz.parse_or_malformed(lambda packed: ShareHandle.parse(packed).pack(), candidate)
+        fuzz.require_round_trip(lambda packed: ShareHandle.parse(packed).pack(), candidate)
     for candidate in (data, data[:GDR_HANDLE_BYTES].ljust(GDR_HANDLE_BYTES, b"\0")):
-        fuzz.parse_or_malformed(lambda packed: GdrHandle.parse(packed).pack(), candidate)
+        fuzz.require_round_trip(lambda packed: GdrHandle.parse(packed).pack(), candidate)
 
 
 def _valid_handles() -> list[bytes]:
@@ -56,7 +56,7 @@ def _valid_handles() -> list[bytes]:
     return [handle.pack() for handle in (ipc, vmm, dmabuf)]
 
 
-TARGET = fuzz.FuzzTarget(_check, _valid_handles(), (ShareHandle, GdrHandle), length_max=384)
+TARGET = fuzz.FuzzTarget(_check, _valid_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
 
 if __name__ == "__main__":
     fuzz.main({"handles": TARGET})

@@ -19,8 +19,8 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from support.tier_campaign import Mover
-from support.tier_world import TIER_NAMES, configuration_of, contents
+from support.tier_campaign import MigrationProcess
+from support.tier_world import TIER_NAMES, make_configuration, read_contents
 
 from gdrkit import handles, pattern
 from gdrkit.errors import ApiError, Reason
@@ -64,13 +64,13 @@ class OpenFile:
 class TierMachine(RuleBasedStateMachine):
     """The state machine of the tiers and the model dictionary. A subclass sets `mover`, the process that migrates."""
 
-    mover: ClassVar[Mover]
+    mover: ClassVar[MigrationProcess]
 
     def __init__(self) -> None:
         super().__init__()
         # All tiers are in memory, so that no operation waits for a disk. suites/tiers has cases with disks.
         self.root = Path(tempfile.mkdtemp(prefix="gdrkit-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None))  # noqa: PTH112, S108
-        self.configuration = configuration_of(self.root, half_life_s=DAY_S)
+        self.configuration = make_configuration(self.root, half_life_s=DAY_S)
         self.now_s = 1_800_000_000.0
         # The expected contents of each file.
         self.model: dict[str, bytes] = {}
@@ -131,7 +131,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(name=names)
     def read(self, name: str) -> None:
         if name in self.model:
-            assert contents(self.manager, name) == self.model[name]
+            assert read_contents(self.manager, name) == self.model[name]
         else:
             with pytest.raises(ApiError):
                 self.manager.open(name)
@@ -181,7 +181,7 @@ class TierMachine(RuleBasedStateMachine):
 
         def read_in_phase(current: Phase, _name: str, _offset: int) -> None:
             if current is phase:
-                assert contents(self.manager, name) == self.model[name]
+                assert read_contents(self.manager, name) == self.model[name]
 
         self._freeze_if_moved(name, self.manager.find(name).tier, to)
         self.manager.move(name, to, observe=read_in_phase)
@@ -335,7 +335,7 @@ def test_tier_files_match_a_model_dictionary(seed: int) -> None:
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    with Mover() as mover:
+    with MigrationProcess() as mover:
 
         class Machine(TierMachine):
             pass

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["GDRKIT", "MpiJob", "job_on_four_machines", "job_on_this_machine", "job_on_two_machines"]
+__all__ = ["GDRKIT", "MpiJob", "run_job_on_four_machines", "run_job_on_this_machine", "run_job_on_two_machines"]
 
 _MARKER = "GDRKIT_SUITES_JOB"
 GDRKIT = (sys.executable, "-m", "gdrkit")
@@ -109,7 +109,7 @@ class MpiJob:
 
 
 @contextlib.contextmanager
-def job_on_two_machines(output: Path) -> Iterator[MpiJob]:
+def run_job_on_two_machines(output: Path) -> Iterator[MpiJob]:
     """Run ``gdrkit qualify --mpi`` with two ranks in each of two namespaces, and remove everything at the end."""
     hosts = [f"gk{secrets.token_hex(4)}{index}" for index in (1, 2)]
     try:
@@ -124,7 +124,7 @@ def job_on_two_machines(output: Path) -> Iterator[MpiJob]:
 
 
 @contextlib.contextmanager
-def job_on_four_machines(
+def run_job_on_four_machines(
     output: Path, *, command: Sequence[str] = GDRKIT, variables: Mapping[str, str] | None = None
 ) -> Iterator[MpiJob]:
     """Run ``command qualify --mpi`` with a rank in each of four namespaces, and remove everything at the end."""
@@ -168,7 +168,7 @@ def _job_on(
 
 
 @contextlib.contextmanager
-def job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRKIT) -> Iterator[MpiJob]:
+def run_job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRKIT) -> Iterator[MpiJob]:
     """Run ``gdrkit qualify --mpi`` with two ranks. Rank 1 runs the command `command_of_rank_1` instead of gdrkit."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
         ranks = ["-np", "1", *_qualify(GDRKIT, output), ":", "-np", "1", *_qualify(command_of_rank_1, output)]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
-from support.json_schema import JSONSCHEMA, problems
+from support.json_schema import JSONSCHEMA, find_violations
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import needs, software
@@ -154,7 +154,7 @@ def reason_texts(run: ChildRun, name: str) -> list[str]:
 def test_case_has_one_record_that_conforms_to_the_schema(run: ChildRun) -> None:
     assert len(run.records) == CASES.count("\ndef test_")
     for record in run.records.values():
-        assert problems("record-1.json", json.loads(json.dumps(to_json_data(record)))) == []
+        assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(record)))) == []
         assert record.seed == 11
         assert record.profile == "any"
         assert record.facts_digest == run.records["test_pass"].facts_digest

@@ -14,12 +14,12 @@ from support.records import (
     EVIDENCE,
     NIC,
     TWIN,
-    facts_of,
-    facts_of_hardware,
-    library,
-    proven_route,
-    record_of,
-    route,
+    make_facts,
+    make_hardware_facts,
+    make_library,
+    make_proven_route,
+    make_record,
+    make_route_facts,
 )
 
 from gdrkit.errors import Reason
@@ -50,25 +50,25 @@ ANY_PROFILE = Profile(
     schema_version=1, name="any", about="", foreseen=(ForeseenAbsence("*", "*"),), routes=(RequiredRoute(),)
 )
 BARE_PROFILE = Profile(schema_version=1, name="bare", about="", cases_min=2)
-VENDOR_LIBRARIES = [library("libibverbs.so.1"), library("libcuda.so.1")]
-DIRECT_ROUTE = proven_route(0, "mlx5_0")
+VENDOR_LIBRARIES = [make_library("libibverbs.so.1"), make_library("libcuda.so.1")]
+DIRECT_ROUTE = make_proven_route(0, "mlx5_0")
 
-HARDWARE_FACTS = facts_of_hardware()
-CUFILE_LIBRARY = library("libcufile.so.0")
+HARDWARE_FACTS = make_hardware_facts()
+CUFILE_LIBRARY = make_library("libcufile.so.0")
 
 
 def with_nic(**fields: object) -> Facts:
     """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the NIC differ."""
     (nic,) = EVIDENCE.rdma
     changed = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
-    return facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, rdma=(changed,)))
+    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, rdma=(changed,)))
 
 
 def with_gpu(**fields: object) -> Facts:
     """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the GPU differ."""
     (gpu,) = EVIDENCE.gpus
     changed = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
-    return facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, gpus=(changed,)))
+    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, gpus=(changed,)))
 
 
 @pytest.mark.parametrize(
@@ -80,19 +80,19 @@ def with_gpu(**fields: object) -> Facts:
             {"verbs": "hardware", "cuda": "hardware", "cufile": "hardware"},
         ),
         ([TWIN, VENDOR_LIBRARIES[1]], HARDWARE_FACTS, {"verbs": "twin", "cuda": "hardware"}),
-        ([library("libc.so.6")], HARDWARE_FACTS, {}),
-        ([library("libibverbs.so.1", error="cut off")], HARDWARE_FACTS, {"verbs": "unknown"}),
+        ([make_library("libc.so.6")], HARDWARE_FACTS, {}),
+        ([make_library("libibverbs.so.1", error="cut off")], HARDWARE_FACTS, {"verbs": "unknown"}),
         # The process has loaded a twin and a library of the vendor.
         ([TWIN, VENDOR_LIBRARIES[0]], HARDWARE_FACTS, {"verbs": "unknown"}),
         ([VENDOR_LIBRARIES[0], TWIN], HARDWARE_FACTS, {"verbs": "unknown"}),
         # Files claim that the devices exist, but there is no evidence from the kernel.
-        (VENDOR_LIBRARIES, facts_of(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
-        (VENDOR_LIBRARIES, facts_of_hardware(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
+        (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
+        (VENDOR_LIBRARIES, make_hardware_facts(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
         # The kernel has neither a GPU nor a NIC.
-        (VENDOR_LIBRARIES, facts_of_hardware(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
+        (VENDOR_LIBRARIES, make_hardware_facts(evidence=KernelEvidence()), {"verbs": "unknown", "cuda": "unknown"}),
         # The devices exist, but the library had none of them open.
-        (VENDOR_LIBRARIES, facts_of_hardware(cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
-        (VENDOR_LIBRARIES, facts_of_hardware(verbs_open=False), {"verbs": "unknown", "cuda": "hardware"}),
+        (VENDOR_LIBRARIES, make_hardware_facts(is_cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
+        (VENDOR_LIBRARIES, make_hardware_facts(is_verbs_open=False), {"verbs": "unknown", "cuda": "hardware"}),
         (VENDOR_LIBRARIES[:1], with_nic(name="mlx5_1"), {"verbs": "unknown"}),
         (VENDOR_LIBRARIES[:1], with_nic(missing=("the device node is of another NIC",)), {"verbs": "unknown"}),
         (VENDOR_LIBRARIES[:1], with_nic(driver=None), {"verbs": "unknown"}),
@@ -105,17 +105,17 @@ def with_gpu(**fields: object) -> Facts:
         (VENDOR_LIBRARIES[1:], with_gpu(pci_address="0000:99:00.0"), {"cuda": "unknown"}),
         (
             VENDOR_LIBRARIES[1:],
-            facts_of_hardware(evidence=dataclasses.replace(EVIDENCE, nvidia_missing=("versions differ",))),
+            make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, nvidia_missing=("versions differ",))),
             {"cuda": "unknown"},
         ),
-        ([library("libhl-thunk.so")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
+        ([make_library("libhl-thunk.so")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
         # A damaged file has no SONAME, so its file name determines the API.
-        ([library("libcuda.so.580.159.04", error="cut off")], HARDWARE_FACTS, {"cuda": "unknown"}),
-        ([VENDOR_LIBRARIES[1], library("libcuda.so.1", error="cut off")], HARDWARE_FACTS, {"cuda": "unknown"}),
-        ([library("libcufile.so.1.15.1", error="cut off")], HARDWARE_FACTS, {"cufile": "unknown"}),
-        ([library("libhl-thunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
-        ([library("libhlthunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
-        ([library("libcudart.so.12", error="cut off")], HARDWARE_FACTS, {}),
+        ([make_library("libcuda.so.580.159.04", error="cut off")], HARDWARE_FACTS, {"cuda": "unknown"}),
+        ([VENDOR_LIBRARIES[1], make_library("libcuda.so.1", error="cut off")], HARDWARE_FACTS, {"cuda": "unknown"}),
+        ([make_library("libcufile.so.1.15.1", error="cut off")], HARDWARE_FACTS, {"cufile": "unknown"}),
+        ([make_library("libhl-thunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
+        ([make_library("libhlthunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
+        ([make_library("libcudart.so.12", error="cut off")], HARDWARE_FACTS, {}),
         # An intact file without a SONAME is not a library of an API, whatever its file name is.
         ([dataclasses.replace(VENDOR_LIBRARIES[1], soname=None)], HARDWARE_FACTS, {}),
         ([dataclasses.replace(VENDOR_LIBRARIES[0], soname="libother.so.1")], HARDWARE_FACTS, {}),
@@ -164,7 +164,7 @@ def test_without_verbs_facts_every_nic_of_the_kernel_counts() -> None:
     software_nic = dataclasses.replace(nic, name="rxe0", driver="rxe")
     for rdma, expected in (((nic,), Substrate.HARDWARE), ((nic, software_nic), Substrate.KERNEL_SOFTWARE)):
         kernel_evidence = dataclasses.replace(EVIDENCE, rdma=rdma)
-        facts = dataclasses.replace(facts_of_hardware(evidence=kernel_evidence), verbs=None)
+        facts = dataclasses.replace(make_hardware_facts(evidence=kernel_evidence), verbs=None)
         assert substrate_of(VENDOR_LIBRARIES[:1], facts, nodes=[nic.node]) == {"verbs": expected}
 
 
@@ -176,24 +176,24 @@ def test_combined_substrate_is_the_weakest() -> None:
 @pytest.mark.parametrize(
     ("record", "state", "cause"),
     [
-        (record_of(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES), RouteOutcome.PROVEN, ""),
+        (make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES), RouteOutcome.PROVEN, ""),
         (
-            record_of(routes=(DIRECT_ROUTE,), substrate={"verbs": "twin", "cuda": "twin"}),
+            make_record(routes=(DIRECT_ROUTE,), substrate={"verbs": "twin", "cuda": "twin"}),
             RouteOutcome.UNPROVEN,
             "ran on software twins",
         ),
         (
-            record_of(routes=(DIRECT_ROUTE,), substrate={"verbs": "kernel_software", "cuda": "hardware"}),
+            make_record(routes=(DIRECT_ROUTE,), substrate={"verbs": "kernel_software", "cuda": "hardware"}),
             RouteOutcome.UNPROVEN,
             "verbs ran on software in the kernel",
         ),
         (
-            record_of(routes=(DIRECT_ROUTE,), substrate={"verbs": "hardware"}),
+            make_record(routes=(DIRECT_ROUTE,), substrate={"verbs": "hardware"}),
             RouteOutcome.UNPROVEN,
             "the substrate of cuda is unknown",
         ),
         (
-            record_of(
+            make_record(
                 Verdict.UNPROVEN,
                 reasons=(CaseReason("no counter moved"),),
                 routes=(DIRECT_ROUTE,),
@@ -203,19 +203,19 @@ def test_combined_substrate_is_the_weakest() -> None:
             "no counter moved",
         ),
         (
-            record_of(
+            make_record(
                 Verdict.FAIL, reasons=(CaseReason("differs"),), routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES
             ),
             RouteOutcome.UNPROVEN,
             "failed: suite/test_a.py::test_a",
         ),
         (
-            record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE_SUBSTRATES),
+            make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE_SUBSTRATES),
             RouteOutcome.UNPROVEN,
             "no case compared the port counters with the bytes (counters_not_read)",
         ),
         (
-            record_of(
+            make_record(
                 routes=(dataclasses.replace(DIRECT_ROUTE, path="loopback", unproven="loopback_not_counted"),),
                 substrate=HARDWARE_SUBSTRATES,
             ),
@@ -223,7 +223,7 @@ def test_combined_substrate_is_the_weakest() -> None:
             "the bytes stayed inside one NIC, which does not count them (loopback_not_counted)",
         ),
         (
-            record_of(
+            make_record(
                 routes=(dataclasses.replace(DIRECT_ROUTE, fell_back="through the host"),), substrate=HARDWARE_SUBSTRATES
             ),
             RouteOutcome.FELL_BACK,
@@ -234,7 +234,7 @@ def test_combined_substrate_is_the_weakest() -> None:
 def test_route_is_proven_only_by_a_case_that_passed_on_hardware(
     record: Record, state: RouteOutcome, cause: str
 ) -> None:
-    (status,) = route_statuses(facts_of(), [record])
+    (status,) = route_statuses(make_facts(), [record])
     assert (status.state, status.cause) == (state, cause)
     assert status.name == "GPU 0 <- NIC mlx5_0 by dma-buf"
 
@@ -242,28 +242,28 @@ def test_route_is_proven_only_by_a_case_that_passed_on_hardware(
 def test_path_of_a_route_is_wire_if_a_passed_case_used_two_nics() -> None:
     loopback = dataclasses.replace(DIRECT_ROUTE, path="loopback", unproven="loopback_not_counted")
     records = [
-        record_of(case=f"a.py::test_{index}", routes=(claimed,), substrate=HARDWARE_SUBSTRATES)
+        make_record(case=f"a.py::test_{index}", routes=(claimed,), substrate=HARDWARE_SUBSTRATES)
         for index, claimed in enumerate([ClaimedRoute(0, "mlx5_0", "dmabuf"), loopback, DIRECT_ROUTE])
     ]
-    statuses = [route_statuses(facts_of(), records[:count])[0] for count in (1, 2, 3)]
+    statuses = [route_statuses(make_facts(), records[:count])[0] for count in (1, 2, 3)]
     assert [status.path for status in statuses] == ["", "loopback", "wire"]
     assert [status.state for status in statuses] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN, RouteOutcome.PROVEN]
     assert "loopback_not_counted" in statuses[1].cause
 
 
 def test_failed_case_outweighs_a_passed_one() -> None:
-    passed = record_of(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
-    failed = record_of(
+    passed = make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
+    failed = make_record(
         Verdict.FAIL, reasons=(CaseReason("x"),), routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES, case="b.py::t"
     )
-    (status,) = route_statuses(facts_of(), [passed, failed])
+    (status,) = route_statuses(make_facts(), [passed, failed])
     assert (status.state, status.cases) == (RouteOutcome.UNPROVEN, ("suite/test_a.py::test_a", "b.py::t"))
 
 
 def test_route_that_registration_refuses_is_not_possible() -> None:
-    refused, allowed = route_statuses(facts_of(routes=[route("peer_memory", possible=False), route("dmabuf")]), [])[
-        ::-1
-    ]
+    refused, allowed = route_statuses(
+        make_facts(routes=[make_route_facts("peer_memory", possible=False), make_route_facts("dmabuf")]), []
+    )[::-1]
     cause = "ibv_reg_mr failed: Bad address (EFAULT); load a module"
     assert (refused.state, refused.cause) == (RouteOutcome.NOT_POSSIBLE, cause)
     assert (allowed.state, allowed.cause) == (RouteOutcome.UNPROVEN, "no case used this route")
@@ -283,47 +283,47 @@ API_FAILURE = ApiFailure(
     message="loader: dlopen libcuda.so.1() failed: No such file or directory (ENOENT)",
     what_to_do="install the driver",
 )
-PASSED_RECORD = record_of(substrate=HARDWARE_SUBSTRATES)
-PROVEN_RECORD = record_of(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
-FAILED_RECORD = record_of(Verdict.FAIL, reasons=(CaseReason("differs"),))
-MISSED_RECORD = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
-FORESEEN_RECORD = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),))
-FALLBACK_RECORD = record_of(
+PASSED_RECORD = make_record(substrate=HARDWARE_SUBSTRATES)
+PROVEN_RECORD = make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
+FAILED_RECORD = make_record(Verdict.FAIL, reasons=(CaseReason("differs"),))
+MISSED_RECORD = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
+FORESEEN_RECORD = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),))
+FALLBACK_RECORD = make_record(
     routes=(dataclasses.replace(DIRECT_ROUTE, fell_back="through the host"),), substrate=HARDWARE_SUBSTRATES
 )
-FACTS_WITH_PEER_MEMORY = facts_of(routes=[route("peer_memory")])
+FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
 
 
 @pytest.mark.parametrize(
     ("profile", "records", "facts", "software", "code", "verdict"),
     [
-        (ANY_PROFILE, [PROVEN_RECORD], facts_of(), False, 0, "Every required route is proven on hardware"),
-        (BARE_PROFILE, [PASSED_RECORD, PASSED_RECORD], facts_of(), True, 0, "The code passed on software twins"),
+        (ANY_PROFILE, [PROVEN_RECORD], make_facts(), False, 0, "Every required route is proven on hardware"),
+        (BARE_PROFILE, [PASSED_RECORD, PASSED_RECORD], make_facts(), True, 0, "The code passed on software twins"),
         (
             BARE_PROFILE,
             [PASSED_RECORD, PASSED_RECORD, FORESEEN_RECORD],
-            facts_of(),
+            make_facts(),
             True,
             0,
             "The code passed on software twins",
         ),
-        (BARE_PROFILE, [PASSED_RECORD, FAILED_RECORD], facts_of(), True, 1, "1 of 2 cases failed"),
-        (ANY_PROFILE, [PROVEN_RECORD, FAILED_RECORD], facts_of(), False, 1, "1 of 2 cases failed"),
-        (ANY_PROFILE, [FALLBACK_RECORD], facts_of(), False, 1, "A route fell back where direct was required"),
-        (BARE_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (BARE_PROFILE, [PASSED_RECORD, FAILED_RECORD], make_facts(), True, 1, "1 of 2 cases failed"),
+        (ANY_PROFILE, [PROVEN_RECORD, FAILED_RECORD], make_facts(), False, 1, "1 of 2 cases failed"),
+        (ANY_PROFILE, [FALLBACK_RECORD], make_facts(), False, 1, "A route fell back where direct was required"),
+        (BARE_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
         (
             BARE_PROFILE,
             [PASSED_RECORD, PASSED_RECORD, MISSED_RECORD],
-            facts_of(),
+            make_facts(),
             True,
             1,
             "1 case did not run, and profile bare does not foresee that",
         ),
-        (BARE_PROFILE, [PASSED_RECORD], facts_of(), True, 1, "Only 1 case ran; profile bare requires 2"),
+        (BARE_PROFILE, [PASSED_RECORD], make_facts(), True, 1, "Only 1 case ran; profile bare requires 2"),
         (
             BARE_PROFILE,
             [FORESEEN_RECORD, FORESEEN_RECORD],
-            facts_of(),
+            make_facts(),
             True,
             1,
             "Only 0 cases ran; profile bare requires 2",
@@ -332,17 +332,17 @@ FACTS_WITH_PEER_MEMORY = facts_of(routes=[route("peer_memory")])
         (
             ANY_PROFILE,
             [PROVEN_RECORD],
-            facts_of(failure=API_FAILURE),
+            make_facts(failure=API_FAILURE),
             False,
             3,
             "The set-up of this machine is not complete",
         ),
-        (ANY_PROFILE, [FAILED_RECORD], facts_of(failure=API_FAILURE), False, 1, "1 of 1 case failed"),
-        (ANY_PROFILE, [PASSED_RECORD], facts_of(), False, 4, "Nothing was proven on hardware"),
+        (ANY_PROFILE, [FAILED_RECORD], make_facts(failure=API_FAILURE), False, 1, "1 of 1 case failed"),
+        (ANY_PROFILE, [PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
         (
             ANY_PROFILE,
             [PASSED_RECORD],
-            facts_of(failure=dataclasses.replace(API_FAILURE, reason=Reason.NO_DEVICE)),
+            make_facts(failure=dataclasses.replace(API_FAILURE, reason=Reason.NO_DEVICE)),
             False,
             4,
             "Nothing was",
@@ -361,19 +361,21 @@ def test_exit_code_follows_from_the_records(
 def test_profile_may_require_one_route_for_each_device() -> None:
     profile = dataclasses.replace(ANY_PROFILE, routes=(RequiredRoute(enough="device"),))
     assert decide(FACTS_WITH_PEER_MEMORY, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
-    facts_with_gpu_1 = facts_of(routes=[dataclasses.replace(route("dmabuf"), device_index=1)])
+    facts_with_gpu_1 = make_facts(routes=[dataclasses.replace(make_route_facts("dmabuf"), device_index=1)])
     outcome = decide(facts_with_gpu_1, profile, [PROVEN_RECORD], software_asked=False)
     assert outcome.causes == ("no route to GPU 1 is proven",)
 
 
 def test_missing_set_up_has_the_advice_of_its_failure() -> None:
-    outcome = decide(facts_of(failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.to_do == ("install the driver",)
 
 
 def test_selected_cases_need_not_reach_the_minimum() -> None:
-    assert decide(facts_of(), BARE_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code is ExitCode.PROVEN
-    assert decide(facts_of(), BARE_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
+    assert (
+        decide(make_facts(), BARE_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code is ExitCode.PROVEN
+    )
+    assert decide(make_facts(), BARE_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
 
 
 def test_slow_link_fails_a_machine_with_proven_routes() -> None:

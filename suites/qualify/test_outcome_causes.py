@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import facts_of, proven_route, record_of, route
+from support.records import make_facts, make_proven_route, make_record, make_route_facts
 
 from gdrkit.errors import Reason
 from gdrkit.inventory import ApiFailure, Profile
@@ -20,71 +20,73 @@ if TYPE_CHECKING:
 HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
 BARE_PROFILE = Profile(schema_version=1, name="bare", about="")
 STRICT_PROFILE = dataclasses.replace(BARE_PROFILE, name="strict", routes=(RequiredRoute(),))
-PASSED_RECORD = record_of(substrate=HARDWARE_SUBSTRATES)
-PROVEN_BY_PEER = record_of(routes=(proven_route(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
+PASSED_RECORD = make_record(substrate=HARDWARE_SUBSTRATES)
+PROVEN_BY_PEER = make_record(routes=(make_proven_route(0, "mlx5_0", "peer_memory"),), substrate=HARDWARE_SUBSTRATES)
 # An outcome lists at most this number of causes.
 CAUSES_MAX = 5
 
 
 def fallback_record(index: int) -> Record:
     claimed_route = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
-    return record_of(routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
+    return make_record(routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
 
 
 def missed_record(need: str) -> Record:
     """Return a record of a case that did not run, because of an unmet need that the profile does not foresee."""
-    return record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need=need, foreseen=False),))
+    return make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need=need, foreseen=False),))
 
 
 def failed_record(index: int) -> Record:
-    return record_of(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
+    return make_record(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
 
 
 def test_unproven_route_is_listed_with_its_cause() -> None:
-    outcome = decide(facts_of(routes=[route("dmabuf")]), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(
+        make_facts(routes=[make_route_facts("dmabuf")]), BARE_PROFILE, [PASSED_RECORD], software_asked=False
+    )
     assert outcome.causes == ("GPU 0 <- NIC mlx5_0 by dma-buf: no case used this route",)
 
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_routes_with_one_cause_are_listed_once(count: int) -> None:
-    routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(count)]
-    outcome = decide(facts_of(routes=routes), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
+    routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(count)]
+    outcome = decide(make_facts(routes=routes), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.causes == (f"GPU 0 <- NIC mlx5_0 by dma-buf and {count - 1} more: no case used this route",)
 
 
 def test_machine_without_routes_has_a_cause_and_advice() -> None:
-    outcome = decide(facts_of(), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD], software_asked=False)
     assert (outcome.code, outcome.causes) == (ExitCode.NOTHING_PROVEN, ("there is no pair of a device and a NIC",))
     assert len(outcome.to_do) == 1
     assert "--software" in outcome.to_do[0]
 
 
 def test_failed_cases_are_listed_with_their_reason() -> None:
-    outcome = decide(facts_of(), BARE_PROFILE, [PASSED_RECORD, failed_record(0)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD, failed_record(0)], software_asked=True)
     assert outcome.verdict == "1 of 2 cases failed"
     assert outcome.causes == ("a.py::test_0: differs 0",)
 
 
 def test_failed_case_without_a_reason_is_listed_by_name() -> None:
-    outcome = decide(facts_of(), BARE_PROFILE, [record_of(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_record(Verdict.FAIL, case="a.py::test_a")], software_asked=True)
     assert outcome.causes == ("a.py::test_a",)
 
 
 def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
-    foreseen = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
+    foreseen = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
     assert (
-        decide(facts_of(), BARE_PROFILE, [failed_record(0), PASSED_RECORD, foreseen], software_asked=True).verdict
+        decide(make_facts(), BARE_PROFILE, [failed_record(0), PASSED_RECORD, foreseen], software_asked=True).verdict
         == "1 of 2 cases failed"
     )
 
 
 def test_first_five_failures_are_listed() -> None:
-    outcome = decide(facts_of(), BARE_PROFILE, [failed_record(index) for index in range(7)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [failed_record(index) for index in range(7)], software_asked=True)
     assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(CAUSES_MAX))
 
 
 def test_first_five_fallbacks_are_listed() -> None:
-    outcome = decide(facts_of(), STRICT_PROFILE, [fallback_record(index) for index in range(7)], software_asked=False)
+    outcome = decide(make_facts(), STRICT_PROFILE, [fallback_record(index) for index in range(7)], software_asked=False)
     assert outcome.code is ExitCode.FAILED
     assert outcome.causes == tuple(
         f"GPU {index} <- NIC mlx5_0 by dma-buf: through the host (a.py::test_{index})" for index in range(CAUSES_MAX)
@@ -92,18 +94,18 @@ def test_first_five_fallbacks_are_listed() -> None:
 
 
 def test_fallback_fails_a_software_run() -> None:
-    outcome = decide(facts_of(), BARE_PROFILE, [fallback_record(0)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [fallback_record(0)], software_asked=True)
     assert outcome.verdict == "A route fell back where direct was required"
 
 
 def test_fallback_on_a_route_not_required_is_no_failure() -> None:
-    outcome = decide(facts_of(), BARE_PROFILE, [fallback_record(0), PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(), BARE_PROFILE, [fallback_record(0), PASSED_RECORD], software_asked=False)
     assert outcome.code is ExitCode.NOTHING_PROVEN
 
 
 def test_unforeseen_needs_are_listed_once_each() -> None:
     records = [PASSED_RECORD, *(missed_record(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
-    outcome = decide(facts_of(), BARE_PROFILE, records, software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, records, software_asked=True)
     assert outcome.verdict == "7 cases did not run, and profile bare does not foresee that"
     assert outcome.causes == ("a: none", "b: none", "c: none", "d: none", "e: none")
 
@@ -111,22 +113,24 @@ def test_unforeseen_needs_are_listed_once_each() -> None:
 def test_foreseen_needs_of_a_missed_case_are_not_causes() -> None:
     reasons = (CaseReason("none", need="a", foreseen=True), CaseReason("none", need="b", foreseen=False))
     outcome = decide(
-        facts_of(), BARE_PROFILE, [PASSED_RECORD, record_of(Verdict.NOT_RUN, reasons=reasons)], software_asked=True
+        make_facts(), BARE_PROFILE, [PASSED_RECORD, make_record(Verdict.NOT_RUN, reasons=reasons)], software_asked=True
     )
     assert outcome.causes == ("b: none",)
 
 
 def test_required_routes_are_listed_as_causes_and_kept() -> None:
-    proven = record_of(routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
-    routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
-    outcome = decide(facts_of(routes=routes), STRICT_PROFILE, [proven], software_asked=False)
+    proven = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE_SUBSTRATES)
+    routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(7)]
+    outcome = decide(make_facts(routes=routes), STRICT_PROFILE, [proven], software_asked=False)
     assert outcome.verdict == "6 required routes not proven"
     assert len(outcome.required) == 6
     assert outcome.causes == outcome.required[:CAUSES_MAX]
 
 
 def test_run_on_software_requires_no_route() -> None:
-    outcome = decide(facts_of(routes=[route("dmabuf")]), STRICT_PROFILE, [PASSED_RECORD], software_asked=True)
+    outcome = decide(
+        make_facts(routes=[make_route_facts("dmabuf")]), STRICT_PROFILE, [PASSED_RECORD], software_asked=True
+    )
     assert (outcome.code, outcome.required) == (ExitCode.PROVEN, ())
 
 
@@ -151,7 +155,7 @@ def test_set_up_that_can_be_completed_exits_with_3(reason: Reason) -> None:
         message="dlopen failed",
         what_to_do="",
     )
-    outcome = decide(facts_of(failure=failure), STRICT_PROFILE, [PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(failure=failure), STRICT_PROFILE, [PASSED_RECORD], software_asked=False)
     assert (outcome.code, outcome.causes, outcome.to_do) == (ExitCode.SETUP_MISSING, ("dlopen failed",), ())
     assert len(outcome.required) == 1
 
@@ -266,15 +270,15 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
 def test_outcome_has_every_field(
     records: list[Record], routes: list[str], failure: ApiFailure | None, *, software: bool, expected: Outcome
 ) -> None:
-    facts = facts_of(routes=[route(method) for method in routes], failure=failure)
+    facts = make_facts(routes=[make_route_facts(method) for method in routes], failure=failure)
     profile = dataclasses.replace(STRICT_PROFILE, cases_min=1)
     assert decide(facts, profile, records, software_asked=software) == expected
 
 
 def test_first_five_causes_of_unproven_routes_are_listed() -> None:
-    routes = [dataclasses.replace(route("dmabuf"), device_index=index) for index in range(7)]
+    routes = [dataclasses.replace(make_route_facts("dmabuf"), device_index=index) for index in range(7)]
     records = [
-        record_of(
+        make_record(
             Verdict.UNPROVEN,
             case=f"a.py::test_{index}",
             reasons=(CaseReason(f"no counter of GPU {index} moved"),),
@@ -283,7 +287,7 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
         )
         for index in range(7)
     ]
-    outcome = decide(facts_of(routes=routes), BARE_PROFILE, records, software_asked=False)
+    outcome = decide(make_facts(routes=routes), BARE_PROFILE, records, software_asked=False)
     assert outcome.causes == tuple(
         f"GPU {index} <- NIC mlx5_0 by dma-buf: no counter of GPU {index} moved" for index in range(CAUSES_MAX)
     )
@@ -292,6 +296,6 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
 @pytest.mark.parametrize(("count", "passes"), [(1, False), (2, True), (3, True)])
 def test_minimum_number_of_cases_counts(count: int, *, passes: bool) -> None:
     profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
-    foreseen = record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
-    outcome = decide(facts_of(), profile, [PASSED_RECORD] * count + [foreseen] * 2, software_asked=True)
+    foreseen = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
+    outcome = decide(make_facts(), profile, [PASSED_RECORD] * count + [foreseen] * 2, software_asked=True)
     assert (outcome.code is ExitCode.PROVEN) == passes

@@ -10,7 +10,7 @@ import tempfile
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tracer import traced
+from support.tracer import trace_process
 
 from gdrkit import evidence
 from gdrkit.errors import (
@@ -274,18 +274,18 @@ def test_two_processes_write_and_read_each_others_memory(nic: Nic, peer: Peer, s
         nic.completion_queue() as completion_queue,
         nic.queue_pair(completion_queue) as local_queue_pair,
     ):
-        peer_queue_pair = peer.queue_pair()
-        peer_queue_pair.join(local_queue_pair)
-        assert peer_queue_pair.state == "RTS"
-        peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
-        peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
+        connect_peer_queue_pair = peer.queue_pair()
+        connect_peer_queue_pair.join(local_queue_pair)
+        assert connect_peer_queue_pair.state == "RTS"
+        connect_peer_queue_pair.write(region.remote(), seed=seed, local_offset_bytes=3, stream_offset_bytes=17).expect()
+        connect_peer_queue_pair.read(region.remote(), seed=seed, stream_offset_bytes=17).completion.expect()
         with pytest.raises(DataMismatch):
-            peer_queue_pair.read(region.remote(), seed=seed)
+            connect_peer_queue_pair.read(region.remote(), seed=seed)
         buffer = peer.buffer(1000)
-        peer_queue_pair.receive(buffer)
+        connect_peer_queue_pair.receive(buffer)
         local_queue_pair.post_send(region, work_id=1, immediate=9)
         local_queue_pair.wait(5000).expect()
-        assert peer_queue_pair.wait_received().expect().immediate == 9
+        assert connect_peer_queue_pair.wait_received().expect().immediate == 9
         assert bytes(data) == buffer.contents()
 
 
@@ -303,7 +303,7 @@ def test_peer_with_a_cuda_device_has_not_loaded_verbs(seed: int) -> None:
 def test_peer_that_outlives_sigkill_is_broken() -> None:
     peer = Peer()
     peer.modules()
-    with traced(peer.process_id):
+    with trace_process(peer.process_id):
         with pytest.raises(BrokenResource, match="was left behind") as raised:
             peer.kill()
         assert raised.value.reason is Reason.TIMEOUT

@@ -8,7 +8,7 @@ import signal
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from qualify.mpi_job import GDRKIT, job_on_four_machines
+from qualify.mpi_job import GDRKIT, run_job_on_four_machines
 from qualify.test_ranks import NEEDS_TWO_MACHINES, rank_with
 
 from gdrkit.qualify.ranks.pairs import plan_rounds
@@ -56,7 +56,7 @@ exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKI
 """)
     program.chmod(0o700)
     variables = {"GDRKIT_TWINS_LATE_US": "0"}
-    with job_on_four_machines(tmp_path / "out", command=(str(program),), variables=variables) as job:
+    with run_job_on_four_machines(tmp_path / "out", command=(str(program),), variables=variables) as job:
         job.wait_for_line("Report: ")
         code = job.wait()
     folder = RunFolder(tmp_path / "out")
@@ -80,7 +80,7 @@ exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKI
 @NEEDS_TWO_MACHINES
 @pytest.mark.timeout(300)
 def test_dead_rank_fails_only_its_own_pairs(tmp_path: Path) -> None:
-    with job_on_four_machines(tmp_path / "out") as job:
+    with run_job_on_four_machines(tmp_path / "out") as job:
         job.wait_for_line("4 of 4 ranks")
         os.kill(job.rank_process(rank=SLOW_RANK), signal.SIGKILL)
         # mpirun ends at once, and the ranks go on without it.

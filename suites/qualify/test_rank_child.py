@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from support.tracer import traced
+from support.tracer import trace_process
 
 from gdrkit.qualify.ranks.rank import MeasuringChild
 
@@ -88,7 +88,7 @@ def test_child_that_outlives_sigkill_is_abandoned(tmp_path: Path) -> None:
     child = MeasuringChild(environment_with(tmp_path, "import signal; signal.alarm(100)"))
     assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=LONG_S)
     (process_id,) = children_of_this_process() - earlier_children
-    with traced(process_id):
+    with trace_process(process_id):
         start_s = time.monotonic()
         os.kill(process_id, signal.SIGSTOP)
         reply = child.request({"do": "libraries", "with": {}}, timeout_s=0.5)

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import pytest
-from qualify.mpi_job import job_on_this_machine, job_on_two_machines
+from qualify.mpi_job import run_job_on_this_machine, run_job_on_two_machines
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import host, needs, software
@@ -66,7 +66,7 @@ def test_machine_without_a_nic_has_no_pairs() -> None:
 @NEEDS_TWO_MACHINES
 @pytest.mark.timeout(600)
 def test_killed_measuring_process_fails_one_pair_only(tmp_path: Path) -> None:
-    with job_on_two_machines(tmp_path / "out") as job:
+    with run_job_on_two_machines(tmp_path / "out") as job:
         job.wait_for_line("pass  ")
         kill_time_s = time.monotonic()
         os.kill(job.measuring_process(rank=0), signal.SIGKILL)
@@ -87,7 +87,7 @@ def test_killed_measuring_process_fails_one_pair_only(tmp_path: Path) -> None:
 @NEEDS_TWO_MACHINES
 @pytest.mark.timeout(600)
 def test_killed_job_has_a_report_of_the_measured_pairs(tmp_path: Path) -> None:
-    with job_on_two_machines(tmp_path / "out") as job:
+    with run_job_on_two_machines(tmp_path / "out") as job:
         job.wait_for_line("pass  ")
         job.kill()
     records = read_records(tmp_path / "out" / "records.jsonl")
@@ -107,7 +107,7 @@ def test_folder_of_a_killed_job_has_no_file_of_an_earlier_job(tmp_path: Path) ->
     (folder.path / "hosts").mkdir(parents=True)
     for file in old_files:
         file.write_text("of an earlier job")
-    with job_on_this_machine(folder.path) as job:
+    with run_job_on_this_machine(folder.path) as job:
         job.wait_for_line("2 of 2 ranks")
         job.kill()
     assert not [file for file in old_files if file.exists() and file.read_text() == "of an earlier job"]
@@ -119,7 +119,7 @@ def test_folder_of_a_killed_job_has_no_file_of_an_earlier_job(tmp_path: Path) ->
 @NEEDS_MPI
 @pytest.mark.timeout(300)
 def test_rank_that_hangs_fails_one_pair_only(tmp_path: Path) -> None:
-    with job_on_this_machine(tmp_path / "out") as job:
+    with run_job_on_this_machine(tmp_path / "out") as job:
         job.wait_for_line("2 of 2 ranks")
         stop_time_s = time.monotonic()
         os.kill(job.rank_process(rank=1), signal.SIGSTOP)
@@ -136,7 +136,7 @@ def test_rank_that_hangs_fails_one_pair_only(tmp_path: Path) -> None:
 @NEEDS_MPI
 @pytest.mark.timeout(300)
 def test_killed_rank_fails_its_pairs_and_the_report_exists(tmp_path: Path) -> None:
-    with job_on_this_machine(tmp_path / "out") as job:
+    with run_job_on_this_machine(tmp_path / "out") as job:
         assert str(tmp_path / "out" / "index.html") in job.wait_for_line("2 of 2 ranks")
         os.kill(job.rank_process(rank=1), signal.SIGKILL)
         # The exit code comes from mpirun, which waits only a second or two for the other ranks.
@@ -156,7 +156,7 @@ def test_killed_rank_fails_its_pairs_and_the_report_exists(tmp_path: Path) -> No
 @NEEDS_MPI
 def test_rank_of_another_version_is_a_failed_record(tmp_path: Path) -> None:
     program_of_rank_1 = "import gdrkit, gdrkit.cli; gdrkit.__version__ = '0.0.9'; gdrkit.cli.main()"
-    with job_on_this_machine(tmp_path / "out", command_of_rank_1=(sys.executable, "-c", program_of_rank_1)) as job:
+    with run_job_on_this_machine(tmp_path / "out", command_of_rank_1=(sys.executable, "-c", program_of_rank_1)) as job:
         job.wait_for_line("1 of 2 ranks")
         assert job.wait() == 1
     (record,) = read_records(tmp_path / "out" / "records.jsonl")
@@ -172,7 +172,7 @@ def test_ranks_exit_with_the_code_of_a_missing_set_up(tmp_path: Path) -> None:
         "import pathlib, sys\nfrom gdrkit.cli import main\ntry:\n    main()\nexcept SystemExit as ended:\n"
     )
     program_of_rank_1 += f"    pathlib.Path({str(tmp_path / 'code')!r}).write_text(str(ended.code))\n    raise"
-    with job_on_this_machine(
+    with run_job_on_this_machine(
         tmp_path / "file" / "out", command_of_rank_1=(sys.executable, "-c", program_of_rank_1)
     ) as job:
         assert "Not a directory (ENOTDIR). To do: name a folder" in job.wait_for_line("mkdir")

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from qualify.child_pytest import ChildRun, run_cases
-from support.json_schema import JSONSCHEMA, problems
-from support.records import record_of
+from support.json_schema import JSONSCHEMA, find_violations
+from support.records import make_record
 
 from gdrkit.errors import Api, Reason, UsageError
 from gdrkit.evidence import KernelEvidence, RdmaEvidence
@@ -265,7 +265,7 @@ def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> No
 @JSONSCHEMA
 @pytest.mark.parametrize("name", REFUSED)
 def test_record_of_a_refusal_conforms_to_the_schema(run: ChildRun, name: str) -> None:
-    assert problems("record-1.json", json.loads(json.dumps(to_json_data(run.records[name])))) == []
+    assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(run.records[name])))) == []
 
 
 @pytest.mark.parametrize(
@@ -335,10 +335,10 @@ def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts)
 def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
     reasons = (CaseReason(text="no", need="verbs.dmabuf_region", foreseen=True),)
     evidence: dict[str, object] = {"refused": []}
-    assert record_of(Verdict.NOT_RUN, reasons=reasons, evidence=evidence).refused
-    assert not record_of(Verdict.NOT_RUN, reasons=reasons).refused
-    assert not record_of(Verdict.FAIL, reasons=reasons, evidence=evidence).refused
-    assert not record_of(Verdict.PASS, evidence=evidence).refused
+    assert make_record(Verdict.NOT_RUN, reasons=reasons, evidence=evidence).refused
+    assert not make_record(Verdict.NOT_RUN, reasons=reasons).refused
+    assert not make_record(Verdict.FAIL, reasons=reasons, evidence=evidence).refused
+    assert not make_record(Verdict.PASS, evidence=evidence).refused
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import MEMORY_KINDS, peer_queue_pair
+from support.memory_kinds import MEMORY_KINDS, connect_peer_queue_pair
 
 from gdrkit.harness.needs import needs
 from gdrkit.harness.needs import verbs as verbs_needs
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.qualify
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind) -> None:
-    with memory_kind.memory() as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         valid = memory.remote(length_bytes=4 * KIB)
         peer_pair.write(replace(valid, rkey=valid.rkey ^ WRONG_KEY_BITS), seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
@@ -47,7 +47,7 @@ def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: Rd
 def test_access_one_byte_out_of_bounds_is_refused(
     nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind, begin: int, length_bytes: int
 ) -> None:
-    with memory_kind.memory() as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         valid = memory.remote()
         # A region may begin at address 0, as a dma-buf region does. Then the byte before it has the highest address.
         address = (valid.address + begin) % 2**64
@@ -61,7 +61,7 @@ def test_write_without_remote_write_access_is_refused(
     nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind
 ) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_READ
-    with memory_kind.memory(access=access) as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote = memory.remote(length_bytes=4 * KIB)
         peer_pair.write(remote, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
@@ -70,7 +70,7 @@ def test_write_without_remote_write_access_is_refused(
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 def test_read_without_remote_read_access_is_refused(nic: Nic, peer: Peer, memory_kind: RdmaMemoryKind) -> None:
     access = Access.LOCAL_WRITE | Access.REMOTE_WRITE
-    with memory_kind.memory(access=access) as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory(access=access) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote = memory.remote(length_bytes=4 * KIB)
         peer_pair.read(remote).completion.expect(Status.REM_ACCESS_ERR)
 

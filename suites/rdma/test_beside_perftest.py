@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from rdma import perftest
-from support.initiators import connected_initiator
+from support.initiators import connect_initiator
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -77,7 +77,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
     memory = bytearray(LENGTH_BYTES)
     with (
         nic.register_host(memory) as region,
-        connected_initiator(nic, memory_bytes=LENGTH_BYTES) as initiator,
+        connect_initiator(nic, memory_bytes=LENGTH_BYTES) as initiator,
     ):
         for _ in range(rounds + 1):
             initiator.write(data if is_write else zeros)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import LENGTHS_AND_OFFSETS, MEMORY_KINDS, peer_queue_pair
+from support.memory_kinds import LENGTHS_AND_OFFSETS, MEMORY_KINDS, connect_peer_queue_pair
 
 from gdrkit import pattern
 from gdrkit.verbs import Status
@@ -41,7 +41,7 @@ def test_remote_write_arrives_in_memory(
     offset_bytes: int,
 ) -> None:
     memory_bytes = offset_bytes + length_bytes + MARGIN_BYTES
-    with memory_kind.memory(length_bytes=memory_bytes) as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory(length_bytes=memory_bytes) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
         peer_pair.write(remote, seed=seed, timeout_ms=TIMEOUT_MS).expect(Status.SUCCESS)
         data = memory.read()
@@ -49,7 +49,7 @@ def test_remote_write_arrives_in_memory(
     # All bytes before the range and after it are unchanged.
     assert data[:offset_bytes] == b"\xa5" * offset_bytes
     assert data[offset_bytes + length_bytes :] == b"\xa5" * MARGIN_BYTES
-    memory_kind.claim(evidence)
+    memory_kind.record_route(evidence)
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
@@ -64,9 +64,9 @@ def test_remote_read_returns_memory(
     offset_bytes: int,
 ) -> None:
     memory_bytes = offset_bytes + length_bytes
-    with memory_kind.memory(length_bytes=memory_bytes) as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory(length_bytes=memory_bytes) as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory.write(pattern.payload(length_bytes, seed=seed), offset_bytes=offset_bytes)
         remote = memory.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
         # The peer compares the received bytes with the pattern of the seed.
         peer_pair.read(remote, seed=seed, timeout_ms=TIMEOUT_MS).completion.expect(Status.SUCCESS)
-    memory_kind.claim(evidence)
+    memory_kind.record_route(evidence)

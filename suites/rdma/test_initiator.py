@@ -9,7 +9,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from support.initiators import connected_initiator
+from support.initiators import connect_initiator
 from support.memory_kinds import MEMORY_KINDS
 
 from gdrkit import pattern
@@ -41,7 +41,7 @@ def test_burst_of_writes_fills_every_slot_and_nothing_else(
     memory_bytes = slots * length_bytes
     with (
         memory_kind.memory(length_bytes=memory_bytes + 64) as memory,
-        connected_initiator(nic, memory_bytes=memory_bytes) as initiator,
+        connect_initiator(nic, memory_bytes=memory_bytes) as initiator,
     ):
         initiator.write(pattern.payload(memory_bytes, seed=seed))
         remote = memory.remote(length_bytes=memory_bytes)
@@ -67,7 +67,7 @@ def test_burst_of_reads_by_several_queue_pairs_reads_every_slot(
     memory_bytes = 32 * 4 * KIB
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
-        connected_initiator(nic, memory_bytes=memory_bytes, queue_pairs=3) as initiator,
+        connect_initiator(nic, memory_bytes=memory_bytes, queue_pairs=3) as initiator,
     ):
         memory.write(pattern.payload(memory_bytes, seed=seed))
         initiator.run(Direction.READ, memory.remote(), length_bytes=4 * KIB, operations=64, depth=24, list_length=2)
@@ -77,7 +77,7 @@ def test_burst_of_reads_by_several_queue_pairs_reads_every_slot(
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
 def test_single_operations_are_timed_one_by_one(nic: Nic, memory_kind: RdmaMemoryKind, direction: Direction) -> None:
-    with memory_kind.memory(length_bytes=64) as memory, connected_initiator(nic, memory_bytes=64) as initiator:
+    with memory_kind.memory(length_bytes=64) as memory, connect_initiator(nic, memory_bytes=64) as initiator:
         latencies = initiator.run_singly(direction, memory.remote(), length_bytes=8, operations=20)
     assert len(latencies.times_ns) == 20
     assert min(latencies.times_ns) > 0
@@ -88,7 +88,7 @@ def test_refused_operation_raises_its_completion_status(nic: Nic) -> None:
     data = bytearray(64)
     with (
         nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as region,
-        connected_initiator(nic, memory_bytes=64) as initiator,
+        connect_initiator(nic, memory_bytes=64) as initiator,
     ):
         with pytest.raises(ApiError) as caught:
             initiator.run(Direction.WRITE, region.remote(), length_bytes=64, operations=4, depth=2)
@@ -100,7 +100,7 @@ def test_refused_operation_raises_its_completion_status(nic: Nic) -> None:
 @needs(verbs.nic())
 def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
     errors: list[ApiError] = []
-    with connected_initiator(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
+    with connect_initiator(nic, memory_bytes=64) as initiator, nic.register_host(bytearray(64)) as region:
         remote = region.remote()
 
         def run_endless_burst() -> None:
@@ -121,7 +121,7 @@ def test_endless_burst_is_ended_by_another_thread(nic: Nic) -> None:
 @needs(verbs.nic())
 def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> None:
     data = bytearray(4096)
-    with nic.register_host(data) as region, connected_initiator(nic, memory_bytes=4096, depth_max=8) as initiator:
+    with nic.register_host(data) as region, connect_initiator(nic, memory_bytes=4096, depth_max=8) as initiator:
         remote = region.remote()
         for invalid in (
             {"length_bytes": 0, "operations": 1},

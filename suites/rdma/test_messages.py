@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import peer_queue_pair
+from support.memory_kinds import connect_peer_queue_pair
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -77,7 +77,7 @@ def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic, peer: Pee
 
 
 def test_message_without_a_receive_is_retried_and_fails(nic: Nic, peer: Peer, seed: int) -> None:
-    with peer_queue_pair(nic, peer, rnr_retry_count=2) as peer_pair:
+    with connect_peer_queue_pair(nic, peer, rnr_retry_count=2) as peer_pair:
         peer_pair.send(seed=seed, length_bytes=16).expect(Status.RNR_RETRY_EXC_ERR)
 
 

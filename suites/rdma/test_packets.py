@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.initiators import connected_initiator
+from support.initiators import connect_initiator
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -50,7 +50,7 @@ def test_ports_count_the_packets_of_the_path_mtu(
     memory = bytearray(TRANSFER_BYTES) if is_write else bytearray(data)
     with (
         peer.register_host(memory) as region,
-        connected_initiator(nic, peer=peer, memory_bytes=TRANSFER_BYTES) as initiator,
+        connect_initiator(nic, peer=peer, memory_bytes=TRANSFER_BYTES) as initiator,
     ):
         initiator.write(data if is_write else bytes(TRANSFER_BYTES))
         before, repeated = [packet_counters(port) for port in (nic, peer)], -repeated_packets(peer)

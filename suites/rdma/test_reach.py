@@ -12,7 +12,7 @@ from itertools import permutations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import ROUTES, registered_device_memory
+from support.memory_kinds import ROUTES, register_device_memory
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import needs, software, verbs
@@ -60,7 +60,7 @@ def row_of(reach: Reach) -> dict[str, object]:
 
 def require_registration(devices: Sequence[Device], nics: Sequence[Nic], route: RegistrationRoute) -> None:
     """Register memory once. If that fails, the error has the cause of each method, not only of `route`."""
-    with registered_device_memory(devices[0], nics[0], route):
+    with register_device_memory(devices[0], nics[0], route):
         pass
 
 

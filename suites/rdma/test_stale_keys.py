@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF, MEMORY_KINDS, peer_queue_pair, register_by_route
+from support.memory_kinds import DMABUF, MEMORY_KINDS, connect_peer_queue_pair, register_by_route
 from support.raw_cuda import RawMemory
 
 from gdrkit import cuda, pattern
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.qualify
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 def test_old_key_is_refused_after_deregistration(nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind) -> None:
-    with memory_kind.memory() as memory, peer_queue_pair(nic, peer) as peer_pair:
+    with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
         remote = memory.remote(length_bytes=4 * KIB)
         peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
         memory.deregister()
@@ -41,7 +41,7 @@ def test_free_by_gdrkit_deregisters_first(nic: Nic, peer: Peer, seed: int, memor
     with (
         allocator.allocate(256 * KIB) as memory,
         register_by_route(memory, [nic], route=memory_kind.route) as registration,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         remote = registration.remote(nic, length_bytes=4 * KIB)
         memory.close()
@@ -60,7 +60,7 @@ def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
         RawMemory(device, 2 * MIB) as first,
         cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory,
         register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         remote = registration.remote(nic, length_bytes=64 * KIB)
         peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM, exported
+from support.faults import inject_faults
+from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM, export_dmabuf
 from support.memory_kinds import DMABUF
 from support.python_child import suites_environ
 
@@ -38,11 +38,11 @@ from gdrkit.buffers import DmabufRange
 from gdrkit.harness.peer import Peer
 from gdrkit.registration import DmabufMemory, RegionCache
 from gdrkit.verbs import Status
-from support.memory_kinds import peer_queue_pair
+from support.memory_kinds import connect_peer_queue_pair
 
 fd, seed = int(sys.argv[1]), int(sys.argv[2])
 nic = verbs.open_active_nics()[0]
-with nic, RegionCache([nic]) as cache, Peer() as peer, peer_queue_pair(nic, peer) as peer_pair:
+with nic, RegionCache([nic]) as cache, Peer() as peer, connect_peer_queue_pair(nic, peer) as peer_pair:
     part = DmabufRange.from_fd(fd, offset_bytes={OFFSET_BYTES}, length_bytes={PART_BYTES})
     with DmabufMemory(part) as memory, cache.lease(memory) as lease:
         peer_pair.write(lease.remote(nic), seed=seed).expect(Status.SUCCESS)
@@ -142,8 +142,8 @@ def test_range_outside_the_dmabuf_is_refused(dmabufs: tuple[int, int], part: tup
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: int) -> None:
     with (
-        exported(exporter, MIB) as fd,
-        exported(exporter, MIB) as other_fd,
+        export_dmabuf(exporter, MIB) as fd,
+        export_dmabuf(exporter, MIB) as other_fd,
         DmabufMemory(DmabufRange.from_fd(fd, offset_bytes=4099, length_bytes=100_000)) as memory,
         DmabufMemory(DmabufRange.from_fd(fd)) as whole,
         DmabufMemory(DmabufRange.from_fd(other_fd)) as other,
@@ -160,8 +160,10 @@ def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic:
     """Soft-RoCE registers no dma-bufs, and memory in a dma-buf has no other registration route."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
-            stack.enter_context(faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"))
-        memory = stack.enter_context(DmabufMemory(DmabufRange.from_fd(stack.enter_context(exported(exporter, MIB)))))
+            stack.enter_context(inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"))
+        memory = stack.enter_context(
+            DmabufMemory(DmabufRange.from_fd(stack.enter_context(export_dmabuf(exporter, MIB))))
+        )
         before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, [nic])

@@ -8,9 +8,9 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls
-from support.memory_kinds import DMABUF, peer_queue_pair, registration_call
+from support.faults import inject_faults
+from support.ledger import read_call_counts
+from support.memory_kinds import DMABUF, connect_peer_queue_pair, registration_function
 from support.raw_cuda import RawMemory, remap_chunk
 
 from gdrkit import cuda, handles, pattern
@@ -36,7 +36,11 @@ NEEDS_VERBS_TWIN = needs(software(Api.VERBS))
 
 
 def test_second_lookup_is_a_hit_and_its_key_is_valid(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
-    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with (
+        allocator.allocate(256 * KIB) as memory,
+        RegionCache([nic]) as cache,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
+    ):
         with cache.lease(memory) as first_lease:
             assert first_lease.length_bytes == memory.length_bytes
         with cache.lease(memory) as second_lease:
@@ -50,7 +54,11 @@ def test_second_lookup_is_a_hit_and_its_key_is_valid(allocator: AnyAllocator, ni
 def test_interior_range_is_a_hit_with_the_right_address(
     allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with (
+        allocator.allocate(256 * KIB) as memory,
+        RegionCache([nic]) as cache,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
+    ):
         memory.fill(0xA5)
         cache.lease(memory).close()
         with cache.lease(memory, offset_bytes=4097, length_bytes=1000) as lease:
@@ -85,11 +93,11 @@ def test_other_part_of_a_registered_allocation_is_a_hit(device: Device, nic: Nic
 def test_hit_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        calls_before = calls(Api.VERBS)
+        calls_before = read_call_counts(Api.VERBS)
         for offset_bytes in range(0, 256 * KIB, 4 * KIB):
             with cache.lease(memory, offset_bytes=offset_bytes) as lease:
                 assert lease.remote(nic).length_bytes == 256 * KIB - offset_bytes
-        assert calls(Api.VERBS) == calls_before
+        assert read_call_counts(Api.VERBS) == calls_before
 
 
 @DMABUF
@@ -97,7 +105,7 @@ def test_changed_buffer_id_at_the_same_address_is_a_miss(device: Device, nic: Ni
     with (
         RawMemory(device, 2 * MIB) as old_allocation,
         RegionCache([nic]) as cache,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         with (
             cuda.borrow(device, old_allocation.address, length_bytes=2 * MIB) as memory,
@@ -129,7 +137,7 @@ def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, pee
     with (
         VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory,
         RegionCache([nic]) as cache,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         with cache.lease(memory) as lease:
             old_remote = lease.remote(nic, offset_bytes=2 * MIB, length_bytes=4 * KIB)
@@ -145,7 +153,7 @@ def test_remapping_only_the_second_chunk_is_a_miss(device: Device, nic: Nic, pee
 
 
 def test_free_by_gdrkit_removes_the_entry_first(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
-    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory = allocator.allocate(256 * KIB)
         with cache.lease(memory) as lease:
             remote = lease.remote(nic, length_bytes=KIB)
@@ -176,7 +184,11 @@ def test_free_of_leased_memory_is_refused_until_lease_ends(allocator: AnyAllocat
 def test_invalidated_entry_is_deregistered_with_its_last_lease(
     allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    with allocator.allocate(256 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with (
+        allocator.allocate(256 * KIB) as memory,
+        RegionCache([nic]) as cache,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
+    ):
         with cache.lease(memory) as first_lease, cache.lease(memory) as second_lease:
             remote = first_lease.remote(nic, length_bytes=KIB)
             assert cache.invalidate(memory.address + 5, length_bytes=1) == 1
@@ -245,7 +257,7 @@ def test_failed_registration_is_not_cached(allocator: AnyAllocator, nic: Nic) ->
     assert nic.supports_dmabuf()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         handles_before = handles.live()
-        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 errno=ENOMEM"):
+        with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 errno=ENOMEM"):
             with pytest.raises(ApiError) as raised:
                 cache.lease(memory)
             assert raised.value.errno == errno.ENOMEM
@@ -277,12 +289,12 @@ def test_close_with_open_leases_is_refused_and_cache_stays_open(allocator: AnyAl
 def test_failed_deregistration_is_counted_and_retried(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
+        with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
             cache.invalidate(memory.address, length_bytes=1)
         assert raised.value.errno == errno.EBUSY
         assert (cache.statistics().regions, cache.statistics().not_deregistered) == (0, 1)
         # Before the free, gdrkit tries the deregistration again. So the memory is never freed while it is registered.
-        with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
+        with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
             memory.close()
         assert not memory.closed
         memory.close()

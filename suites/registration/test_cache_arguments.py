@@ -8,8 +8,8 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.memory_kinds import registration_call
+from support.faults import inject_faults
+from support.memory_kinds import registration_function
 
 from gdrkit.errors import Api, UsageError
 from gdrkit.harness.needs import needs, software, verbs
@@ -103,7 +103,7 @@ def test_interrupted_waiter_keeps_no_lease(
         signal.signal(signal.SIGUSR1, raise_in_the_waiter)
         registering_thread = threading.Thread(target=lambda: cache.lease(memory).close())
         interrupting_thread = threading.Thread(target=interrupt_the_waiter)
-        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={hold_file}"):
+        with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 hold={hold_file}"):
             registering_thread.start()
             while not cache.statistics().in_flight:
                 assert registering_thread.is_alive()

@@ -8,7 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
+from support.faults import inject_faults
 
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, RegistrationFailed, UsageError
 from gdrkit.harness.needs import cuda, needs, software, verbs
@@ -171,7 +171,7 @@ def test_close_without_a_limit_waits_for_the_leases(nic: Nic) -> None:
 def test_close_that_fails_is_tried_again(nic: Nic) -> None:
     with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        with faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
+        with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
             cache.close()
         assert not cache.closed
         assert cache.statistics() == statistics_with(

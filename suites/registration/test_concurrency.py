@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls, delayed_at_once
-from support.memory_kinds import peer_queue_pair, registration_call
+from support.faults import inject_faults
+from support.ledger import read_call_counts, read_peak_delayed_calls
+from support.memory_kinds import connect_peer_queue_pair, registration_function
 
 from gdrkit import launch
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -53,7 +53,7 @@ def allocated_memories(allocator: AnyAllocator, count: int) -> Iterator[list[Dev
 
 def delay_rule(allocator: AnyAllocator) -> str:
     """Return the fault rule that delays every registration."""
-    return f"{registration_call(allocator)} call=* delay_us=100000"
+    return f"{registration_function(allocator)} call=* delay_us=100000"
 
 
 @contextlib.contextmanager
@@ -61,7 +61,7 @@ def delayed_calls(rule: str) -> Iterator[None]:
     """Apply a rule that delays calls of the libibverbs twin inside the block. Without a twin, do nothing."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
-            stack.enter_context(faults(Api.VERBS, rule))
+            stack.enter_context(inject_faults(Api.VERBS, rule))
         yield
 
 
@@ -134,15 +134,19 @@ def test_threads_share_one_registration_per_key(allocator: AnyAllocator, nic: Ni
 @NEEDS_VERBS_TWIN
 def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
-    with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, faults(Api.VERBS, delay_rule(allocator)):
-        calls_before = calls(Api.VERBS)[registration_call(allocator)]
+    with (
+        allocator.allocate(64 * KIB) as memory,
+        RegionCache([nic]) as cache,
+        inject_faults(Api.VERBS, delay_rule(allocator)),
+    ):
+        calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
 
         def lease_and_return_key(_index: int) -> int:
             with cache.lease(memory) as lease:
                 return lease.remote(nic).rkey
 
         assert len(set(run_in_all_threads(lease_and_return_key))) == 1
-        assert calls(Api.VERBS)[registration_call(allocator)] == calls_before + 1
+        assert read_call_counts(Api.VERBS)[registration_function(allocator)] == calls_before + 1
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.hits + statistics.misses) == (1, THREAD_COUNT)
         assert (statistics.leases, statistics.in_flight, statistics.waiting) == (0, 0, 0)
@@ -152,12 +156,12 @@ def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, ni
 def test_registrations_of_different_keys_overlap(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with allocated_memories(allocator, 8) as memories, RegionCache([nic]) as cache:
-        with faults(Api.VERBS, delay_rule(allocator)):
-            calls_before = calls(Api.VERBS)[registration_call(allocator)]
+        with inject_faults(Api.VERBS, delay_rule(allocator)):
+            calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
             run_in_all_threads(lambda index: cache.lease(memories[index % 8]).close())
             # The calls overlap in the library itself: neither the cache nor the interpreter serializes them.
-            assert delayed_at_once(Api.VERBS)[registration_call(allocator)] > 1
-            assert calls(Api.VERBS)[registration_call(allocator)] == calls_before + 8
+            assert read_peak_delayed_calls(Api.VERBS)[registration_function(allocator)] > 1
+            assert read_call_counts(Api.VERBS)[registration_function(allocator)] == calls_before + 8
         assert cache.statistics().registrations == 8
 
 
@@ -165,10 +169,10 @@ def test_registrations_of_different_keys_overlap(allocator: AnyAllocator, nic: N
 def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
-        with faults(Api.VERBS, f"{registration_call(allocator)} call=* errno=ENOMEM delay_us=100000"):
-            calls_before = calls(Api.VERBS)[registration_call(allocator)]
+        with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=* errno=ENOMEM delay_us=100000"):
+            calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
             errors = run_in_all_threads(lambda _index: cache.lease(memory))
-            attempts = calls(Api.VERBS)[registration_call(allocator)] - calls_before
+            attempts = read_call_counts(Api.VERBS)[registration_function(allocator)] - calls_before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
         # Threads that joined the pending registration get the same failure, each as a separate error object. If several
         # threads raised one object, its traceback would have the frames of all threads.
@@ -191,7 +195,7 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
                 return lease.remote(nic).rkey
 
         with (
-            faults(Api.VERBS, f"{registration_call(allocator)} call=1 hold={hold_file}"),
+            inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 hold={hold_file}"),
             ThreadPoolExecutor(2) as threads,
         ):
             first = threads.submit(lease_and_return_key, 0)
@@ -236,9 +240,9 @@ def test_random_lookups_and_invalidations_leave_no_region(
 ) -> None:
     with (
         allocated_memories(allocator, 6) as memories,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
         RegionCache([nic], regions_max=3) as cache,
-        delayed_calls(f"{registration_call(allocator)} call=* delay_us=1000"),
+        delayed_calls(f"{registration_function(allocator)} call=* delay_us=1000"),
     ):
         # One registration runs first, so that a machine without any route fails once and not in all threads.
         cache.lease(memories[0]).close()

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.forked import held_by_another_thread, lock_of, wait_status_of_child
-from support.ledger import calls
+from support.forked import get_lock, hold_in_another_thread, run_in_forked_child
+from support.ledger import read_call_counts
 
 from gdrkit import verbs
 from gdrkit.errors import Api, ClosedResource
@@ -41,8 +41,8 @@ def test_cache_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) ->
             lease.close()
             cache.close()
 
-        with held_by_another_thread(lock_of(cache)):
-            assert wait_status_of_child(child) == 0
+        with hold_in_another_thread(get_lock(cache)):
+            assert run_in_forked_child(child) == 0
         # Nothing of the parent was deregistered.
         with cache.lease(memory) as new_lease:
             assert new_lease.remote(nic).rkey == key
@@ -53,7 +53,7 @@ def test_invalidated_lease_stays_registered_when_a_child_ends_it(allocator: AnyA
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
         cache.invalidate(memory.address, length_bytes=memory.length_bytes)
-        assert wait_status_of_child(lease.close) == 0
+        assert run_in_forked_child(lease.close) == 0
         assert cache.statistics().leases == 1
         lease.close()
         assert cache.statistics().leases == 0
@@ -68,8 +68,8 @@ def test_pool_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) -> 
             buffer.close()
             pool.close()
 
-        with held_by_another_thread(lock_of(pool)):
-            assert wait_status_of_child(child) == 0
+        with hold_in_another_thread(get_lock(pool)):
+            assert run_in_forked_child(child) == 0
         buffer.write(b"still registered")
         assert pool.statistics().free == 1
 
@@ -85,16 +85,16 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
     ):
 
         def child() -> None:
-            calls_before = calls(Api.VERBS)
+            calls_before = read_call_counts(Api.VERBS)
             for resource in (pair, queue, registration.region(parent_nic), registration, parent_nic):
                 resource.close()
-            assert calls(Api.VERBS) == calls_before
+            assert read_call_counts(Api.VERBS) == calls_before
             # The child can close the objects that it created.
             verbs.Nic.open(nic.name, port=nic.port.number).close()
-            calls_after = calls(Api.VERBS)
+            calls_after = read_call_counts(Api.VERBS)
             assert calls_after["ibv_dealloc_pd"] == calls_before.get("ibv_dealloc_pd", 0) + 1
 
-        assert wait_status_of_child(child) == 0
+        assert run_in_forked_child(child) == 0
 
 
 @needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic(), cuda.device())
@@ -102,27 +102,27 @@ def test_manager_is_closed_in_a_forked_child() -> None:
     with GdrManager() as manager:
 
         def child() -> None:
-            calls_before = calls(Api.VERBS), calls(Api.CUDA)
+            calls_before = read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)
             manager.close()
             assert manager.closed
             with pytest.raises(ClosedResource):
                 _ = manager.nics
-            assert (calls(Api.VERBS), calls(Api.CUDA)) == calls_before
+            assert (read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)) == calls_before
 
-        assert wait_status_of_child(child) == 0
+        assert run_in_forked_child(child) == 0
         assert manager.state.available
 
 
 def test_host_memory_works_in_a_forked_child() -> None:
-    with held_by_another_thread(lock_of(host_memory)):
-        assert wait_status_of_child(lambda: HostMemory(4096).close()) == 0
+    with hold_in_another_thread(get_lock(host_memory)):
+        assert run_in_forked_child(lambda: HostMemory(4096).close()) == 0
 
 
-@pytest.mark.parametrize("lock", [lock_of(gaudi_memory), lock_of(Placement())], ids=["gaudi", "placement"])
+@pytest.mark.parametrize("lock", [get_lock(gaudi_memory), get_lock(Placement())], ids=["gaudi", "placement"])
 def test_locks_are_free_in_a_forked_child(lock: AbstractContextManager[object]) -> None:
     def child() -> None:
         with lock:
             pass
 
-    with held_by_another_thread(lock):
-        assert wait_status_of_child(child) == 0
+    with hold_in_another_thread(lock):
+        assert run_in_forked_child(child) == 0

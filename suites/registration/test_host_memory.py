@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF, peer_queue_pair
+from support.memory_kinds import DMABUF, connect_peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.buffers import Allocator, DeviceBuffer, MemoryKind
@@ -66,7 +66,7 @@ def test_new_mapping_at_the_same_address_is_a_miss() -> None:
 
 @NEEDS_NIC
 def test_old_key_never_accesses_the_next_mapping(nic: Nic, peer: Peer, seed: int) -> None:
-    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         with HostMemory(LENGTH_BYTES) as memory:
             with cache.lease(memory) as lease:
                 assert lease.route is RegistrationRoute.HOST
@@ -101,7 +101,7 @@ def test_mapped_file_is_registered_and_shared(nic: Nic, peer: Peer, tmp_path: Pa
     path.write_bytes(bytes(LENGTH_BYTES + 1))
     with path.open("r+b") as file, MappedFile(file.fileno(), length_bytes=LENGTH_BYTES + 1) as memory:
         assert isinstance(memory, DeviceBuffer)
-        with register(memory, [nic]) as registration, peer_queue_pair(nic, peer) as peer_pair:
+        with register(memory, [nic]) as registration, connect_peer_queue_pair(nic, peer) as peer_pair:
             assert registration.route is RegistrationRoute.HOST
             peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
         pattern.check(path.read_bytes(), seed=seed)

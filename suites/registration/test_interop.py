@@ -7,7 +7,7 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.memory_kinds import DMABUF, peer_queue_pair
+from support.memory_kinds import DMABUF, connect_peer_queue_pair
 from support.raw_cuda import raw_allocate_managed, raw_free
 
 from gdrkit import cuda, pattern
@@ -87,7 +87,7 @@ def test_wrapped_array_is_registered_and_not_freed(
         with (
             cuda.wrap(ArrayWithInterface(memory, **fields), device=device) as wrapped,
             RegionCache([nic]) as cache,
-            peer_queue_pair(nic, peer) as peer_pair,
+            connect_peer_queue_pair(nic, peer) as peer_pair,
         ):
             assert (wrapped.address, wrapped.length_bytes, wrapped.kind) == (
                 memory.address,

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls, delayed_at_once
+from support.faults import inject_faults
+from support.ledger import read_call_counts, read_peak_delayed_calls
 
 from gdrkit.errors import Api, ApiError, Reason, UsageError
 from gdrkit.harness.needs import needs, software
@@ -34,7 +34,7 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         for round_index in range(200):
             leases = [cache.lease(memory) for _ in range(3)]
-            calls_before = calls(Api.VERBS).get(DEREGISTER, 0)
+            calls_before = read_call_counts(Api.VERBS).get(DEREGISTER, 0)
             barrier = threading.Barrier(4)
 
             def run_at_once(action: Callable[[], object], barrier: threading.Barrier = barrier) -> None:
@@ -45,7 +45,7 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
             actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
             with ThreadPoolExecutor(4) as threads:
                 list(threads.map(run_at_once, actions))
-            assert calls(Api.VERBS).get(DEREGISTER, 0) == calls_before + 1
+            assert read_call_counts(Api.VERBS).get(DEREGISTER, 0) == calls_before + 1
             statistics = cache.statistics()
             assert (
                 statistics.leases,
@@ -59,9 +59,9 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
 def test_free_and_close_wait_for_a_running_deregistration(allocator: AnyAllocator, nic: Nic, operation: str) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        with faults(Api.VERBS, f"{DEREGISTER} call=1 delay_us=300000"), ThreadPoolExecutor(1) as threads:
+        with inject_faults(Api.VERBS, f"{DEREGISTER} call=1 delay_us=300000"), ThreadPoolExecutor(1) as threads:
             invalidation = threads.submit(cache.invalidate, memory.address, length_bytes=1)
-            while not delayed_at_once(Api.VERBS).get(DEREGISTER):
+            while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTER):
                 assert not invalidation.done()
             (memory if operation == "free" else cache).close()
             assert cache.statistics().registered_bytes == 0
@@ -72,9 +72,9 @@ def test_free_retries_a_failed_deregistration(allocator: AnyAllocator, nic: Nic)
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
         rule = f"{DEREGISTER} call=1 delay_us=300000 errno=EBUSY"
-        with faults(Api.VERBS, rule), ThreadPoolExecutor(1) as threads:
+        with inject_faults(Api.VERBS, rule), ThreadPoolExecutor(1) as threads:
             invalidation = threads.submit(cache.invalidate, memory.address, length_bytes=1)
-            while not delayed_at_once(Api.VERBS).get(DEREGISTER):
+            while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTER):
                 assert not invalidation.done()
             memory.close()
             with pytest.raises(ApiError):

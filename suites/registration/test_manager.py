@@ -6,9 +6,9 @@ import contextlib
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls
-from support.memory_kinds import DMABUF, peer_queue_pair
+from support.faults import inject_faults
+from support.ledger import read_call_counts
+from support.memory_kinds import DMABUF, connect_peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, RegistrationFailed, UsageError
@@ -36,7 +36,7 @@ def test_available_manager_reports_routes_that_work(peer: Peer, seed: int) -> No
         with manager.device(0).allocate(64 * KIB) as memory:
             with manager.lease(memory) as lease:
                 nic, remote = manager.remote(lease, gpu_index=0)
-                with peer_queue_pair(nic, peer) as peer_pair:
+                with connect_peer_queue_pair(nic, peer) as peer_pair:
                     peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
             pattern.check(memory.read(), seed=seed)
 
@@ -80,7 +80,7 @@ def current_device() -> int:
 @DMABUF
 def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[str, ...], reason: Reason) -> None:
     handles_before = handles.live()
-    with faults(api, *rules), GdrManager(gpu_indices=None) as manager:
+    with inject_faults(api, *rules), GdrManager(gpu_indices=None) as manager:
         assert not manager.state.available
         assert {**handles.live(), "registration.manager": 0} == {**handles_before, "registration.manager": 0}
         (obstacle,) = manager.state.obstacles
@@ -99,7 +99,7 @@ def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
     with GdrManager() as manager:
         assert manager.state.gpus
         assert manager.state.nics
-    with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), GdrManager() as manager:
+    with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), GdrManager() as manager:
         assert manager.state.available
         broken, working = manager.state.gpus[:2]
         assert broken.route is None
@@ -152,9 +152,9 @@ def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
     ordering = Ordering.of(device)
     assert ordering.flush_options & FlushOption.HOST
     assert ordering.visibility in set(WriteVisibility)
-    calls_before = calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+    calls_before = read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
     assert ordering.make_visible(device) is ordering.needs_flush
-    assert calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == calls_before + ordering.needs_flush
+    assert read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0) == calls_before + ordering.needs_flush
 
 
 @needs(cuda_needs.device())

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.memory_kinds import peer_queue_pair
+from support.faults import inject_faults
+from support.memory_kinds import connect_peer_queue_pair
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -48,7 +48,7 @@ def test_blocks_grow_in_powers_of_two_then_in_halves(length_bytes: int, expected
 
 def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
     rng = random.Random(seed)
-    with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         for turn in range(60):
             length_bytes = int(4 * KIB * 2 ** rng.uniform(0, 9))
             with pool.allocate(length_bytes) as pooled, cache.lease(pooled.memory, length_bytes=length_bytes) as lease:
@@ -120,10 +120,10 @@ def test_threads_never_share_memory(device: Device) -> None:
 def test_idle_memory_is_freed_if_the_device_is_full(device: Device) -> None:
     with MemoryPool(device) as pool:
         pool.allocate(MIB).close()
-        with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pool.allocate(8 * MIB):
+        with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pool.allocate(8 * MIB):
             assert pool.statistics().trimmed_blocks == 1
         pool.trim()
-        with faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pytest.raises(ApiError) as raised:
+        with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pytest.raises(ApiError) as raised:
             pool.allocate(8 * MIB)
         assert raised.value.reason is Reason.OUT_OF_MEMORY
 

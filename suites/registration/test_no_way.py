@@ -11,7 +11,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
+from support.faults import inject_faults
 
 from gdrkit import handles, launch
 from gdrkit.cuda import VmmMemory
@@ -39,7 +39,7 @@ def both_routes_refused() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
             rules = [f"{name} call=* errno={error_number}" for name, error_number in (DMABUF_CAUSE, ADDRESS_CAUSE)]
-            stack.enter_context(faults(Api.VERBS, *rules))
+            stack.enter_context(inject_faults(Api.VERBS, *rules))
         yield
 
 

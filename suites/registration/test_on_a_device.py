@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 import pytest
-from support.memory_kinds import DMABUF, peer_queue_pair, register_by_route
+from support.memory_kinds import DMABUF, connect_peer_queue_pair, register_by_route
 from support.raw_cuda import RawMemory
 from support.sharing import import_in_peer
 
@@ -35,7 +35,7 @@ def check_write_by_dmabuf(memory: DeviceBuffer, nic: Nic, peer: Peer, seed: int)
     """Let the peer write a part of the memory by RDMA, and check every byte."""
     with (
         register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         remote = registration.remote(nic, offset_bytes=4097, length_bytes=MIB + 3)
         peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
@@ -89,7 +89,7 @@ def test_reused_address_has_a_new_buffer_id_and_key(
     """A reused address is a miss of the cache, and the old key never accesses the new memory."""
     with (
         RegionCache([nic]) as cache,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
         RawMemory(device, 2 * MIB) as old_allocation,
         cuda.borrow(device, old_allocation.address, length_bytes=2 * MIB) as memory,
     ):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import DMABUF
-from support.pci_tree import GPU_ADDRESS, PCI_PATHS, SWITCH, pci_paths_with_gpu, tree_at
+from support.pci_tree import GPU_ADDRESS, PCI_PATHS, SWITCH, create_pci_tree, move_gpu
 from support.python_child import suites_environ
 
 from gdrkit.errors import Api, UsageError
@@ -37,18 +37,18 @@ if TYPE_CHECKING:
     ],
 )
 def test_distance_follows_the_pci_tree(tmp_path: Path, nic: str, distance: Distance) -> None:
-    assert Placement(tree_at(tmp_path, {"nic": nic})).distance(GPU_ADDRESS, "nic") is distance
+    assert Placement(create_pci_tree(tmp_path, {"nic": nic})).distance(GPU_ADDRESS, "nic") is distance
 
 
 def test_device_missing_in_sysfs_has_unknown_distance(tmp_path: Path) -> None:
-    placement = Placement(tree_at(tmp_path, {"nic": "0000:04:00.0"}))
+    placement = Placement(create_pci_tree(tmp_path, {"nic": "0000:04:00.0"}))
     assert placement.distance("0000:99:00.0", "nic") is Distance.UNKNOWN
     assert placement.distance("", "nic") is Distance.UNKNOWN
 
 
 def test_distance_of_a_missing_nic_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_9'") as caught:
-        Placement(tree_at(tmp_path, {"nic": "0000:04:00.0"})).distance(GPU_ADDRESS, "mlx5_9")
+        Placement(create_pci_tree(tmp_path, {"nic": "0000:04:00.0"})).distance(GPU_ADDRESS, "mlx5_9")
     assert caught.value.what_to_do == "choose from nic"
     with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_99'"):
         Placement().distance(GPU_ADDRESS, "mlx5_99")
@@ -62,13 +62,13 @@ def test_distance_of_a_nic_known_only_to_verbs_is_unknown(nics: tuple[Nic, ...])
 
 def test_host_bridges_without_numa_node_count_as_one_node(tmp_path: Path) -> None:
     pci_paths = {address: (path, -1) for address, (path, _node) in PCI_PATHS.items()}
-    tree = tree_at(tmp_path, {"nic": "0000:81:00.0"}, pci_paths=pci_paths)
+    tree = create_pci_tree(tmp_path, {"nic": "0000:81:00.0"}, pci_paths=pci_paths)
     assert Placement(tree).distance(GPU_ADDRESS, "nic") is Distance.NODE
 
 
 def test_choice_without_nics_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        Placement(tree_at(tmp_path, {})).choose(GPU_ADDRESS, [])
+        Placement(create_pci_tree(tmp_path, {})).choose(GPU_ADDRESS, [])
 
 
 # This runs in a child, because the software twin (a library that emulates the hardware) reads the number of NICs when
@@ -79,24 +79,24 @@ from gdrkit import verbs
 from gdrkit.harness.peer import Peer
 from gdrkit.host import HostTree
 from gdrkit.registration import GdrManager
-from support.ledger import traffic
-from support.memory_kinds import peer_queue_pair
+from support.ledger import read_traffic
+from support.memory_kinds import connect_peer_queue_pair
 from gdrkit.errors import Api
 from gdrkit.verbs import Status
 
 with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() as peer:
     assert manager.state.available, manager.state
     # The manager has measured which NICs reach the GPU, which moved bytes, too.
-    before, key = traffic(Api.VERBS), "served_write_bytes"
+    before, key = read_traffic(Api.VERBS), "served_write_bytes"
     used = []
     with manager.device(0).allocate(1 << 20) as memory:
         for step in range(4):
             with manager.lease(memory) as lease:
                 nic, remote = manager.remote(lease, gpu_index=0, length_bytes=100_000)
-                with peer_queue_pair(nic, peer) as peer_pair:
+                with connect_peer_queue_pair(nic, peer) as peer_pair:
                     peer_pair.write(remote, seed=step).expect(Status.SUCCESS)
                 used.append(nic.name)
-        served_bytes = {name: row[key] - before[name][key] for name, row in traffic(Api.VERBS).items()}
+        served_bytes = {name: row[key] - before[name][key] for name, row in read_traffic(Api.VERBS).items()}
     print(json.dumps({"nics": list(manager.state.nics), "used": used, "served": served_bytes}))
 """
 
@@ -123,7 +123,7 @@ NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 @NEEDS_TWINS
 def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
-    tree_at(tmp_path, nics, pci_paths=pci_paths_with_gpu(device.pci_bus_id))
+    create_pci_tree(tmp_path, nics, pci_paths=move_gpu(device.pci_bus_id))
     result = run_transfers(tmp_path, nics)
     assert result["nics"] == list(nics)
     assert result["used"] == ["twin2"] * 4
@@ -134,8 +134,8 @@ def test_nearest_nic_transfers_the_bytes(tmp_path: Path, device: Device) -> None
 @NEEDS_TWINS
 def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -> None:
     nics = {"twin0": "0000:41:00.0", "twin1": "0000:04:00.0", "twin2": "0000:81:00.0", "twin3": "0000:07:00.0"}
-    pci_paths = pci_paths_with_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
-    tree_at(tmp_path, nics, pci_paths=pci_paths)
+    pci_paths = move_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    create_pci_tree(tmp_path, nics, pci_paths=pci_paths)
     result = run_transfers(tmp_path, nics)
     assert result["used"] == ["twin1", "twin3", "twin1", "twin3"]
     assert result["served"] == {"twin0": 0, "twin1": 200_000, "twin2": 0, "twin3": 200_000}
@@ -144,7 +144,7 @@ def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -
 @needs(verbs.nic(count_min=2))
 def test_faster_link_wins_among_equally_near_nics(tmp_path: Path, nics: tuple[Nic, ...]) -> None:
     names = [nic.name for nic in nics[:2]]
-    tree = tree_at(tmp_path, dict(zip(names, ["0000:04:00.0", "0000:05:00.0"], strict=True)))
+    tree = create_pci_tree(tmp_path, dict(zip(names, ["0000:04:00.0", "0000:05:00.0"], strict=True)))
     for name, rate in zip(names, ["200 Gb/sec (4X HDR)", "400 Gb/sec (4X NDR)"], strict=True):
         port = tmp_path / f"sys/class/infiniband/{name}/ports/1"
         port.mkdir(parents=True)

@@ -12,8 +12,8 @@ import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.faults import faults
-from support.memory_kinds import DMABUF, peer_queue_pair, register_by_route, registration_call
+from support.faults import inject_faults
+from support.memory_kinds import DMABUF, connect_peer_queue_pair, register_by_route, registration_function
 
 from gdrkit import handles
 from gdrkit.cuda import VmmMemory
@@ -48,12 +48,16 @@ def test_dmabuf_is_used_if_every_nic_supports_it(device: Device, nics: tuple[Nic
 def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
     device: Device, nics: tuple[Nic, ...], seed: int, peer: Peer
 ) -> None:
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF), register(memory, nics) as registration:
+    with (
+        device.allocate(64 * KIB) as memory,
+        inject_faults(Api.VERBS, NO_DMABUF),
+        register(memory, nics) as registration,
+    ):
         assert registration.route is RegistrationRoute.PEER_MEMORY
         (refusal,) = registration.refusals
         assert isinstance(refusal, ApiError)
         assert (refusal.operation, refusal.errno) == ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
-        with peer_queue_pair(nics[0], peer) as peer_pair:
+        with connect_peer_queue_pair(nics[0], peer) as peer_pair:
             peer_pair.write(registration.remote(nics[0]), seed=seed).expect(Status.SUCCESS)
 
 
@@ -61,7 +65,7 @@ def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
 @DMABUF
 @needs(software(Api.VERBS))
 def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics: tuple[Nic, ...]) -> None:
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
+    with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
         handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, nics)
@@ -90,7 +94,7 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
                 register(memory, nics)
             traceback_lengths.add(len(raised.traceback))
 
-    with faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
+    with inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
         for _ in range(50):
             register_and_fail()
     gc.collect()
@@ -102,7 +106,7 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
 @needs(software(Api.VERBS))
 def test_transient_probe_error_is_retried(nic: Nic) -> None:
     with Nic.open(nic.name) as new_nic:
-        with faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM"):
+        with inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=* errno=ENOMEM"):
             refusal = new_nic.dmabuf_error()
             assert refusal is not None
             assert refusal.errno == errno.ENOMEM
@@ -113,7 +117,7 @@ def test_transient_probe_error_is_retried(nic: Nic) -> None:
 @needs(software(Api.VERBS))
 def test_refusal_of_a_nic_is_a_new_error_each_time(nic: Nic) -> None:
     with Nic.open(nic.name) as new_nic:
-        with faults(Api.VERBS, NO_DMABUF):
+        with inject_faults(Api.VERBS, NO_DMABUF):
             first_error = new_nic.dmabuf_error()
         second_error = new_nic.dmabuf_error()
         assert first_error is not None
@@ -130,14 +134,14 @@ def test_failure_of_the_second_nic_deregisters_the_first(allocator: AnyAllocator
         assert nic.supports_dmabuf()
     with (
         allocator.allocate(64 * KIB) as memory,
-        faults(Api.VERBS, f"{registration_call(allocator)} call=2 errno=ENOMEM"),
+        inject_faults(Api.VERBS, f"{registration_function(allocator)} call=2 errno=ENOMEM"),
     ):
         handles_before = handles.live()
         with pytest.raises(ApiError) as raised:
             register(memory, nics)
         assert handles.live() == handles_before
         # ENOMEM does not mean that the route is unsupported, so the policy does not try another route.
-        assert (raised.value.operation, raised.value.errno) == (registration_call(allocator), errno.ENOMEM)
+        assert (raised.value.operation, raised.value.errno) == (registration_function(allocator), errno.ENOMEM)
         register(memory, nics).close()
 
 
@@ -204,7 +208,7 @@ def test_vmm_memory_of_several_chunks_is_one_region(device: Device, nic: Nic, pe
     with (
         VmmMemory.create(device, 6 * MIB, chunk_bytes=2 * MIB) as memory,
         register(memory, [nic]) as registration,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         assert len(memory.allocation_key()) == 3
         # The range begins in the first chunk and ends in the third.

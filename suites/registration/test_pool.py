@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls
-from support.memory_kinds import peer_queue_pair, registration_call
+from support.faults import inject_faults
+from support.ledger import read_call_counts
+from support.memory_kinds import connect_peer_queue_pair, registration_function
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -31,7 +31,7 @@ BUFFER_BYTES = 10 * KIB
 def test_buffers_are_accessible_and_separate(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=3) as pool,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         buffers = [pool.allocate() for _ in range(3)]
         for index, buffer in enumerate(buffers):
@@ -44,7 +44,7 @@ def test_buffers_are_accessible_and_separate(allocator: AnyAllocator, nic: Nic, 
 def test_slice_is_closed_with_its_buffer(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
     with (
         BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool,
-        peer_queue_pair(nic, peer) as peer_pair,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         with pool.allocate() as buffer:
             buffer.write(b"\xa5" * BUFFER_BYTES)
@@ -65,11 +65,11 @@ def test_slice_is_closed_with_its_buffer(allocator: AnyAllocator, nic: Nic, peer
 @needs(software(Api.VERBS))
 def test_allocate_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None:
     with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2) as pool:
-        calls_before = calls(Api.VERBS)
+        calls_before = read_call_counts(Api.VERBS)
         for _ in range(10):
             with pool.allocate() as buffer:
                 assert buffer.remote(nic).length_bytes == BUFFER_BYTES
-        assert calls(Api.VERBS) == calls_before
+        assert read_call_counts(Api.VERBS) == calls_before
 
 
 def test_allocate_from_an_empty_pool_times_out(allocator: AnyAllocator, nic: Nic) -> None:
@@ -149,7 +149,10 @@ def test_pool_with_failed_registration_leaves_nothing(allocator: AnyAllocator, n
     assert nic.supports_dmabuf()
     with allocator.allocate(BUFFER_BYTES):
         handles_before = handles.live()
-        with faults(Api.VERBS, f"{registration_call(allocator)} call=1 errno=ENOMEM"), pytest.raises(ApiError):
+        with (
+            inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 errno=ENOMEM"),
+            pytest.raises(ApiError),
+        ):
             BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2)
         assert handles.live() == handles_before
     for options in ({"buffer_bytes": 0, "count": 1}, {"buffer_bytes": 1, "count": 0}):

@@ -10,8 +10,8 @@ import logging
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls
+from support.faults import inject_faults
+from support.ledger import read_call_counts
 from support.memory_kinds import DMABUF
 
 from gdrkit.errors import Api, ApiError, RegistrationFailed
@@ -87,7 +87,7 @@ def test_nic_that_moves_nothing_is_left_out_and_named(
 ) -> None:
     rules = [rule, *(["ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP nic=twin1"] if rule.startswith("ibv_") else [])]
     placement = Placement(reach=ReachTable(retry_after_s=0))
-    with faults(Api.VERBS, *rules), caplog.at_level(logging.WARNING):
+    with inject_faults(Api.VERBS, *rules), caplog.at_level(logging.WARNING):
         assert placement.usable(device, nics) == tuple(nic for nic in nics if nic.name != "twin1")
     results = {reach.nic: reach for reach in placement.reach.measured(device, nics)}
     assert f"NIC twin1 is left out for GPU {device.pci_bus_id}" in caplog.text
@@ -99,7 +99,7 @@ def test_nic_that_moves_nothing_is_left_out_and_named(
 
 def test_failed_nic_is_measured_again_only_later(device: Device, nics: tuple[Nic, ...]) -> None:
     placement = Placement(reach=ReachTable(retry_after_s=3600))
-    with faults(Api.VERBS, NO_WRITES):
+    with inject_faults(Api.VERBS, NO_WRITES):
         placement.usable(device, nics)
     assert "twin1" not in {nic.name for nic in placement.usable(device, nics)}
     placement.reach.forget(device.uuid, nics)
@@ -107,7 +107,7 @@ def test_failed_nic_is_measured_again_only_later(device: Device, nics: tuple[Nic
 
 
 def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[Nic, ...]) -> None:
-    with faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as raised:
+    with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as raised:
         Placement().usable(device, nics)
     assert len(raised.value.causes) == len(nics)
     for cause in raised.value.causes:
@@ -118,13 +118,13 @@ def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[N
 
 
 def registrations() -> int:
-    return calls(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
+    return read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
 
 
 def test_other_table_reads_the_file_and_measures_nothing(
     device: Device, nics: tuple[Nic, ...], state_folder: Path
 ) -> None:
-    with faults(Api.VERBS, NO_WRITES):
+    with inject_faults(Api.VERBS, NO_WRITES):
         first = ReachTable().measured(device, nics)
     assert (state_folder / "reach").stat().st_mode & 0o777 == 0o600
     before = registrations()
@@ -175,7 +175,7 @@ def test_file_that_others_may_have_written_is_ignored(
 
 def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
     placement = Placement(reach=ReachTable(retry_after_s=0))
-    with faults(Api.VERBS, NO_WRITES), GdrManager(gpu_indices=[0], placement=placement) as manager:
+    with inject_faults(Api.VERBS, NO_WRITES), GdrManager(gpu_indices=[0], placement=placement) as manager:
         (gpu,) = manager.state.gpus
         assert manager.state.available
         assert gpu.nics == tuple(nic.name for nic in nics if nic.name != "twin1")
@@ -184,12 +184,12 @@ def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
             with manager.lease(memory) as lease:
                 assert [nic.name for nic in lease.nics] == list(gpu.nics)
                 assert all(manager.remote(lease, gpu_index=0)[0].name != "twin1" for _ in nics)
-            with faults(Api.VERBS), manager.lease(memory) as lease:
+            with inject_faults(Api.VERBS), manager.lease(memory) as lease:
                 assert [nic.name for nic in lease.nics] == [nic.name for nic in nics]
 
 
 def test_manager_without_moved_bytes_is_unavailable() -> None:
-    with faults(Api.VERBS, "wc.rdma_write call=* status=12"), GdrManager() as manager:
+    with inject_faults(Api.VERBS, "wc.rdma_write call=* status=12"), GdrManager() as manager:
         assert not manager.state.available
         assert all(gpu.route is None and gpu.nics == () for gpu in manager.state.gpus)
         (obstacle,) = manager.state.obstacles

@@ -11,8 +11,8 @@ import xml.etree.ElementTree as ET
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import host_facts, host_records, write_run
-from support.records import facts_of, record_of, run_of
+from support.hosts import make_host_facts, make_host_records, write_run
+from support.records import make_facts, make_record, make_run
 
 from gdrkit.errors import Reason, SetupMissing, UsageError
 from gdrkit.harness.needs import host, needs
@@ -44,8 +44,8 @@ EXECUTE_UNPRIVILEGED_PROGRAM = (
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> RunFolder:
-    records = [record_of(case=f"a.py::test_{number}") for number in range(3)]
-    return RunFolder(write_run(tmp_path / "run", facts_of(), records))
+    records = [make_record(case=f"a.py::test_{number}") for number in range(3)]
+    return RunFolder(write_run(tmp_path / "run", make_facts(), records))
 
 
 def run_gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -129,9 +129,9 @@ def with_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
 
 @pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
 def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: str) -> None:
-    facts = host_facts(gpus=1, nics=1)
+    facts = make_host_facts(gpu_count=1, nic_count=1)
     # The records have two sizes of a sweep, so that there is a plot, and one record of each other type.
-    records = [record for record in host_records(facts) if "16MiB" not in record.case][:8]
+    records = [record for record in make_host_records(facts) if "16MiB" not in record.case][:8]
     folder = RunFolder(write_run(tmp_path / "run", facts, records))
     file = folder.path / name
     if name == "plan.json":
@@ -159,7 +159,7 @@ def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: 
 
 
 def test_text_with_other_line_ends_is_one_record(tmp_path: Path) -> None:
-    record = record_of(title="one\u2028two\x85three\x0cfour\ud800", evidence={"said": "a\r\nb"})
+    record = make_record(title="one\u2028two\x85three\x0cfour\ud800", evidence={"said": "a\r\nb"})
     append_record(tmp_path / "records.jsonl", record)
     assert read_records(tmp_path / "records.jsonl") == (record,)
 
@@ -222,7 +222,7 @@ def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, variant: str) -> No
     if variant == "empty":
         (tmp_path / "records.jsonl").touch()
     if variant == "no_facts":
-        RunFolder(tmp_path).write_run(run_of())
+        RunFolder(tmp_path).write_run(make_run())
     completed = run_gdrkit("report", tmp_path)
     assert completed.returncode == 2
     assert len(completed.stderr.splitlines()) == 1

@@ -10,8 +10,8 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import HARDWARE, host_facts, host_records, write_run
-from support.records import facts_of, proven_route, record_of, run_of
+from support.hosts import HARDWARE, make_host_facts, make_host_records, write_run
+from support.records import make_facts, make_proven_route, make_record, make_run
 
 from gdrkit.report import CaseReason, ClaimedRoute, Verdict
 from gdrkit.report.compare import Comparison, compare, describe_comparison
@@ -30,7 +30,7 @@ RATE_NAME = "rate_gb_per_s_median"
 
 def make_contents(*records: Record) -> Contents:
     return Contents(
-        run_of(), facts_of(), records, tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
+        make_run(), make_facts(), records, tuple(f"records.jsonl:{number}" for number in range(1, len(records) + 1))
     )
 
 
@@ -47,12 +47,12 @@ def measured_record(draw: Callable[[], float], rate: float) -> Record:
         "rate_spread_percent": (upper_quartile - lower_quartile) / median * 100,
         "rounds_count": ROUND_COUNT,
     }
-    return record_of(numbers=numbers, substrate=HARDWARE)
+    return make_record(numbers=numbers, substrate=HARDWARE)
 
 
 def single_number_record(draw: Callable[[], float], rate: float) -> Record:
     """Return a record with one number and no spread. `draw` returns the noise factor of the number."""
-    return record_of(numbers={"rate_gb_per_s": rate * draw()}, substrate=HARDWARE)
+    return make_record(numbers={"rate_gb_per_s": rate * draw()}, substrate=HARDWARE)
 
 
 def is_worse(before: Record, after: Record) -> bool:
@@ -100,7 +100,7 @@ def test_regression_of_10_percent_exceeds_noise_of_3_percent(
     ],
 )
 def test_direction_of_a_change_follows_from_the_unit(name: str, before: float, after: float, outcome: str) -> None:
-    earlier, later = (record_of(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
+    earlier, later = (make_record(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
     (change,) = compare_records(earlier, later).changes
     assert change.outcome == outcome
     assert change.origins == ("records.jsonl:1", "records.jsonl:1")
@@ -108,7 +108,7 @@ def test_direction_of_a_change_follows_from_the_unit(name: str, before: float, a
 
 def test_noise_band_widens_with_the_spread() -> None:
     numbers = {"rate_spread_percent": 40.0, "rounds_count": 15.0}
-    earlier, later = (record_of(numbers={RATE_NAME: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0))
+    earlier, later = (make_record(numbers={RATE_NAME: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0))
     (change,) = compare_records(earlier, later).changes
     assert change.outcome == "same"
     assert change.band_percent is not None
@@ -116,8 +116,8 @@ def test_noise_band_widens_with_the_spread() -> None:
 
 
 def test_extreme_numbers_are_compared_without_an_error() -> None:
-    before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
-    after = record_of(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
+    before = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (1.7e308, -1.7e308, 5e-324)]
+    after = make_record(numbers={"rate_gb_per_s": 1.7e308}, substrate=HARDWARE)
     comparison = compare(make_contents(*before), make_contents(after), noise_percent=5.0)
     (change,) = comparison.changes
     assert (change.outcome, change.change_percent, change.band_percent) == ("same", 1e9, 1e9)
@@ -125,20 +125,20 @@ def test_extreme_numbers_are_compared_without_an_error() -> None:
 
 
 def test_records_of_one_side_are_combined() -> None:
-    before = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 10.0, 51.0)]
-    after = record_of(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE)
+    before = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 10.0, 51.0)]
+    after = make_record(numbers={"rate_gb_per_s": 49.5}, substrate=HARDWARE)
     (change,) = compare(make_contents(*before), make_contents(after), noise_percent=5.0).changes
     assert (change.before, change.outcome) == ("50", "same")
 
 
 def test_numbers_of_different_substrates_are_not_compared() -> None:
-    on_hardware = record_of(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE)
-    (change,) = compare_records(on_hardware, record_of(numbers={"rate_gb_per_s": 1.0}, substrate=ON_TWINS)).changes
+    on_hardware = make_record(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE)
+    (change,) = compare_records(on_hardware, make_record(numbers={"rate_gb_per_s": 1.0}, substrate=ON_TWINS)).changes
     assert change.outcome == "not_comparable"
 
 
 def test_numbers_of_twins_have_a_change_and_no_value() -> None:
-    earlier, later = (record_of(numbers={"rate_gb_per_s": rate}, substrate=ON_TWINS) for rate in (12.345, 6.0))
+    earlier, later = (make_record(numbers={"rate_gb_per_s": rate}, substrate=ON_TWINS) for rate in (12.345, 6.0))
     comparison = compare_records(earlier, later)
     assert comparison.is_worse
     assert "-51.4 %" in describe_comparison(comparison)
@@ -146,22 +146,24 @@ def test_numbers_of_twins_have_a_change_and_no_value() -> None:
 
 
 def test_worse_verdicts_and_routes_are_found() -> None:
-    route = proven_route(0, "mlx5_0")
-    good_record = record_of(routes=(route,), substrate=HARDWARE)
+    route = make_proven_route(0, "mlx5_0")
+    good_record = make_record(routes=(route,), substrate=HARDWARE)
     fallback = ClaimedRoute(0, "mlx5_0", "dmabuf", "by the host")
-    bad_record = record_of(Verdict.UNPROVEN, routes=(fallback,), reasons=(CaseReason("not seen"),), substrate=HARDWARE)
+    bad_record = make_record(
+        Verdict.UNPROVEN, routes=(fallback,), reasons=(CaseReason("not seen"),), substrate=HARDWARE
+    )
     changes = compare_records(good_record, bad_record).changes
     worse = {(change.kind, change.before, change.after) for change in changes if change.outcome == "worse"}
     assert worse == {("verdict", "pass", "unproven"), ("route", "proven", "fell_back")}
     assert not compare_records(bad_record, good_record).is_worse
-    comparison = compare(make_contents(good_record), make_contents(record_of(case="b.py::other")), noise_percent=5.0)
+    comparison = compare(make_contents(good_record), make_contents(make_record(case="b.py::other")), noise_percent=5.0)
     assert {(change.kind, change.outcome) for change in comparison.changes} == {("verdict", "gone"), ("route", "gone")}
 
 
 def test_hostile_name_is_escaped() -> None:
     name = "a.py::test\x1b[2J\x9b31m\u202e\ud800[ü]"
     earlier, later = (
-        record_of(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0)
+        make_record(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0)
     )
     comparison = compare_records(earlier, later)
     for text in (comparison.to_json(), describe_comparison(comparison)):
@@ -176,9 +178,9 @@ def run_gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def test_exit_code_is_1_if_something_became_worse(tmp_path: Path) -> None:
-    facts = host_facts(gpus=1, nics=1)
-    before = write_run(tmp_path / "before", facts, list(host_records(facts)))
-    after = write_run(tmp_path / "after", facts, list(host_records(facts, factor=0.9)))
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    before = write_run(tmp_path / "before", facts, list(make_host_records(facts)))
+    after = write_run(tmp_path / "after", facts, list(make_host_records(facts, rate_factor=0.9)))
     same_runs = run_gdrkit("compare", before, before)
     assert (same_runs.returncode, same_runs.stdout.splitlines()[-1]) == (0, "nothing became worse")
     worse_run = run_gdrkit("compare", before, after / "records.jsonl", "--json")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.records import TWIN, facts_of, record_of, route, run_of
+from support.records import TWIN, make_facts, make_record, make_route_facts, make_run
 
 from gdrkit.errors import Reason, UsageError
 from gdrkit.install_paths import install_paths
@@ -90,15 +90,15 @@ def read_page(text: str) -> Page:
 def hostile_records() -> list[Record]:
     library = SeenLibrary("case", HOSTILE_TEXT, HOSTILE_TEXT, "ab12", TWIN.notes, HOSTILE_TEXT)
     return [
-        record_of(
+        make_record(
             case=f"{HOSTILE_TEXT}.py::{HOSTILE_TEXT}",
             title=HOSTILE_TEXT,
             evidence={HOSTILE_TEXT: HOSTILE_TEXT},
             libraries=(library,),
         ),
-        record_of(Verdict.FAIL, reasons=(CaseReason(HOSTILE_TEXT),), evidence={"traceback": HOSTILE_TEXT}),
-        record_of(Verdict.NOT_RUN, reasons=(CaseReason(HOSTILE_TEXT, need=HOSTILE_TEXT, foreseen=False),)),
-        record_of(
+        make_record(Verdict.FAIL, reasons=(CaseReason(HOSTILE_TEXT),), evidence={"traceback": HOSTILE_TEXT}),
+        make_record(Verdict.NOT_RUN, reasons=(CaseReason(HOSTILE_TEXT, need=HOSTILE_TEXT, foreseen=False),)),
+        make_record(
             Verdict.UNPROVEN, reasons=(CaseReason(HOSTILE_TEXT),), routes=(ClaimedRoute(0, HOSTILE_TEXT, HOSTILE_TEXT),)
         ),
     ]
@@ -106,21 +106,23 @@ def hostile_records() -> list[Record]:
 
 def test_hostile_text_stays_text_in_the_page() -> None:
     run = dataclasses.replace(
-        run_of(verdict=HOSTILE_TEXT), causes=(HOSTILE_TEXT,), to_do=(HOSTILE_TEXT,), command=HOSTILE_TEXT
+        make_run(verdict=HOSTILE_TEXT), causes=(HOSTILE_TEXT,), to_do=(HOSTILE_TEXT,), command=HOSTILE_TEXT
     )
-    page = read_page(render_html(run, facts_of(), hostile_records()))
+    page = read_page(render_html(run, make_facts(), hostile_records()))
     assert sum("alert(1)" in line for line in page.lines) >= 8
 
 
 def test_hostile_text_stays_text_in_xml() -> None:
-    document = render_junit(dataclasses.replace(run_of(verdict=HOSTILE_TEXT), command=HOSTILE_TEXT), hostile_records())
+    document = render_junit(
+        dataclasses.replace(make_run(verdict=HOSTILE_TEXT), command=HOSTILE_TEXT), hostile_records()
+    )
     root = ET.fromstring(document)  # noqa: S314 - our own document.
     assert root.findall(".//script") == []
     assert "\x00" not in document.decode()
 
 
 def test_hostile_text_breaks_no_table_in_markdown() -> None:
-    text = render_markdown(run_of(verdict=HOSTILE_TEXT), facts_of(), hostile_records())
+    text = render_markdown(make_run(verdict=HOSTILE_TEXT), make_facts(), hostile_records())
     assert "<script" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict |" not in line]
     malformed_rows = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
@@ -133,8 +135,8 @@ def test_hostile_text_begins_no_line_in_markdown() -> None:
         field.name: hostile for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
     }
     assert {"host", "profile", "started", "commit", "version", "verdict", "command"} <= texts.keys()
-    run = dataclasses.replace(run_of(substrate={hostile: "twin"}), **texts, causes=(hostile,), required=(hostile,))
-    text = render_markdown(run, facts_of(), [])
+    run = dataclasses.replace(make_run(substrate={hostile: "twin"}), **texts, causes=(hostile,), required=(hostile,))
+    text = render_markdown(run, make_facts(), [])
     assert "owned" in text
     assert [line for line in text.splitlines() if line in {"# owned", "- owned"}] == []
     assert [tag for tag in ("<script", "<b ", "</code") if tag in text] == []
@@ -145,9 +147,9 @@ def test_hostile_text_begins_no_line_in_markdown() -> None:
 @settings(database=None, deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 @given(st.text(max_size=60))
 def test_any_text_is_valid_in_every_field(text: str) -> None:
-    record = record_of(Verdict.FAIL, case=text or "x", title=text, reasons=(CaseReason(text),), evidence={"k": text})
-    run = run_of(verdict=text)
-    read_page(render_html(run, facts_of(), [record]))
+    record = make_record(Verdict.FAIL, case=text or "x", title=text, reasons=(CaseReason(text),), evidence={"k": text})
+    run = make_run(verdict=text)
+    read_page(render_html(run, make_facts(), [record]))
     ET.fromstring(render_junit(run, [record]))  # noqa: S314 - our own document.
 
 
@@ -163,24 +165,24 @@ def test_any_text_is_valid_in_every_field(text: str) -> None:
     ],
 )
 def test_first_line_names_the_apis_on_software(substrate: dict[str, str], first_line: str) -> None:
-    run = run_of(verdict="It is done", substrate=substrate)
-    lines = [line for line in read_page(render_html(run, facts_of(), [])).lines if line != "Host name not recorded"]
+    run = make_run(verdict="It is done", substrate=substrate)
+    lines = [line for line in read_page(render_html(run, make_facts(), [])).lines if line != "Host name not recorded"]
     assert (lines[0], lines[1].startswith(first_line)) == ("Skip to the report", True)
-    assert render_markdown(run, facts_of(), []).lstrip("# ").startswith(first_line)
+    assert render_markdown(run, make_facts(), []).lstrip("# ").startswith(first_line)
 
 
 def test_only_numbers_of_hardware_are_in_the_page() -> None:
     numbers = {"rate_gb_per_s": 387.25}
     for substrate, is_shown in ((ON_TWINS, False), ({"verbs": "hardware", "cuda": "hardware"}, True), ({}, False)):
-        record = record_of(numbers=numbers, substrate=substrate)
-        assert ("387.25" in render_html(run_of(), facts_of(), [record])) is is_shown
+        record = make_record(numbers=numbers, substrate=substrate)
+        assert ("387.25" in render_html(make_run(), make_facts(), [record])) is is_shown
 
 
 def test_tables_have_captions_and_cases_have_details() -> None:
     library = SeenLibrary.of("case", TWIN)
-    record = record_of(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
-    facts = facts_of(routes=[route("dmabuf"), route("peer_memory", possible=False)])
-    page = read_page(render_html(run_of(substrate=ON_TWINS), facts, [record]))
+    record = make_record(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
+    facts = make_facts(routes=[make_route_facts("dmabuf"), make_route_facts("peer_memory", possible=False)])
+    page = read_page(render_html(make_run(substrate=ON_TWINS), facts, [record]))
     assert page.tags.count("table") == page.tags.count("caption") == 7
     assert page.tags.count("h1") == 1
     for text in ("A title.", "moved_bytes", "not possible", "ibv_reg_mr failed: Bad address (EFAULT); load a module"):
@@ -188,18 +190,18 @@ def test_tables_have_captions_and_cases_have_details() -> None:
 
 
 def test_page_without_cases_has_a_note() -> None:
-    assert "No case ran." in read_page(render_html(run_of(), facts_of(), [])).lines
+    assert "No case ran." in read_page(render_html(make_run(), make_facts(), [])).lines
 
 
 def test_junit_counts_are_those_of_the_verdicts() -> None:
     records = [
-        record_of(),
-        record_of(Verdict.FAIL, reasons=(CaseReason("differs"),), evidence={"traceback": "line 1"}),
-        record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),)),
-        record_of(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),)),
-        record_of(Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),)),
+        make_record(),
+        make_record(Verdict.FAIL, reasons=(CaseReason("differs"),), evidence={"traceback": "line 1"}),
+        make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),)),
+        make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),)),
+        make_record(Verdict.UNPROVEN, reasons=(CaseReason("no counter moved"),)),
     ]
-    suite = ET.fromstring(render_junit(run_of(substrate=ON_TWINS), records))[0]  # noqa: S314 - our own document.
+    suite = ET.fromstring(render_junit(make_run(substrate=ON_TWINS), records))[0]  # noqa: S314 - our own document.
     assert {name: suite.get(name) for name in ("tests", "failures", "skipped", "errors")} == {
         "tests": "5",
         "failures": "2",
@@ -240,9 +242,9 @@ def test_report_is_rendered_again_from_the_files_of_the_run(tmp_path: Path) -> N
     folder = RunFolder(tmp_path)
     with pytest.raises(UsageError, match=r"it has neither run\.json nor"):
         render(tmp_path)
-    folder.write_run(run_of(substrate=ON_TWINS))
-    folder.facts.write_text(facts_of().to_json())
-    append_record(folder.records, record_of(substrate=ON_TWINS))
+    folder.write_run(make_run(substrate=ON_TWINS))
+    folder.facts.write_text(make_facts().to_json())
+    append_record(folder.records, make_record(substrate=ON_TWINS))
     render(tmp_path)
     first_page = folder.index.read_text()
     folder.index.unlink()

@@ -6,8 +6,8 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import HARDWARE, host_facts, host_records, write_run
-from support.records import facts_of, proven_route, record_of, run_of
+from support.hosts import HARDWARE, make_host_facts, make_host_records, write_run
+from support.records import make_facts, make_proven_route, make_record, make_run
 
 from gdrkit import serialization
 from gdrkit.errors import Reason, UsageError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def matrix_of(records: list[Record]) -> PathMatrix:
-    matrix = path_matrix(facts_of(), route_statuses(facts_of(), records), file_statuses(facts_of(), records))
+    matrix = path_matrix(make_facts(), route_statuses(make_facts(), records), file_statuses(make_facts(), records))
     assert matrix is not None
     return matrix
 
@@ -50,24 +50,24 @@ def sample_topology() -> Topology:
 
 
 def test_headline_names_devices_and_drivers() -> None:
-    rows = dict(headline_rows(host_facts(gpus=8, nics=6)))
+    rows = dict(headline_rows(make_host_facts(gpu_count=8, nic_count=6)))
     assert rows["GPUs"] == "8 x NVIDIA H200"
     assert rows["NICs"].startswith("mlx5_0 (400 Gb/sec (4X NDR)), mlx5_1")
     assert rows["NICs"].endswith("mlx5_3 (400 Gb/sec (4X NDR)), 2 more")
     assert rows["NVIDIA driver"] == "580.159.04, CUDA 13.0"
-    assert dict(headline_rows(facts_of()))["NICs"] == "none"
+    assert dict(headline_rows(make_facts()))["NICs"] == "none"
 
 
 def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
-    facts = host_facts(gpus=1, nics=1)
-    text = render(write_run(tmp_path / "run", facts, list(host_records(facts)), host="node7")).index.read_text()
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    text = render(write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")).index.read_text()
     assert text.index('<p class="hostname">node7</p>') < text.index("<h1>") < text.index('<h2 id="paths">')
     assert "<title>node7: " in text
 
 
 def test_page_says_that_records_do_not_name_the_host(tmp_path: Path) -> None:
-    facts = host_facts(gpus=1, nics=1)
-    path = write_run(tmp_path / "run", facts, list(host_records(facts)), host="node7")
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    path = write_run(tmp_path / "run", facts, list(make_host_records(facts)), host="node7")
     RunFolder(path).run.unlink()
     text = render(path).index.read_text()
     assert text.index('<p class="hostname">Host name not recorded</p>') < text.index("<h1>")
@@ -80,15 +80,17 @@ def test_titles_of_measurements_have_the_field_spelling() -> None:
 
 def test_cell_has_the_cause_of_its_state() -> None:
     records = [
-        record_of(routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE),
-        record_of(
+        make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE),
+        make_record(
             Verdict.UNPROVEN,
             case="a.py::test_b",
             routes=(ClaimedRoute(0, "mlx5_1", "dmabuf"), ClaimedRoute(1, "mlx5_1", "dmabuf")),
             reasons=(CaseReason("no counter moved"),),
             substrate=HARDWARE,
         ),
-        record_of(case="a.py::test_c", files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),), substrate=HARDWARE),
+        make_record(
+            case="a.py::test_c", files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),), substrate=HARDWARE
+        ),
     ]
     matrix = matrix_of(records)
     assert [(column.kind, column.name) for column in matrix.columns] == [
@@ -105,8 +107,8 @@ def test_cell_has_the_cause_of_its_state() -> None:
 
 def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
     records = [
-        record_of(case="a.py::test_a", routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE),
-        record_of(
+        make_record(case="a.py::test_a", routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE),
+        make_record(
             case="a.py::test_b", routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),), substrate=HARDWARE
         ),
     ]
@@ -118,8 +120,8 @@ def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
 
 
 def test_wide_matrix_has_symbols_and_hidden_words() -> None:
-    facts = host_facts(gpus=8, nics=8)
-    text = render_html(run_of(), facts, list(host_records(facts)))
+    facts = make_host_facts(gpu_count=8, nic_count=8)
+    text = render_html(make_run(), facts, list(make_host_records(facts)))
     (table,) = re.findall(r'<table class="grid narrow">.*?</table>', text, re.DOTALL)
     assert table.count('<span class="hidden">fell back</span>') >= 16
     assert table.count("<tr>") == 2 + 8
@@ -145,15 +147,15 @@ def sample_balance() -> Balance:
 
 def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
     evidence: dict[str, object] = {"balance": serialization.to_json_data(sample_balance())}
-    record = record_of(case="a.py::test_balance", evidence=evidence)
-    matrix = balance_matrix(facts_of(), [record], sample_topology())
+    record = make_record(case="a.py::test_balance", evidence=evidence)
+    matrix = balance_matrix(make_facts(), [record], sample_topology())
     assert matrix is not None
     assert matrix.rows == (("0000:1B:00.0", (("9.00 GB", "PIX"), ("1.00 GB", "SYS"))),)
     assert dict(matrix.totals)["Counted by the port"] == ("18.3 GB", "2.10 GB")
     assert dict(matrix.totals)["Share of all bytes"] == ("90.0 %", "10.0 %")
     assert matrix.slow_nics == {"mlx5_1"}
     assert matrix.caveat
-    text = render_html(run_of(), facts_of(), [record])
+    text = render_html(make_run(), make_facts(), [record])
     assert text.count('mlx5_1 <span class="state fail">slow</span>') == 1
     assert "by the port counters" in text
 
@@ -162,14 +164,14 @@ def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
     "evidence", [{}, {"balance": "a text"}, {"balance": {"loads": []}}], ids=["none", "text", "part"]
 )
 def test_page_has_no_matrix_without_a_whole_balance(evidence: dict[str, object]) -> None:
-    record = record_of(case="a.py::test_balance", evidence=evidence)
-    assert balance_matrix(facts_of(), [record], None) is None
-    assert 'id="balance"' not in render_html(run_of(), facts_of(), [record])
+    record = make_record(case="a.py::test_balance", evidence=evidence)
+    assert balance_matrix(make_facts(), [record], None) is None
+    assert 'id="balance"' not in render_html(make_run(), make_facts(), [record])
 
 
 def test_measurement_has_value_unit_limit_and_source() -> None:
-    facts = host_facts(gpus=1, nics=1)
-    rows = measurements(host_records(facts), facts)
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    rows = measurements(make_host_records(facts), facts)
     assert [(row.group, row.quantity) for row in rows] == [
         ("Pinned copy", "host to device at 256 MiB"),
         ("Pinned copy", "device to host at 256 MiB"),
@@ -188,24 +190,24 @@ def test_missed_expectation_is_marked_with_its_source() -> None:
         "verdict": "fail",
         "text": "rate_gb_per_s_median is 40; expected 55, tolerance 10 % (measured on one H200)",
     }
-    record = record_of(
+    record = make_record(
         case="a.py::test_copy", numbers={"rate_gb_per_s_median": 40.0}, substrate=HARDWARE, evidence={"judged": [check]}
     )
-    (row,) = measurements([record], facts_of())
+    (row,) = measurements([record], make_facts())
     (bound,) = row.bounds
     assert (bound.relation, bound.value, bound.is_met) == ("at least", "49.5", False)
     assert bound.source == "expected 55, tolerance 10 % (measured on one H200)"
-    assert "at least 49.5 (not met)" in render_html(run_of(), facts_of(), [record])
+    assert "at least 49.5 (not met)" in render_html(make_run(), make_facts(), [record])
 
 
 def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
     records = [
-        record_of(
+        make_record(
             case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s": rate, "wait_us_median": us}, substrate=HARDWARE
         )
         for size, rate, us in (("1MiB", 5.0, 9.0), ("2MiB", 7.0, 12.0), ("4MiB", 6.0, 20.0))
     ]
-    rows = {row.unit: (row.quantity, row.value) for row in measurements(records, facts_of())}
+    rows = {row.unit: (row.quantity, row.value) for row in measurements(records, make_facts())}
     assert rows == {"GB/s": ("at 2 MiB", "7.00"), "us": ("wait at 1 MiB", "9.00")}
 
 
@@ -213,24 +215,24 @@ def test_measurements_nearest_to_their_bounds_are_first() -> None:
     def judged(case: str, found: float, bound: float, verdict: str) -> Record:
         check = {"number": "rate_gb_per_s", "bound": bound, "verdict": verdict, "text": "a; source"}
         numbers = {"rate_gb_per_s": found, "wait_us": 3.0}
-        return record_of(case=case, numbers=numbers, substrate=HARDWARE, evidence={"judged": [check]})
+        return make_record(case=case, numbers=numbers, substrate=HARDWARE, evidence={"judged": [check]})
 
     records = [
-        record_of(case="a.py::test_free", numbers={"rate_gb_per_s": 99.0}, substrate=HARDWARE),
+        make_record(case="a.py::test_free", numbers={"rate_gb_per_s": 99.0}, substrate=HARDWARE),
         judged("a.py::test_far", 90.0, 30.0, "pass"),
         judged("a.py::test_near[a]", 60.0, 30.0, "pass"),
         judged("a.py::test_missed", 20.0, 30.0, "fail"),
         judged("a.py::test_near[b]", 31.0, 30.0, "pass"),
     ]
-    rows = [(row.group, row.value) for row in measurements(records, facts_of())]
+    rows = [(row.group, row.value) for row in measurements(records, make_facts())]
     assert rows[:4] == [("Missed", "20.0"), ("Near", "31.0"), ("Near", "60.0"), ("Far", "90.0")]
     # Rows without a bound remain in the order of the records.
     assert [group for group, _ in rows[4:]] == ["Free", "Far", "Near", "Near", "Missed"]
 
 
 def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
-    facts = host_facts(gpus=1, nics=1)
-    folder = RunFolder(write_run(tmp_path / "run", facts, list(host_records(facts))))
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    folder = RunFolder(write_run(tmp_path / "run", facts, list(make_host_records(facts))))
     folder.topology.write_text(sample_topology().to_json())
     diagnosis = diagnose(this_machine(query_apis=False, run_experiments=False))
     folder.diagnosis.write_text(diagnosis.to_json())
@@ -246,8 +248,8 @@ def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["topology.json", "doctor.json"])
 def test_damaged_document_of_the_machine_is_refused(tmp_path: Path, name: str) -> None:
-    facts = host_facts(gpus=1, nics=1)
-    path = write_run(tmp_path / "run", facts, [record_of()])
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    path = write_run(tmp_path / "run", facts, [make_record()])
     (path / name).write_text('{"schema_version": 7}')
     with pytest.raises(UsageError, match=r"expected schema_version 1, found 7") as raised:
         read_contents(path)
@@ -260,8 +262,8 @@ def test_topology_survives_a_round_trip() -> None:
 
 
 def test_folder_of_cases_is_folded_and_counts_its_verdicts() -> None:
-    records = [record_of(case="a/x.py::test_a"), record_of(Verdict.FAIL, case="b/y.py::test_b")]
-    text = render_html(run_of(), facts_of(), records)
+    records = [make_record(case="a/x.py::test_a"), make_record(Verdict.FAIL, case="b/y.py::test_b")]
+    text = render_html(make_run(), make_facts(), records)
     folders = re.findall(
         r'<details class="suite">\s*<summary><code>(\w)</code>.*?class="(\w+)"><b>1</b>', text, re.DOTALL
     )
@@ -270,7 +272,7 @@ def test_folder_of_cases_is_folded_and_counts_its_verdicts() -> None:
 
 def test_failed_cases_of_several_pairs_are_one_cause() -> None:
     records = [
-        record_of(
+        make_record(
             Verdict.FAIL,
             case=f"a.py::test_write[{nic}]",
             routes=(ClaimedRoute(0, nic, "dmabuf"),),

@@ -10,9 +10,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.hosts import HARDWARE, host_facts, host_records, write_run
+from support.hosts import HARDWARE, make_host_facts, make_host_records, write_run
 from support.other_user import folder_for_all_users, run_program
-from support.records import record_of
+from support.records import make_record
 
 from gdrkit.errors import UsageError
 from gdrkit.harness.needs import host as host_needs
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.serialization import Json
 
-FACTS = host_facts(gpus=1, nics=1)
+FACTS = make_host_facts(gpu_count=1, nic_count=1)
 # The unprivileged user cannot read the checkout, so the program imports all modules before it changes its user.
 FLEET_AS_UNPRIVILEGED = """
 import sys
@@ -52,7 +52,7 @@ def write_host_run(folder: Path, name: str, *, facts: Facts = FACTS, factor: flo
     """Write the run of a host named `name` into `folder`. The GUID of its NIC is unique."""
     (nic,) = facts.rdma_devices
     own_facts = dataclasses.replace(facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None)
-    path = write_run(folder, own_facts, list(host_records(FACTS, factor=factor)), host=name)
+    path = write_run(folder, own_facts, list(make_host_records(FACTS, rate_factor=factor)), host=name)
     run = RunFolder(path).read_run()
     RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
     return path
@@ -94,7 +94,7 @@ STATES: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "state"), STATES, ids=range(len(STATES)))
 def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
     folder = RunFolder(write_host_run(tmp_path / "run", "node"))
-    records = [record for record in host_records(FACTS) if record.verdict is Verdict.PASS]
+    records = [record for record in make_host_records(FACTS) if record.verdict is Verdict.PASS]
     folder.records.unlink()
     for record in records:
         append_record(folder.records, record)
@@ -175,7 +175,7 @@ def test_slower_numbers_are_those_beyond_their_noise(
 ) -> None:
     common_numbers = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
     for number in range(5):
-        record = record_of(numbers=numbers if number == 2 else common_numbers, substrate=HARDWARE)
+        record = make_record(numbers=numbers if number == 2 else common_numbers, substrate=HARDWARE)
         write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
     assert [number.percent for number in hosts["node2"].slow] == slow
@@ -186,7 +186,7 @@ def test_slower_numbers_are_those_beyond_their_noise(
 def test_records_of_a_case_in_one_host_are_combined(tmp_path: Path) -> None:
     for number in range(4):
         rates = (8.0, 10.0, 10.1) if number == 2 else (10.0,)
-        records = [record_of(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
+        records = [make_record(numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in reversed(rates)]
         write_run(tmp_path / f"run{number}", FACTS, records, host=f"node{number}", host_id=f"{number}")
     assert [row.slow for row in render_fleet(tmp_path).hosts] == [()] * 4
 
@@ -294,7 +294,7 @@ def test_two_hosts_with_one_name_are_two_rows_and_a_problem(tmp_path: Path) -> N
 def test_last_run_of_a_host_counts(tmp_path: Path) -> None:
     for folder, started in (("first", "08"), ("last", "20")):
         (nic,) = FACTS.rdma_devices
-        path = write_run(tmp_path / folder, FACTS, [record_of()], host="node", host_id="ab")
+        path = write_run(tmp_path / folder, FACTS, [make_record()], host="node", host_id="ab")
         run = RunFolder(path).read_run()
         RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
         assert nic.node_guid
@@ -330,7 +330,7 @@ def test_command_prints_problems_and_has_exit_code_1(tmp_path: Path) -> None:
 
 def test_page_of_100_hosts_is_below_1_mb(tmp_path: Path) -> None:
     for number in range(100):
-        write_run(tmp_path / f"run{number}", FACTS, [record_of()], host=f"node{number}", host_id=f"{number:x}")
+        write_run(tmp_path / f"run{number}", FACTS, [make_record()], host=f"node{number}", host_id=f"{number:x}")
     fleet = render_fleet(tmp_path)
     # All hosts have the same devices. Only their names and ids differ.
     assert len(fleet.hosts) == 100

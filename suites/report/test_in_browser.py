@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.hosts import host_facts, host_records, write_run
+from support.hosts import make_host_facts, make_host_records, write_run
 
 from gdrkit.harness.needs import host, needs
 from gdrkit.install_paths import install_paths
@@ -111,8 +111,8 @@ def make_page(name: str, folder: Path) -> Path:
     if name == "fleet":
         return make_fleet_page(folder)
     count = {"bare": 0, "one_route": 1}.get(name, 8)
-    facts = host_facts(gpus=count, nics=count)
-    records = [record for record in host_records(facts) if count or record.verdict is Verdict.NOT_RUN]
+    facts = make_host_facts(gpu_count=count, nic_count=count)
+    records = [record for record in make_host_records(facts) if count or record.verdict is Verdict.NOT_RUN]
     path = write_run(folder / "run", facts, records)
     if name == "bare":
         bare_run = {"exit_code": 4, "verdict": "Nothing was proven on hardware", "substrate": {}}
@@ -123,9 +123,11 @@ def make_page(name: str, folder: Path) -> Path:
 def make_fleet_page(folder: Path) -> Path:
     """Create the page of a fleet with one host in each state. One host is slower, and one has fewer NICs."""
     for number, (state, changes) in enumerate(RUN_OF_STATE.items()):
-        facts = host_facts(gpus=2, nics=1 if number == 3 else 2)
+        facts = make_host_facts(gpu_count=2, nic_count=1 if number == 3 else 2)
         slow = 0.8 if state is RunState.PARTIAL else 1.0
-        path = write_run(folder / f"run{number}", facts, list(host_records(facts, factor=slow)), host=f"node{number}")
+        path = write_run(
+            folder / f"run{number}", facts, list(make_host_records(facts, rate_factor=slow)), host=f"node{number}"
+        )
         run = RunFolder(path).read_run()
         run = dataclasses.replace(run, exit_code=0, verdict=f"The run is {state.value}")
         RunFolder(path).write_run(dataclasses.replace(run, **changes))

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from defusedxml import ElementTree
-from support.hosts import host_facts, host_records, write_run
-from support.json_schema import JSONSCHEMA, problems, unknown_keywords
-from support.records import NIC, facts_of, record_of
+from support.hosts import make_host_facts, make_host_records, write_run
+from support.json_schema import JSONSCHEMA, find_unknown_keywords, find_violations
+from support.records import NIC, make_facts, make_record
 
 from gdrkit.report import CaseReason, ClaimedRoute, RunFolder, Verdict, read_records
 from gdrkit.report.junit import render_junit
@@ -25,8 +25,8 @@ METRIC_SAMPLE = re.compile(r'^gdrkit_[a-z_]+\{([a-z_]+="(?:[^"\\\n]|\\["\\n])*",
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    facts = host_facts(gpus=2, nics=4)
-    return render(write_run(tmp_path_factory.mktemp("run"), facts, list(host_records(facts))))
+    facts = make_host_facts(gpu_count=2, nic_count=4)
+    return render(write_run(tmp_path_factory.mktemp("run"), facts, list(make_host_records(facts))))
 
 
 def read_report(folder: RunFolder) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_report(folder: RunFolder) -> dict[str, Any]:
 
 @JSONSCHEMA
 def test_report_conforms_to_its_schema(folder: RunFolder) -> None:
-    assert problems("report-1.json", read_report(folder)) == []
+    assert find_violations("report-1.json", read_report(folder)) == []
 
 
 @JSONSCHEMA
@@ -44,7 +44,7 @@ def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
     data = read_report(folder)
     data["extra"] = data.pop("verdict")
     data["routes"][0]["state"] = "fine"
-    lines = sorted(problems("report-1.json", data))
+    lines = sorted(find_violations("report-1.json", data))
     assert lines == [
         "$.routes[0].state: 'fine' is not one of ['proven', 'unproven', 'fell_back', 'not_possible']",
         "$: 'verdict' is a required property",
@@ -59,13 +59,13 @@ def test_misspelt_keyword_of_a_schema_is_found() -> None:
         "properties": {"a": {"items": misspelt_schema}},
         "allOf": [{"if": {}, "then": {"required": [], "minimun": 1}}],
     }
-    assert list(unknown_keywords(schema)) == ["$.properties.a.items.minItem", "$.allOf[0].then.minimun"]
+    assert list(find_unknown_keywords(schema)) == ["$.properties.a.items.minItem", "$.allOf[0].then.minimun"]
 
 
 @JSONSCHEMA
 def test_records_conform_to_their_schema(folder: RunFolder) -> None:
     lines = [json.loads(line) for line in folder.records.read_text().splitlines()]
-    assert [problem for line in lines for problem in problems("record-1.json", line)] == []
+    assert [problem for line in lines for problem in find_violations("record-1.json", line)] == []
     assert any(line["files"] for line in lines)
 
 
@@ -98,10 +98,10 @@ ODD_TEXT = 'a "quoted" \\ name\x01\n{x="1"} 7'
 def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     nic = dataclasses.replace(NIC, name='mlx5"0\\')
     claimed_route = ClaimedRoute(0, nic.name, 'way"')
-    record = record_of(
+    record = make_record(
         case='a.py::test["x"]', numbers={"rate_gb_per_s": 1.0}, substrate={"cuda": "hardware"}, routes=(claimed_route,)
     )
-    folder = RunFolder(write_run(tmp_path, facts_of(rdma=[nic]), [record], host=ODD_TEXT))
+    folder = RunFolder(write_run(tmp_path, make_facts(rdma=[nic]), [record], host=ODD_TEXT))
     run = dataclasses.replace(folder.read_run(), profile=ODD_TEXT, commit='"', version="\\")
     folder.write_run(run)
     lines = render(folder.path).metrics.read_text().splitlines()
@@ -115,10 +115,10 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
 
 def test_junit_replaces_characters_that_xml_forbids(tmp_path: Path) -> None:
     odd_profile = "pro\x01file\ud800\uffff"
-    record = record_of(
+    record = make_record(
         Verdict.FAIL, case="a\x02.py::t\x03", reasons=(CaseReason("r\x04"),), evidence={"traceback": "t\x05"}
     )
-    folder = RunFolder(write_run(tmp_path, facts_of(), [record], host="h\x06"))
+    folder = RunFolder(write_run(tmp_path, make_facts(), [record], host="h\x06"))
     run = dataclasses.replace(folder.read_run(), profile=odd_profile, verdict="v\x07", commit="c\x08")
     document = render_junit(run, [record])
     # defusedxml raises an error if the document declares an entity.
@@ -140,15 +140,15 @@ def test_route_has_exactly_one_state(folder: RunFolder) -> None:
 
 
 def test_case_that_ran_twice_is_one_series(tmp_path: Path) -> None:
-    records = [record_of(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
-    text = render(write_run(tmp_path, facts_of(), records)).metrics.read_text()
+    records = [make_record(numbers={"rate_gb_per_s": rate}, substrate={"cuda": "hardware"}) for rate in (1.0, 2.0)]
+    text = render(write_run(tmp_path, make_facts(), records)).metrics.read_text()
     assert text.count("gdrkit_measurement{") == 1
     # A family without a sample is left out.
     assert "gdrkit_file_route" not in text
 
 
 def test_numbers_of_software_are_in_no_document(tmp_path: Path) -> None:
-    record = record_of(Verdict.PASS, numbers={"rate_gb_per_s": 387.25}, substrate={"cuda": "twin"})
-    folder = render(write_run(tmp_path, facts_of(), [record]))
+    record = make_record(Verdict.PASS, numbers={"rate_gb_per_s": 387.25}, substrate={"cuda": "twin"})
+    folder = render(write_run(tmp_path, make_facts(), [record]))
     for file in (folder.report, folder.metrics, folder.summary, folder.junit, folder.index):
         assert "387.25" not in file.read_text()

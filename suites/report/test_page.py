@@ -7,8 +7,8 @@ import re
 from typing import TYPE_CHECKING
 
 import pytest
-from support.hosts import HARDWARE, host_facts, host_records
-from support.records import TWIN, facts_of, library, record_of, run_of
+from support.hosts import HARDWARE, make_host_facts, make_host_records
+from support.records import TWIN, make_facts, make_library, make_record, make_run
 
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, SeenLibrary, Verdict
 from gdrkit.report.drawing import make_drawing
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def render_page(records: list[Record]) -> str:
-    return render_html(run_of(), facts_of(), records)
+    return render_html(make_run(), make_facts(), records)
 
 
 def test_every_link_of_the_page_has_a_target() -> None:
-    facts = host_facts(gpus=8, nics=8)
-    text = render_html(run_of(), facts, list(host_records(facts)))
+    facts = make_host_facts(gpu_count=8, nic_count=8)
+    text = render_html(make_run(), facts, list(make_host_records(facts)))
     targets = set(re.findall(r' id="([^"]+)"', text))
     links = re.findall(r' href="#([^"]+)"', text)
     assert len(links) > 100
@@ -38,23 +38,23 @@ def test_every_link_of_the_page_has_a_target() -> None:
 
 
 def test_overview_has_a_key_of_its_symbols() -> None:
-    facts = host_facts(gpus=1, nics=1)
-    text = render_html(run_of(), facts, list(host_records(facts)))
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    text = render_html(make_run(), facts, list(make_host_records(facts)))
     (key,) = re.findall(r'<p class="states">(.*?)</p>', text)
     assert re.findall(r'<span class="state (\w+)">', key) == [state.value for state in RouteOutcome]
-    assert "None: this machine has no pair of a GPU and a NIC or mount." in render_page([record_of()])
+    assert "None: this machine has no pair of a GPU and a NIC or mount." in render_page([make_record()])
 
 
 def test_page_of_64_routes_is_below_1_mb() -> None:
-    facts = host_facts(gpus=8, nics=8)
-    records = list(host_records(facts))
+    facts = make_host_facts(gpu_count=8, nic_count=8)
+    records = list(make_host_records(facts))
     assert len(route_statuses(facts, records)) == 64
-    assert len(render_html(run_of(), facts, records).encode()) < 1_000_000
+    assert len(render_html(make_run(), facts, records).encode()) < 1_000_000
 
 
 def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
     reason = CaseReason("VerbsError: ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem")
-    text = render_page([record_of(), record_of(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
+    text = render_page([make_record(), make_record(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
     (item,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
     assert "ibv_reg_mr failed: Bad address (EFAULT)</p>" in item
     assert "To do:</span> load nvidia-peermem" in item
@@ -63,7 +63,7 @@ def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
 
 def test_failures_with_one_cause_are_merged() -> None:
     reason = CaseReason("no memory")
-    failed_records = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
+    failed_records = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=(reason,)) for number in range(7)]
     text = render_page(failed_records)
     assert text.count('<p class="what">') == 1
     assert "and 2 more" in text
@@ -72,20 +72,20 @@ def test_failures_with_one_cause_are_merged() -> None:
 
 def test_terminal_has_one_line_for_each_cause() -> None:
     reasons = (CaseReason("ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem"),)
-    failed = [record_of(Verdict.FAIL, case=f"a.py::test_{number}", reasons=reasons) for number in range(3)]
-    other = record_of(Verdict.FAIL, case="b.py::test_c", reasons=(CaseReason("wrong\nbytes"),))
+    failed = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=reasons) for number in range(3)]
+    other = make_record(Verdict.FAIL, case="b.py::test_c", reasons=(CaseReason("wrong\nbytes"),))
     remedy = "read its traceback in the report, then run it alone: gdrkit qualify -k test_c --seed 1"
-    assert describe_failures(facts_of(), [record_of(), *failed, other]) == (
+    assert describe_failures(make_facts(), [make_record(), *failed, other]) == (
         "FAIL ibv_reg_mr failed: Bad address (EFAULT) (a.py::test_0 and 2 more). To do: load nvidia-peermem",
         f"FAIL wrong bytes (b.py::test_c). To do: {remedy}",
     )
-    assert describe_failures(facts_of(), [record_of()]) == ()
+    assert describe_failures(make_facts(), [make_record()]) == ()
 
 
 def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
     cause_text = "by the host. To do: load nvidia-peermem"
     records = [
-        record_of(
+        make_record(
             case=f"a.py::test_{name}",
             routes=(ClaimedRoute(0, "mlx5_0", "dmabuf", cause),),
             files=(ClaimedFile(0, "/data", "posix", cause),),
@@ -93,8 +93,8 @@ def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
         )
         for name, cause in (("direct", None), ("first", cause_text), ("second", cause_text))
     ]
-    routes, files = route_statuses(facts_of(), records), file_statuses(facts_of(), records)
-    (failure,) = failures(facts_of(), records, routes, files)
+    routes, files = route_statuses(make_facts(), records), file_statuses(make_facts(), records)
+    (failure,) = failures(make_facts(), records, routes, files)
     assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
     assert failure.cases == ("a.py::test_first", "a.py::test_first")
     (item,) = re.findall(r'<ol class="failures">.*?</ol>', render_page(records), re.DOTALL)
@@ -103,7 +103,7 @@ def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
 
 
 def test_page_without_failures_has_no_such_section() -> None:
-    assert "Failures" not in render_page([record_of()])
+    assert "Failures" not in render_page([make_record()])
 
 
 @pytest.mark.parametrize(
@@ -120,35 +120,35 @@ def test_page_without_failures_has_no_such_section() -> None:
 def test_mount_is_proven_only_by_a_direct_route_on_hardware(
     route: str, fell_back: str | None, substrate: dict[str, str], state: str
 ) -> None:
-    record = record_of(files=(ClaimedFile(0, "/data", route, fell_back),), substrate=substrate)
-    (status,) = file_statuses(facts_of(), [record])
+    record = make_record(files=(ClaimedFile(0, "/data", route, fell_back),), substrate=substrate)
+    (status,) = file_statuses(make_facts(), [record])
     assert status.state.value == state
     assert bool(status.cause) is (state != "proven")
     assert f"GPU 0 &lt;- files of /data by {route}" in render_page([record])
 
 
 def test_summary_has_mounts_without_a_nic() -> None:
-    record = record_of(files=(ClaimedFile(0, "/data", "nvfs"),), substrate={"cuda": "hardware", "cufile": "hardware"})
-    assert "| GPU 0 <- files of /data by nvfs | proven |  |" in render_markdown(run_of(), facts_of(), [record])
+    record = make_record(files=(ClaimedFile(0, "/data", "nvfs"),), substrate={"cuda": "hardware", "cufile": "hardware"})
+    assert "| GPU 0 <- files of /data by nvfs | proven |  |" in render_markdown(make_run(), make_facts(), [record])
 
 
 def test_api_that_only_cases_used_has_a_substrate() -> None:
-    twin_library = SeenLibrary.of("case", library("libcufile.so.0", notes=TWIN.notes))
+    twin_library = SeenLibrary.of("case", make_library("libcufile.so.0", notes=TWIN.notes))
     records = [
-        record_of(substrate={"cufile": "hardware"}),
-        record_of(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(twin_library,)),
-        record_of(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
+        make_record(substrate={"cufile": "hardware"}),
+        make_record(case="a.py::test_a", substrate={"cufile": "twin"}, libraries=(twin_library,)),
+        make_record(case="a.py::test_b", substrate={"hlthunk": "hardware"}),
     ]
-    text = render_markdown(run_of(), facts_of(), records)
+    text = render_markdown(make_run(), make_facts(), records)
     # Two cases used cuFile. The page has the weaker substrate of the two, which is the twin.
     assert "| cufile | software twin | /usr/lib/libcufile.so.0 | ab12 |" in text
     assert "| hlthunk | hardware | none |  |" in text
-    assert "cufile" not in render_markdown(run_of(), facts_of(), [record_of(substrate={"cuda": "hardware"})])
+    assert "cufile" not in render_markdown(make_run(), make_facts(), [make_record(substrate={"cuda": "hardware"})])
 
 
 def test_drawing_has_every_device_and_every_pair() -> None:
-    facts = host_facts(gpus=8, nics=8)
-    drawing = make_drawing(facts, route_statuses(facts, list(host_records(facts))))
+    facts = make_host_facts(gpu_count=8, nic_count=8)
+    drawing = make_drawing(facts, route_statuses(facts, list(make_host_records(facts))))
     assert drawing is not None
     assert [node.label for node in drawing.nodes] == ["NUMA node 0", "NUMA node 1"]
     assert (len(drawing.boxes), len(drawing.links)) == (16, 64)
@@ -160,12 +160,12 @@ def test_drawing_has_every_device_and_every_pair() -> None:
 
 
 def test_host_without_devices_is_not_drawn() -> None:
-    assert make_drawing(facts_of(), ()) is None
+    assert make_drawing(make_facts(), ()) is None
 
 
 def test_plot_of_a_sweep_has_values_and_limit() -> None:
-    facts = host_facts(gpus=1, nics=1)
-    (sweep,) = sweeps(host_records(facts), facts)
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    (sweep,) = sweeps(make_host_records(facts), facts)
     assert [(line.name, line.is_bound, round(line.points[0].value, 3)) for line in sweep.lines] == [
         ("host to device", False, 13.75),
         ("device to host", False, 13.375),
@@ -184,7 +184,7 @@ def test_plot_of_a_sweep_has_values_and_limit() -> None:
 def test_numbers_by_depth_have_a_separate_plot() -> None:
     numbers = {f"depth_{depth}_gb_per_s_median": depth / 2 for depth in (1, 4, 16)}
     case = "rdma.py::test_by_depth[write-dmabuf]"
-    (sweep,) = sweeps([record_of(case=case, numbers=numbers, substrate=HARDWARE)], facts_of())
+    (sweep,) = sweeps([make_record(case=case, numbers=numbers, substrate=HARDWARE)], make_facts())
     (line,) = sweep.lines
     assert (sweep.x_axis, line.name) == ("depth", "write dmabuf")
     assert [(point.size_or_depth, point.value) for point in line.points] == [(1, 0.5), (4, 2.0), (16, 8.0)]
@@ -205,12 +205,12 @@ def test_numbers_by_depth_have_a_separate_plot() -> None:
 )
 def test_point_that_no_axis_can_show_is_left_out(case: str, numbers: dict[str, float]) -> None:
     cases = [case.format(word) for word in ("read", "write")]
-    odd_records = [record_of(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
+    odd_records = [make_record(case=case, numbers=numbers, substrate=HARDWARE) for case in cases]
     good_records = [
-        record_of(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
+        make_record(case=f"a.py::test_a[{size}]", numbers={"rate_gb_per_s_median": 2.0}, substrate=HARDWARE)
         for size in ("1MiB", "2MiB")
     ]
-    (sweep,) = sweeps([*odd_records, *good_records], facts_of())
+    (sweep,) = sweeps([*odd_records, *good_records], make_facts())
     assert [[point.size_or_depth for point in line.points] for line in sweep.lines] == [[1 << 20, 2 << 20]]
     assert len(make_plot(sweep).rows) == 2
 
@@ -219,10 +219,10 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
     judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (10**400, -(10**400), 1e308, True, "1")]
     numbers = {"rate_gb_per_s_median": 2.0, "rate_gb_per_s_min": -1.0, "rate_gb_per_s_max": 1.7e308}
     records = [
-        record_of(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": judged})
+        make_record(case=f"a.py::test_a[{size}]", numbers=numbers, substrate=HARDWARE, evidence={"judged": judged})
         for size in ("1MiB", "2MiB")
     ]
-    (sweep,) = sweeps(records, facts_of())
+    (sweep,) = sweeps(records, make_facts())
     (line,) = sweep.lines
     assert [(point.lowest, point.highest) for point in line.points] == [(None, None)] * 2
     assert [tick.label for tick in make_plot(sweep).values] == ["0", "0.5", "1", "1.5", "2"]
@@ -231,31 +231,31 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
 def test_bounds_of_a_case_are_drawn() -> None:
     def measured(size: str, apis: list[str]) -> Record:
         judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
-        return record_of(
+        return make_record(
             case=f"a.py::test_a[{size}]",
             numbers={"rate_gb_per_s_median": 55.0},
             substrate={"cuda": "hardware", "verbs": "twin"},
             evidence={"judged": [*judged, {"number": "other", "bound": 1.0}, "foreign"], "measured_apis": apis},
         )
 
-    (sweep,) = sweeps([measured(size, ["cuda"]) for size in ("1MiB", "2MiB")], facts_of())
+    (sweep,) = sweeps([measured(size, ["cuda"]) for size in ("1MiB", "2MiB")], make_facts())
     assert [(line.name, line.is_bound, line.points[0].value) for line in sweep.lines] == [
         ("GB/s", False, 55.0),
         ("at least", True, 50.0),
         ("at most", True, 63.0),
     ]
-    assert sweeps([measured(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], facts_of()) == ()
+    assert sweeps([measured(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], make_facts()) == ()
 
 
 def test_limit_of_a_route_is_its_slower_link() -> None:
-    facts = host_facts(gpus=1, nics=1)
-    route = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
+    facts = make_host_facts(gpu_count=1, nic_count=1)
+    route = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
     limit = link_limit(route, facts)
     assert limit is not None
     assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
-    assert link_limit(record_of(), facts) is None
-    assert link_limit(route, facts_of()) is None
-    copy = link_limit(record_of(case="a.py::test_copy[host_to_device-1MiB]"), facts)
+    assert link_limit(make_record(), facts) is None
+    assert link_limit(route, make_facts()) is None
+    copy = link_limit(make_record(case="a.py::test_copy[host_to_device-1MiB]"), facts)
     assert copy is not None
     assert copy.gb_per_s == pytest.approx(63.0, abs=0.1)
     # The links in a virtual machine may differ from the hardware.
@@ -273,8 +273,8 @@ def test_numbers_of_software_have_no_plot() -> None:
         ({"cuda": "hardware", "verbs": "twin"}, ("cuda", "verbs"), 0),
         ({}, ("cuda",), 0),
     ):
-        records = [record_of(case=case, numbers=numbers, substrate=substrate, uses=uses) for case in cases]
-        assert len(sweeps(records, facts_of())) == count, (substrate, uses)
+        records = [make_record(case=case, numbers=numbers, substrate=substrate, uses=uses) for case in cases]
+        assert len(sweeps(records, make_facts())) == count, (substrate, uses)
 
 
 @pytest.mark.parametrize(
@@ -295,8 +295,8 @@ def test_name_of_a_number_has_unit_and_better_direction(name: str, parts: tuple[
 def test_unproven_cases_name_the_needed_hardware() -> None:
     loaded = {"verbs": "twin", "cuda": "twin", "hlthunk": "twin"}
     records = [
-        record_of(substrate=loaded, uses=("cuda", "verbs")),
-        record_of(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
+        make_record(substrate=loaded, uses=("cuda", "verbs")),
+        make_record(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
     ]
     *_, throughput = unproven_cases(records)
     groups = {group.what: (group.needed, group.ran, len(group.cases)) for group in unproven_cases(records)}
@@ -306,7 +306,7 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         "verbs": ("an RDMA NIC with an active port", True, 1),
         "throughput": (throughput.needed, False, 0),
     }
-    measured = record_of(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
+    measured = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
     assert [group.what for group in unproven_cases([measured])] == []
-    for text in (render_page(records), render_markdown(run_of(), facts_of(), records)):
+    for text in (render_page(records), render_markdown(make_run(), make_facts(), records)):
         assert "an RDMA NIC with an active port" in text

@@ -11,7 +11,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 import pytest
-from support.records import TWIN, facts_of, library
+from support.records import TWIN, make_facts, make_library
 
 from gdrkit.inventory import CudaFacts, VerbsFacts
 from gdrkit.report import Record, Verdict, read_records
@@ -62,7 +62,7 @@ def run_pytest(
 ) -> subprocess.CompletedProcess[str]:
     """Run pytest in a project outside of the checkout, with no other plugin."""
     (project / "test_project.py").write_text(textwrap.dedent(source))
-    (project / "facts.json").write_text((facts or facts_of()).to_json())
+    (project / "facts.json").write_text((facts or make_facts()).to_json())
     command = [sys.executable, "-m", "pytest", "-p", "gdrkit.harness.user", "-p", "no:cacheprovider", "-v", *options]
     variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     return subprocess.run(
@@ -98,9 +98,9 @@ def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
 def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> None:
     # Both APIs run on twins, but without devices. The profile `bare` fits this machine, and foresees no missing device.
     facts = dataclasses.replace(
-        facts_of(),
+        make_facts(),
         verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
-        cuda=CudaFacts(driver_version="13.0", devices=(), libraries=(library("libcuda.so.1", notes=TWIN.notes),)),
+        cuda=CudaFacts(driver_version="13.0", devices=(), libraries=(make_library("libcuda.so.1", notes=TWIN.notes),)),
     )
     completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, "--gdrkit-profile", "bare", facts=facts)
     assert completed.returncode == 1, completed.stdout

@@ -15,10 +15,10 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.ledger import calls
-from support.memory_kinds import DMABUF, peer_queue_pair
-from support.sharing import message_from_peer
+from support.faults import inject_faults
+from support.ledger import read_call_counts
+from support.memory_kinds import DMABUF, connect_peer_queue_pair
+from support.sharing import receive_message_from_peer
 
 from gdrkit.errors import Api, ApiError, Reason, RegistrationFailed
 from gdrkit.harness.needs import cuda as cuda_needs
@@ -49,7 +49,7 @@ NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
 @needs(software(Api.VERBS))
 def test_lease_without_nic_fails_with_the_cause(device: Device) -> None:
     """Finding 1: the manager started without a region cache, and later calls used the missing cache."""
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, NO_NICS), GdrManager() as manager:
+    with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, NO_NICS), GdrManager() as manager:
         assert not manager.state.available
         with pytest.raises(RegistrationFailed) as raised:
             manager.lease(memory)
@@ -132,14 +132,16 @@ class MemoryWithoutAddress:
 def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Peer) -> None:
     """Finding 4: if no dma-buf could be registered, the fallback registered a null pointer."""
     with (
-        message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
+        receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
         import_dmabuf(message) as dmabuf,
-        faults(Api.VERBS, NO_DMABUF),
+        inject_faults(Api.VERBS, NO_DMABUF),
     ):
-        calls_before = calls(Api.VERBS).get("ibv_reg_mr", 0)
+        calls_before = read_call_counts(Api.VERBS).get("ibv_reg_mr", 0)
         with pytest.raises(RegistrationFailed) as raised:
             register(MemoryWithoutAddress(dmabuf), [nic])  # type: ignore[arg-type]
-        assert calls(Api.VERBS).get("ibv_reg_mr", 0) == calls_before, "ibv_reg_mr was called with a null pointer"
+        assert read_call_counts(Api.VERBS).get("ibv_reg_mr", 0) == calls_before, (
+            "ibv_reg_mr was called with a null pointer"
+        )
     assert raised.value.reason is Reason.NO_ROUTE
     assert [cause.reason for cause in raised.value.causes] == [
         Reason.DMABUF_REGION_UNSUPPORTED,
@@ -151,7 +153,7 @@ def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Pee
 @DMABUF
 def test_old_key_after_a_free_is_refused(device: Device, nic: Nic, peer: Peer, seed: int, evidence: Evidence) -> None:
     """Finding 5: the cache kept the region of freed memory registered, so the key of the region still worked."""
-    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         memory = device.allocate(256 * KIB)
         with cache.lease(memory) as lease:
             stale_remote = lease.remote(nic, length_bytes=4 * KIB)

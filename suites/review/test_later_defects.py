@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.faults import faults
-from support.memory_kinds import DMABUF, peer_queue_pair
+from support.faults import inject_faults
+from support.memory_kinds import DMABUF, connect_peer_queue_pair
 from support.raw_cuda import raw_allocate, raw_free, remap_chunk
-from support.sharing import import_in_peer, message_from_peer
+from support.sharing import import_in_peer, receive_message_from_peer
 
 from gdrkit import cuda, handles, pattern
 from gdrkit.cuda import VmmMemory
@@ -72,7 +72,11 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
 
     After one of them was invalidated, their region was deregistered too early, or it was never deregistered.
     """
-    with device.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with (
+        device.allocate(64 * KIB) as memory,
+        RegionCache([nic]) as cache,
+        connect_peer_queue_pair(nic, peer) as peer_pair,
+    ):
         first = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
         with cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second, cache.lease(second) as lease:
             remote = lease.remote(nic, length_bytes=KIB)
@@ -83,7 +87,7 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
         # This write must fail, and a failed write moves its queue pair to the error state. So it uses a second queue
         # pair.
-        with peer_queue_pair(nic, peer) as second_pair:
+        with connect_peer_queue_pair(nic, peer) as second_pair:
             status = second_pair.write(remote, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
@@ -117,7 +121,7 @@ def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
 def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect e: a registration with one NIC counted as success, and transfers by the other NICs failed later."""
     assert all(nic.supports_dmabuf() for nic in nics)
-    with device.allocate(64 * KIB) as memory, faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
+    with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
         handles_before = handles.live()
         with pytest.raises(ApiError) as raised:
             register(memory, nics).close()
@@ -129,7 +133,7 @@ def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple
 @ON_TWINS
 def test_manager_that_cannot_register_is_unavailable() -> None:
     """Defect h: the start reported success although no memory could be registered."""
-    with faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY), GdrManager() as manager:
+    with inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY), GdrManager() as manager:
         assert not manager.state.available, "the manager is available although no memory can be registered"
         assert manager.state.obstacles
         assert all(gpu.obstacle is not None for gpu in manager.state.gpus)
@@ -190,7 +194,7 @@ def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None
 def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect k: after a free that bypassed gdrkit, the cache returned the old key for new memory at that address."""
     address = raw_allocate(device, 2 * MIB)
-    with RegionCache([nic]) as cache, peer_queue_pair(nic, peer) as peer_pair:
+    with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old_lease:
             stale_remote = old_lease.remote(nic, length_bytes=4 * KIB)
         raw_free(device, address)
@@ -248,9 +252,9 @@ def register_with_all_nics(manager: GdrManager, dmabuf: DmabufRange) -> None:
 def test_registration_of_an_import_without_nics_fails(peer: Peer) -> None:
     """Defect n: an importer whose manager was unavailable reported success without a region."""
     with (
-        message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
+        receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message,
         import_dmabuf(message) as dmabuf,
-        faults(Api.VERBS, NO_NICS),
+        inject_faults(Api.VERBS, NO_NICS),
         GdrManager() as manager,
         pytest.raises(RegistrationFailed),
     ):

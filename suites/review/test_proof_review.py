@@ -9,11 +9,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
-from support.faults import faults
+from support.faults import inject_faults
 from support.memory_kinds import DMABUF
 from support.python_child import suites_environ
 from support.raw_usrbio import AgentProcess
-from support.records import facts_of, proven_route, record_of
+from support.records import make_facts, make_proven_route, make_record
 
 from gdrkit import pattern, usrbio
 from gdrkit.children import kill_child
@@ -58,9 +58,9 @@ def run_child(program: str, *arguments: object) -> None:
 
 def test_route_without_counted_bytes_is_unproven() -> None:
     """Defect p: a route was proven by the libraries alone, without the counters of the ports."""
-    proven = record_of(routes=(proven_route(0, "mlx5_0"),), substrate=HARDWARE)
-    claimed = record_of(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
-    states = [route_statuses(facts_of(), [record])[0].state for record in (proven, claimed)]
+    proven = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE)
+    claimed = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
+    states = [route_statuses(make_facts(), [record])[0].state for record in (proven, claimed)]
     assert states == [RouteOutcome.PROVEN, RouteOutcome.UNPROVEN], f"the states are {states}"
 
 
@@ -80,11 +80,11 @@ READ_PROGRAM = """
 import sys
 from pathlib import Path
 from gdrkit import cuda, pattern
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 data = pattern.payload(1 << 16, seed=seed)
-with storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+with run_storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
     with service.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
         with client.open("file") as file:
@@ -131,7 +131,7 @@ def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> 
 @ON_TWINS
 def test_manager_is_available_only_if_bytes_moved() -> None:
     """Defect s: the manager was available when memory could be registered, whether the DMA worked or not."""
-    with faults(Api.VERBS, "wc.rdma_read call=* status=10"), GdrManager() as manager:
+    with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), GdrManager() as manager:
         assert not manager.state.available, "the manager is available although no bytes moved"
 
 
@@ -139,7 +139,7 @@ def test_manager_is_available_only_if_bytes_moved() -> None:
 @ON_TWINS
 def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect s: hf3fs_gdr_available did not ask for a NIC."""
-    with faults(Api.VERBS, "wc.rdma_write call=* status=12"):
+    with inject_faults(Api.VERBS, "wc.rdma_write call=* status=12"):
         ReachTable().measured(device, nics)
     assert not usrbio.gdr_available(), "GDR is available although no bytes moved"
     ReachTable(retry_after_s=0).measured(device, nics)
@@ -152,6 +152,6 @@ def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: t
 @needs(verbs_needs.nic(count_min=2))
 def test_nic_that_moves_nothing_is_not_used(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect t: a NIC was used because it had registered the memory, although its DMA failed."""
-    with faults(Api.VERBS, f"wc.rdma_read call=* status=12 nic={nics[0].name}"):
+    with inject_faults(Api.VERBS, f"wc.rdma_read call=* status=12 nic={nics[0].name}"):
         usable = Placement().usable(device, nics)
     assert usable == nics[1:], f"{nics[0].name} is used although it moves nothing"

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.memory_kinds import DMABUF
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit import cuda, pattern
 from gdrkit.errors import UsageError
@@ -25,7 +25,7 @@ from gdrkit.units import KIB, MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from support.storage import Service
+    from support.storage import StorageServer
 
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
@@ -36,14 +36,14 @@ _TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]:
     """Yield a server of an empty store. All cases of this module use it."""
     folder = tmp_path_factory.mktemp("storage")
-    with storage_server(folder / "store", folder / "server.log") as running:
+    with run_storage_server(folder / "store", folder / "server.log") as running:
         yield running
 
 
-def write_from_host(service: Service, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
+def write_from_host(service: StorageServer, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
     """Write the file with a client in this process, from host memory."""
     with (
         service.connect(nic) as client,
@@ -53,7 +53,7 @@ def write_from_host(service: Service, data: bytes, nic: Nic, *, offset_bytes: in
         file.write(buffer, offset_bytes=offset_bytes)
 
 
-def run_client(service: Service, operation: str, **arguments: int | list[tuple[int, int]]) -> dict[str, Any]:
+def run_client(service: StorageServer, operation: str, **arguments: int | list[tuple[int, int]]) -> dict[str, Any]:
     """Run one operation of a client with device memory in a child process, and return its result."""
     request = arguments | {
         "operation": operation,
@@ -78,7 +78,7 @@ def run_client(service: Service, operation: str, **arguments: int | list[tuple[i
 
 
 @DMABUF
-def test_read_into_device_memory_avoids_the_cpu(service: Service, device: Device, nic: Nic, seed: int) -> None:
+def test_read_into_device_memory_avoids_the_cpu(service: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU copied inline data into device memory, and computed the checksum of received data."""
     write_from_host(service, pattern.payload(MIB, seed=seed), nic)
     # The first read is short. Other services send the data of a short read within the reply.
@@ -91,7 +91,7 @@ def test_read_into_device_memory_avoids_the_cpu(service: Service, device: Device
 
 
 @DMABUF
-def test_checksum_of_a_device_write_is_the_servers(service: Service, device: Device, nic: Nic, seed: int) -> None:
+def test_checksum_of_a_device_write_is_the_servers(service: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU computed the checksum of a write, and copied short data into the request."""
     for length_bytes in (100, MIB):
         result = run_client(service, "write", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=0)
@@ -101,7 +101,7 @@ def test_checksum_of_a_device_write_is_the_servers(service: Service, device: Dev
 
 
 @DMABUF
-def test_hole_in_a_file_is_zeroed_by_the_device(service: Service, device: Device, nic: Nic, seed: int) -> None:
+def test_hole_in_a_file_is_zeroed_by_the_device(service: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Defect g: the CPU filled a hole with memset."""
     # The file has a hole before this offset.
     begin = MIB
@@ -119,7 +119,7 @@ def test_hole_in_a_file_is_zeroed_by_the_device(service: Service, device: Device
 
 
 @DMABUF
-def test_borrowed_device_memory_is_not_a_host_buffer(service: Service, device: Device, nic: Nic) -> None:
+def test_borrowed_device_memory_is_not_a_host_buffer(service: StorageServer, device: Device, nic: Nic) -> None:
     """Finding 6: device memory that another library had allocated was wrapped into a host buffer."""
     with (
         device.allocate(64 * KIB) as memory,

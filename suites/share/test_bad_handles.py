@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import DMABUF
-from support.sharing import message_from_peer, raised_error, valid_handle, with_flipped_bit
+from support.sharing import flip_bit, make_handle, receive_message_from_peer, require_error
 
 from gdrkit import cuda
 from gdrkit.cuda import VmmMemory
@@ -55,11 +55,11 @@ def device(device: Device) -> Device:
 @IPC
 def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    with message_from_peer(peer_memory, ShareKind.IPC) as message:
+    with receive_message_from_peer(peer_memory, ShareKind.IPC) as message:
         altered_message = HandleMessage(replace(message.handle, device_uuid=b"\x11" * 16).pack())
     for error in (
-        raised_error(device_of, altered_message.handle),
-        raised_error(import_memory, device, altered_message),
+        require_error(device_of, altered_message.handle),
+        require_error(import_memory, device, altered_message),
     ):
         assert type(error) is UsageError
         assert error.reason is Reason.NO_DEVICE
@@ -68,34 +68,34 @@ def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> N
 
 @IPC
 def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None:
-    message = message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
+    message = receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
     peer.kill()
-    error = raised_error(import_memory, device, message)
+    error = require_error(import_memory, device, message)
     assert type(error) is BrokenResource
     assert error.reason is Reason.PEER_GONE
 
 
 @IPC
 def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Peer) -> None:
-    with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
+    with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
         altered_message = HandleMessage(replace(message.handle, owner=owner).pack())
-    assert raised_error(import_memory, device, altered_message).reason is Reason.PEER_GONE
+    assert require_error(import_memory, device, altered_message).reason is Reason.PEER_GONE
 
 
 @DMABUF
 def test_dmabuf_of_an_ended_owner_is_refused(peer: Peer) -> None:
-    with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
+    with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.DMABUF) as message:
         peer.kill()
-        assert type(raised_error(import_dmabuf, message)) is BrokenResource
+        assert type(require_error(import_dmabuf, message)) is BrokenResource
 
 
 @IPC
 def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    message = message_from_peer(peer_memory, ShareKind.IPC)
+    message = receive_message_from_peer(peer_memory, ShareKind.IPC)
     peer_memory.close()
-    error = raised_error(import_memory, device, message)
+    error = require_error(import_memory, device, message)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
@@ -104,25 +104,25 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
 @needs(software(Api.CUDA))
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
     """The case runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
-    with message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
-        altered_message = HandleMessage(replace(message.handle, ipc=with_flipped_bit(message.handle.ipc, 100)).pack())
-    error = raised_error(import_memory, device, altered_message)
+    with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
+        altered_message = HandleMessage(replace(message.handle, ipc=flip_bit(message.handle.ipc, 100)).pack())
+    error = require_error(import_memory, device, altered_message)
     assert isinstance(error, ApiError)
     assert error.operation == "cuIpcOpenMemHandle"
 
 
 @IPC
 def test_handle_with_a_wrong_size_is_refused(device: Device, peer: Peer) -> None:
-    with message_from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
+    with receive_message_from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
         altered_message = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
-    assert raised_error(import_memory, device, altered_message).reason is Reason.MALFORMED
+    assert require_error(import_memory, device, altered_message).reason is Reason.MALFORMED
 
 
 @IPC
 def test_handle_of_this_process_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
         message = export_memory(memory, kind=ShareKind.IPC)
-        error = raised_error(import_memory, device, message)
+        error = require_error(import_memory, device, message)
         assert isinstance(error, ApiError)
         assert error.operation == "cuIpcOpenMemHandle"
 
@@ -131,19 +131,19 @@ def test_handle_of_this_process_is_refused(device: Device) -> None:
 @needs(cuda_needs.vmm)
 def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    with message_from_peer(peer_memory, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
+    with receive_message_from_peer(peer_memory, ShareKind.DMABUF) as message, tempfile.TemporaryFile() as file:
         file.truncate(message.handle.allocation_bytes)
         with (
             HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message,
             import_dmabuf(altered_message) as dmabuf,
         ):
             # Only the kernel can check whether a descriptor is a dma-buf. The check is in the registration with a NIC.
-            error = raised_error(nic.register_dmabuf, dmabuf)
+            error = require_error(nic.register_dmabuf, dmabuf)
             assert isinstance(error, ApiError)
             assert (error.operation, error.errno) == ("ibv_reg_dmabuf_mr", errno.EINVAL)
         file.truncate(1)
         with HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message:
-            assert raised_error(import_dmabuf, altered_message).reason is Reason.MALFORMED
+            assert require_error(import_dmabuf, altered_message).reason is Reason.MALFORMED
         chunk = replace(
             message.handle,
             kind=ShareKind.VMM,
@@ -154,7 +154,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
         )
         file.truncate(2 * MIB)
         with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as altered_message:
-            error = raised_error(import_memory, device, altered_message)
+            error = require_error(import_memory, device, altered_message)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
     peer_memory.close()
@@ -166,7 +166,7 @@ def test_a_closed_descriptor_is_refused(device: Device) -> None:
         (fd,) = message.descriptors
         duplicate = os.dup(fd)
         os.close(fd)
-        error = raised_error(import_dmabuf, message)
+        error = require_error(import_dmabuf, message)
         assert isinstance(error, ApiError)
         assert (error.operation, error.errno) == ("lseek", errno.EBADF)
         os.dup2(duplicate, fd)
@@ -183,7 +183,7 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
     ):
         larger = replace(message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
         with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as altered_message:
-            assert isinstance(raised_error(import_memory, device, altered_message), ApiError)
+            assert isinstance(require_error(import_memory, device, altered_message), ApiError)
         fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as raised:
             HandleMessage(message.data, fds)
@@ -195,23 +195,23 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
 @IPC
 def test_importer_of_another_handle_kind_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
-        assert "import_dmabuf" in raised_error(import_memory, device, message).what_to_do
+        assert "import_dmabuf" in require_error(import_memory, device, message).what_to_do
         ipc = export_memory(memory, kind=ShareKind.IPC)
-        assert "import_memory" in raised_error(import_dmabuf, ipc).what_to_do
-        assert raised_error(export_memory, memory, kind=ShareKind.VMM).what_to_do == "share it as IPC or DMABUF"
+        assert "import_memory" in require_error(import_dmabuf, ipc).what_to_do
+        assert require_error(export_memory, memory, kind=ShareKind.VMM).what_to_do == "share it as IPC or DMABUF"
         for invalid_range in (
             {"length_bytes": 0},
             {"offset_bytes": 64 * KIB},
             {"offset_bytes": 1, "length_bytes": 64 * KIB},
         ):
-            assert type(raised_error(export_memory, memory, kind=ShareKind.IPC, **invalid_range)) is UsageError
-    assert type(raised_error(export_memory, memory, kind=ShareKind.IPC)) is ClosedResource
+            assert type(require_error(export_memory, memory, kind=ShareKind.IPC, **invalid_range)) is UsageError
+    assert type(require_error(export_memory, memory, kind=ShareKind.IPC)) is ClosedResource
 
 
 @VMM
 def test_too_many_chunks_are_refused_before_the_export(device: Device) -> None:
     with VmmMemory.create(device, 254 * 2 * MIB, chunk_bytes=2 * MIB) as memory:
-        assert raised_error(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
+        assert require_error(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
         with export_memory(memory, kind=ShareKind.VMM, length_bytes=253 * 2 * MIB) as message:
             assert len(message.descriptors) == 253
 
@@ -228,7 +228,7 @@ INVALID_RANGES = [
 @pytest.mark.parametrize(("address", "length_bytes", "reason"), INVALID_RANGES)
 def test_export_of_host_memory_is_refused(device: Device, address: int, length_bytes: int, reason: Reason) -> None:
     for kind in ShareKind:
-        error = raised_error(
+        error = require_error(
             lambda kind=kind: export_address(address, length_bytes=length_bytes, device_index=0, kind=kind)
         )
         assert error.reason is reason
@@ -237,7 +237,7 @@ def test_export_of_host_memory_is_refused(device: Device, address: int, length_b
 @IPC
 def test_an_unknown_device_is_named(device: Device) -> None:
     for index in (-1, cuda.device_count(), 1 << 40):
-        assert raised_error(device_at, index).reason is Reason.NO_DEVICE
+        assert require_error(device_at, index).reason is Reason.NO_DEVICE
 
 
 @IPC
@@ -255,7 +255,7 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
         (replace(valid, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
     ]
     for changed, reason in invalid_handles:
-        error = raised_error(import_gdr, device, changed)
+        error = require_error(import_gdr, device, changed)
         assert type(error) is UsageError
         assert error.reason is reason
     peer_memory.close()
@@ -267,19 +267,19 @@ def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, pe
     """The case runs only on the CUDA twin. The driver of an H200 opened a changed handle, which has no checksum."""
     peer_memory = peer.device().allocate(64 * KIB)
     data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
-    assert isinstance(raised_error(import_gdr, device, with_flipped_bit(data, 70)), ApiError)
+    assert isinstance(require_error(import_gdr, device, flip_bit(data, 70)), ApiError)
     peer_memory.close()
 
 
 @needs(cuda_needs.device(count_min=2), cuda_needs.ipc)
 def test_import_on_another_device_is_refused(devices: tuple[Device, ...], peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    message = message_from_peer(peer_memory, ShareKind.IPC)
-    assert raised_error(import_memory, devices[1], message).reason is Reason.NO_DEVICE
+    message = receive_message_from_peer(peer_memory, ShareKind.IPC)
+    assert require_error(import_memory, devices[1], message).reason is Reason.NO_DEVICE
     data = bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number))
     with devices[1].current():
         pass  # The context stays open after its first use, so it is opened before the open handles are counted.
-    assert raised_error(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
+    assert require_error(import_gdr, devices[1], data).reason is Reason.NO_DEVICE
     peer_memory.close()
 
 
@@ -305,7 +305,7 @@ def test_export_without_cuda_is_unsupported() -> None:
     # driver shows no device.
     environ = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     environ |= {"CUDA_VISIBLE_DEVICES": "-1"}
-    code = WITHOUT_CUDA_PROGRAM.format(data=valid_handle().pack().hex())
+    code = WITHOUT_CUDA_PROGRAM.format(data=make_handle().pack().hex())
     child = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     results = [json.loads(line) for line in child.stdout.splitlines()]
     assert results == [[Unsupported.__name__, errno.ENOTSUP]] * 5

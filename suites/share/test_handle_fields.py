@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.sharing import raised_error, valid_handle, with_flipped_bit
+from support.sharing import flip_bit, make_handle, require_error
 
 from gdrkit import cuda, pattern
 from gdrkit.errors import GdrkitError, Reason, UsageError
@@ -27,7 +27,7 @@ IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 
 def parse_error(data: bytes) -> GdrkitError:
     """Require that the parser refuses the data as malformed, and return the error."""
-    error = raised_error(ShareHandle.parse, data)
+    error = require_error(ShareHandle.parse, data)
     assert type(error) is UsageError
     assert error.reason is Reason.MALFORMED
     return error
@@ -48,17 +48,17 @@ def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> 
 
 @pytest.mark.parametrize("length", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
 def test_a_handle_of_another_length_is_refused(length: int) -> None:
-    parse_error((valid_handle().pack() * 30)[:length])
+    parse_error((make_handle().pack() * 30)[:length])
 
 
 def test_any_flipped_bit_is_refused() -> None:
-    data = valid_handle().pack()
+    data = make_handle().pack()
     for bit in range(8 * SHARE_HANDLE_BYTES):
-        parse_error(with_flipped_bit(data, bit))
+        parse_error(flip_bit(data, bit))
 
 
 def test_handle_of_another_version_is_refused_by_name() -> None:
-    data = valid_handle().pack()
+    data = make_handle().pack()
     error = parse_error(data[:8] + b"\x02\x00" + data[10:])
     assert "version 2" in error.message
 
@@ -99,4 +99,4 @@ WRONG_FIELDS = [
 
 @pytest.mark.parametrize("changes", WRONG_FIELDS)
 def test_contradictory_fields_are_refused(changes: dict[str, object]) -> None:
-    assert raised_error(valid_handle, **changes).reason is Reason.MALFORMED
+    assert require_error(make_handle, **changes).reason is Reason.MALFORMED

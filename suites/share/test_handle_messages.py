@@ -6,7 +6,7 @@ import array
 import socket
 import tempfile
 
-from support.sharing import raised_error, valid_handle
+from support.sharing import make_handle, require_error
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.registration.handle import SHARE_HANDLE_BYTES
@@ -23,7 +23,7 @@ def socket_with(data: bytes, descriptor_count: int) -> socket.socket:
 
 
 def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
-    valid = valid_handle().pack()
+    valid = make_handle().pack()
     messages = [
         (b"", 0, Reason.PEER_GONE),
         (valid[:100], 0, Reason.PEER_GONE),
@@ -33,23 +33,23 @@ def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
     ]
     for data, descriptor_count, reason in messages:
         with socket_with(data, descriptor_count) as connection:
-            assert raised_error(receive, connection).reason is reason
+            assert require_error(receive, connection).reason is reason
 
 
 def test_descriptors_of_two_parts_are_counted_together() -> None:
-    valid = valid_handle().pack()
+    valid = make_handle().pack()
     receiver, sender = socket.socketpair()
     with receiver, sender, tempfile.TemporaryFile() as file:
         # Each part has 200 descriptors, fewer than the limit of 253. Both parts together exceed the limit.
         for data in (valid[:10], valid[10:]):
             sender.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
-        assert raised_error(receive, receiver).reason is Reason.MALFORMED
+        assert require_error(receive, receiver).reason is Reason.MALFORMED
 
 
 def test_receive_from_a_silent_sender_times_out() -> None:
     receiver, sender = socket.socketpair()
     with receiver, sender:
-        error = raised_error(receive, receiver, timeout_ms=10)
+        error = require_error(receive, receiver, timeout_ms=10)
         assert (type(error), error.reason) == (BrokenResource, Reason.TIMEOUT)
 
 
@@ -57,5 +57,5 @@ def test_send_to_a_closed_peer_raises_peer_gone() -> None:
     sender, receiver = socket.socketpair()
     receiver.close()
     with sender:
-        error = raised_error(HandleMessage(valid_handle().pack()).send, sender)
+        error = require_error(HandleMessage(make_handle().pack()).send, sender)
         assert (type(error), error.reason) == (BrokenResource, Reason.PEER_GONE)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import DMABUF
-from support.sharing import import_in_peer, message_from_peer, register_dmabuf_in_peer
+from support.sharing import import_in_peer, receive_message_from_peer, register_dmabuf_in_peer
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
@@ -56,7 +56,7 @@ def test_ipc_import_of_interior_memory_has_the_right_offset(
 def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, seed: int) -> None:
     peer_memory = peer.device().allocate(MIB)
     peer_memory.write(seed=seed)
-    message = message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
+    message = receive_message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=4099, length_bytes=70_001)
     with device_of(message.handle) as owner_device, import_memory(owner_device, message) as memory:
         assert owner_device.uuid == device.uuid == message.handle.device
         assert memory.kind.value == "cuda_imported"
@@ -68,8 +68,8 @@ def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, s
 def test_memory_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: int) -> None:
     peer_memory = peer.device().allocate(MIB)
     peer_memory.write(seed=seed)
-    first = message_from_peer(peer_memory, ShareKind.IPC)
-    second = message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=64 * KIB)
+    first = receive_message_from_peer(peer_memory, ShareKind.IPC)
+    second = receive_message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=64 * KIB)
     with import_memory(device, second) as second_memory:
         with import_memory(device, first) as first_memory:
             pattern.check(first_memory.read(length_bytes=100), seed=seed)

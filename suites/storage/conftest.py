@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import Memory, Service, storage_server
+from support.storage import Memory, StorageServer, run_storage_server
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,14 +17,14 @@ __all__ = ["client", "memory", "service"]
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[Service]:
+def service(tmp_path: Path) -> Iterator[StorageServer]:
     """Yield a server over TCP with an empty store."""
-    with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         yield service
 
 
 @pytest.fixture
-def client(service: Service) -> Iterator[StorageClient]:
+def client(service: StorageServer) -> Iterator[StorageClient]:
     """Yield a client that uses all NICs."""
     with service.connect() as client:
         yield client

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from support.failing_calls import STRACE, failing_call
-from support.storage import storage_server
+from support.failing_calls import STRACE, fail_next_call
+from support.storage import run_storage_server
 
 from gdrkit.harness.needs import needs, verbs
 
@@ -19,8 +19,8 @@ def test_server_accepts_again_after_an_unexpected_error(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "file").write_bytes(b"x")
     log = tmp_path / "log"
-    with storage_server(tmp_path / "store", log, "--listen", "127.0.0.1:0") as service:
-        with failing_call(service.process.pid, "accept4", "EPROTO"), service.connect() as client:
+    with run_storage_server(tmp_path / "store", log, "--listen", "127.0.0.1:0") as service:
+        with fail_next_call(service.process.pid, "accept4", "EPROTO"), service.connect() as client:
             assert client.list_folder()[0].name == "file"
         with service.connect() as client:
             assert client.list_folder()[0].name == "file"

@@ -17,7 +17,7 @@ import pytest
 from support.other_user import folder_for_all_users, run_program
 from support.processes import wait_until
 from support.python_child import module_command, suites_environ
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from support.storage import Service
+    from support.storage import StorageServer
 
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
@@ -49,7 +49,7 @@ NETWORK_NAMESPACE = host.program(
 
 
 @contextlib.contextmanager
-def slow_hellos(service: Service) -> Iterator[list[int]]:
+def slow_hellos(service: StorageServer) -> Iterator[list[int]]:
     """Run the attack of :mod:`storage.slow_hellos`.
 
     After the block, the yielded list holds one number: the count of connections that the attack made.
@@ -96,7 +96,7 @@ def is_closed(connected_socket: socket.socket, timeout_s: float) -> bool:
 
 @needs(verbs.nic())
 @pytest.mark.timeout(300 + OPERATIONS / 50)
-def test_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, evidence: Evidence) -> None:
+def test_client_works_beside_slow_hellos(service: StorageServer, nic: Nic, seed: int, evidence: Evidence) -> None:
     data = pattern.payload(BATCH_OPERATIONS * OPERATION_BYTES, seed=seed)
     operation_count = session_count = 0
     with slow_hellos(service) as connection_counts:
@@ -137,7 +137,7 @@ def test_client_works_beside_slow_hellos(service: Service, nic: Nic, seed: int, 
 
 
 @needs(verbs.nic())
-def test_first_request_has_one_deadline_for_all_its_bytes(service: Service) -> None:
+def test_first_request_has_one_deadline_for_all_its_bytes(service: StorageServer) -> None:
     with ServerAddress.parse(service.address).connect(10) as connection:
         begin_s, sent_bytes = time.monotonic(), 0
         while not select.select([connection], (), (), 1)[0] and sent_bytes < 20:
@@ -148,7 +148,7 @@ def test_first_request_has_one_deadline_for_all_its_bytes(service: Service) -> N
 
 
 @needs(verbs.nic())
-def test_host_above_its_limit_loses_its_oldest_connections(service: Service) -> None:
+def test_host_above_its_limit_loses_its_oldest_connections(service: StorageServer) -> None:
     # At most 64 connections of a host may be without a request, so the server closes the 16 oldest of 80.
     address = ServerAddress.parse(service.address)
     with contextlib.ExitStack() as stack:
@@ -162,7 +162,7 @@ def test_host_above_its_limit_loses_its_oldest_connections(service: Service) -> 
 
 
 @needs(verbs.nic())
-def test_refused_connections_share_a_log_line(service: Service) -> None:
+def test_refused_connections_share_a_log_line(service: StorageServer) -> None:
     address = ServerAddress.parse(service.address)
     for _ in range(50):
         with address.connect(10) as connection:
@@ -179,7 +179,7 @@ def test_refused_connections_share_a_log_line(service: Service) -> None:
 
 
 @needs(verbs.nic())
-def test_refused_connection_is_logged_within_10_s(service: Service) -> None:
+def test_refused_connection_is_logged_within_10_s(service: StorageServer) -> None:
     def is_logged(line_count: int) -> bool:
         return service.log_text().count("connections refused: 1 ") == line_count
 
@@ -213,14 +213,14 @@ def test_host_with_the_most_silent_connections_loses_one() -> None:
 
 @needs(verbs.nic(), host.program("ip", "-6", "address", "show", "to", "::1"))
 def test_server_listens_on_an_ipv6_address(tmp_path: Path) -> None:
-    with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "[::1]:0") as service:
+    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "[::1]:0") as service:
         assert re.fullmatch(r"\[::1\]:[1-9]\d*", service.address)
         with service.connect() as client:
             assert client.list_folder() == ()
 
 
 @needs(verbs.nic())
-def test_session_limit_is_64(service: Service, nic: Nic) -> None:
+def test_session_limit_is_64(service: StorageServer, nic: Nic) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(service.connect(nic))
@@ -254,7 +254,7 @@ def test_server_refuses_another_user_on_its_unix_socket(tmp_path: Path, monkeypa
     monkeypatch.setenv("PYTHONWARNINGS", "always::ResourceWarning")
     with folder_for_all_users() as folder:
         path = folder / "socket"
-        with storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
+        with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
             # With this mode another user can connect. The server then refuses that user by SO_PEERCRED.
             path.chmod(0o777)
             for user, expected_output in (("self", "answered\n"), ("other", "ended\n")):

@@ -25,7 +25,7 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from support.storage import Service
+    from support.storage import StorageServer
 
     from gdrkit.storage.client import StorageClient
     from gdrkit.verbs import Nic
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["session"]
 
 
-def begin_session(service: Service, nic: Nic, *, replaces: str | None = None) -> StorageSession:
+def begin_session(service: StorageServer, nic: Nic, *, replaces: str | None = None) -> StorageSession:
     """Begin a session. The case itself sends and receives the bytes of the data connection."""
     address = ServerAddress.parse(service.address)
     session = StorageSession(
@@ -49,14 +49,14 @@ def begin_session(service: Service, nic: Nic, *, replaces: str | None = None) ->
 
 
 @pytest.fixture
-def session(service: Service, nic: Nic) -> Iterator[StorageSession]:
+def session(service: StorageServer, nic: Nic) -> Iterator[StorageSession]:
     """Yield a session of :func:`begin_session`."""
     with begin_session(service, nic) as session:
         yield session
 
 
 @needs(verbs.nic())
-def test_call_after_server_was_killed_fails_with_eremoteio(service: Service) -> None:
+def test_call_after_server_was_killed_fails_with_eremoteio(service: StorageServer) -> None:
     with service.connect() as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file", write=True, create=True)
         file.write(buffer, offset_bytes=0)
@@ -75,23 +75,25 @@ def test_call_after_server_was_killed_fails_with_eremoteio(service: Service) -> 
 
 
 @needs(verbs.nic())
-def test_hanging_server_cannot_write_after_the_timeout(service: Service) -> None:
+def test_hanging_server_cannot_write_after_the_timeout(service: StorageServer) -> None:
     (service.root / "file").write_bytes(os.urandom(MIB))
     with service.connect(timeout_ms=1000) as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file")
-        with service.stopped():
+        with service.suspend():
             with pytest.raises(ApiError) as error:
                 file.read(buffer, offset_bytes=0)
             assert error.value.errno == errno.ETIMEDOUT
             buffer.data()[:] = b"\xee" * MIB
         with service.connect() as other_client:
-            while any(target.endswith("/store/file") for target in service.descriptors()):
+            while any(target.endswith("/store/file") for target in service.list_open_files()):
                 other_client.stat("file")
         assert buffer.data() == b"\xee" * MIB
 
 
 @needs(verbs.nic())
-def test_replaced_session_ends_before_the_new_one_begins(service: Service, session: StorageSession, nic: Nic) -> None:
+def test_replaced_session_ends_before_the_new_one_begins(
+    service: StorageServer, session: StorageSession, nic: Nic
+) -> None:
     (service.root / "file").write_bytes(bytes(MIB))
     session.request(messages.Open("file", write=True), messages.OpenReply)
     with begin_session(service, nic, replaces=session.secret):
@@ -103,7 +105,7 @@ def test_replaced_session_ends_before_the_new_one_begins(service: Service, sessi
 
 
 @needs(verbs.nic())
-def test_second_data_connection_of_a_session_is_refused(service: Service, session: StorageSession) -> None:
+def test_second_data_connection_of_a_session_is_refused(service: StorageServer, session: StorageSession) -> None:
     connection = ControlConnection(ServerAddress.parse(service.address).connect(10))
     try:
         connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Attach(session.secret)), sequence=1)
@@ -121,7 +123,7 @@ def test_second_data_connection_of_a_session_is_refused(service: Service, sessio
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("may_write", [False, True])
-def test_write_needs_a_handle_that_is_open_for_writing(service: Service, nic: Nic, may_write: bool) -> None:  # noqa: FBT001
+def test_write_needs_a_handle_that_is_open_for_writing(service: StorageServer, nic: Nic, may_write: bool) -> None:  # noqa: FBT001
     content = os.urandom(MIB)
     (service.root / "file").write_bytes(content)
     with service.connect(nic) as client, client.register(bytearray(MIB)) as buffer:
@@ -134,7 +136,7 @@ def test_write_needs_a_handle_that_is_open_for_writing(service: Service, nic: Ni
 
 
 @needs(verbs.nic())
-def test_write_by_a_read_only_handle_reads_no_client_memory(service: Service, nic: Nic) -> None:
+def test_write_by_a_read_only_handle_reads_no_client_memory(service: StorageServer, nic: Nic) -> None:
     (service.root / "file").write_bytes(bytes(MIB))
     with service.connect(nic) as client:
         file = client.open("file")
@@ -148,7 +150,7 @@ def test_write_by_a_read_only_handle_reads_no_client_memory(service: Service, ni
 
 
 @needs(verbs.nic())
-def test_stale_rkey_ends_only_the_session_that_used_it(service: Service, nic: Nic) -> None:
+def test_stale_rkey_ends_only_the_session_that_used_it(service: StorageServer, nic: Nic) -> None:
     (service.root / "file").write_bytes(os.urandom(MIB))
     with service.connect(nic) as other_client, service.connect(nic) as client:
         file = client.open("file")
@@ -166,7 +168,7 @@ def test_stale_rkey_ends_only_the_session_that_used_it(service: Service, nic: Ni
 
 
 @needs(verbs.nic())
-def test_each_invalid_operation_gets_its_own_errno(service: Service, session: StorageSession) -> None:
+def test_each_invalid_operation_gets_its_own_errno(service: StorageServer, session: StorageSession) -> None:
     (service.root / "file").write_bytes(bytes(MIB))
     opened = session.request(messages.Open("file", write=True), messages.OpenReply)
     u64_max, handle = (1 << 64) - 1, opened.handle
@@ -194,7 +196,7 @@ def test_each_invalid_operation_gets_its_own_errno(service: Service, session: St
 
 
 @needs(verbs.nic())
-def test_write_with_wrong_checksum_changes_nothing(service: Service, client: StorageClient) -> None:
+def test_write_with_wrong_checksum_changes_nothing(service: StorageServer, client: StorageClient) -> None:
     with client.open("file", write=True, create=True) as file, client.register(bytearray(b"x" * 9000)) as buffer:
         file.write(buffer, offset_bytes=0)
         remote = buffer.remote(client.nics[0])
@@ -208,7 +210,7 @@ def test_write_with_wrong_checksum_changes_nothing(service: Service, client: Sto
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("fault", ["garbage", "truncated", "changed", "control"])
-def test_invalid_frame_ends_the_session(service: Service, session: StorageSession, fault: str, seed: int) -> None:
+def test_invalid_frame_ends_the_session(service: StorageServer, session: StorageSession, fault: str, seed: int) -> None:
     valid_frame = pack_operations([Operation(1, 1, 0, 4096, 0, 0, 0, IoOpcode.READ)] * 4, sequence=1)
     changed_frame = bytearray(valid_frame)
     changed_frame[random.Random(seed).randrange(len(valid_frame))] ^= 0x10
@@ -236,7 +238,7 @@ def test_invalid_frame_ends_the_session(service: Service, session: StorageSessio
 
 
 @needs(verbs.nic())
-def test_write_beyond_the_file_size_limit_fails_as_a_whole(service: Service, client: StorageClient) -> None:
+def test_write_beyond_the_file_size_limit_fails_as_a_whole(service: StorageServer, client: StorageClient) -> None:
     import resource
 
     with client.open("file", write=True, create=True) as file, client.register(bytearray(b"x" * MIB)) as buffer:

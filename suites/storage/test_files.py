@@ -12,7 +12,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.harness.needs import needs, verbs
@@ -26,7 +26,7 @@ from gdrkit.storage.wire import FrameType
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from support.storage import Service
+    from support.storage import StorageServer
 
     from gdrkit.storage.client import StorageClient
     from gdrkit.storage.control import Request
@@ -40,7 +40,7 @@ def refused_errno(client: StorageClient, request: Request) -> int | None:
 
 
 @needs(verbs.nic())
-def test_requests_create_change_and_remove_files(service: Service, client: StorageClient) -> None:
+def test_requests_create_change_and_remove_files(service: StorageServer, client: StorageClient) -> None:
     assert stat.S_ISDIR(client.request(messages.Mkdir("a", 0o750), messages.FileStat).mode)
     client.open("a/one", write=True, create=True, mode=0o640).close()
     assert client.stat("a/one").mode == stat.S_IFREG | 0o640
@@ -67,7 +67,7 @@ def test_requests_create_change_and_remove_files(service: Service, client: Stora
 
 
 @needs(verbs.nic())
-def test_large_folder_is_listed_completely(service: Service, client: StorageClient) -> None:
+def test_large_folder_is_listed_completely(service: StorageServer, client: StorageClient) -> None:
     names = sorted([f"{'long-name' * 12}-{index:04}".encode() for index in range(700)] + [b"\xff\xfe not utf-8"])
     for name in names:
         (service.root / os.fsdecode(name)).touch()
@@ -76,7 +76,7 @@ def test_large_folder_is_listed_completely(service: Service, client: StorageClie
 
 
 @needs(verbs.nic())
-def test_folder_of_names_with_long_escapes_is_listed(service: Service, client: StorageClient) -> None:
+def test_folder_of_names_with_long_escapes_is_listed(service: StorageServer, client: StorageClient) -> None:
     # An emoji has 4 bytes in a name, and 12 in JSON.
     names = sorted(f"{index:02}{chr(0x1F600) * 62}" for index in range(90))
     for name in names:
@@ -86,7 +86,7 @@ def test_folder_of_names_with_long_escapes_is_listed(service: Service, client: S
 
 @needs(verbs.nic())
 def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
-    with storage_server(tmp_path / "store", tmp_path / "log") as service, service.connect(token="") as client:
+    with run_storage_server(tmp_path / "store", tmp_path / "log") as service, service.connect(token="") as client:
         (service.root / "3fs-virt").mkdir()
         (service.root / "3fs-virt" / "file").touch()
         (service.root / "folder" / "3fs-virt").mkdir(parents=True)
@@ -105,7 +105,7 @@ def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_modes_from_clients_are_masked_to_0777(service: Service, client: StorageClient) -> None:
+def test_modes_from_clients_are_masked_to_0777(service: StorageServer, client: StorageClient) -> None:
     client.open("file", write=True, create=True, mode=0o6755).close()
     client.request(messages.Mkdir("folder", 0o7755), messages.FileStat)
     for name in ("file", "folder"):
@@ -115,7 +115,7 @@ def test_modes_from_clients_are_masked_to_0777(service: Service, client: Storage
 
 
 @needs(verbs.nic())
-def test_lone_surrogate_fails_with_an_errno(service: Service, client: StorageClient) -> None:
+def test_lone_surrogate_fails_with_an_errno(service: StorageServer, client: StorageClient) -> None:
     with pytest.raises(ApiError) as error:
         service.connect(token="\ud800")  # noqa: S106 - not a password.
     assert error.value.errno == errno.EACCES
@@ -134,10 +134,10 @@ def test_lone_surrogate_fails_with_an_errno(service: Service, client: StorageCli
 
 
 @needs(verbs.nic())
-def test_failed_close_of_a_file_can_be_repeated(service: Service) -> None:
+def test_failed_close_of_a_file_can_be_repeated(service: StorageServer) -> None:
     with service.connect(timeout_ms=500) as client:
         file = client.open("file", write=True, create=True)
-        with service.stopped():
+        with service.suspend():
             for _ in range(2):
                 with pytest.raises(ApiError) as error:
                     file.close()
@@ -172,7 +172,7 @@ def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_paths_out_of_the_store_are_refused(service: Service, client: StorageClient, tmp_path: Path) -> None:
+def test_paths_out_of_the_store_are_refused(service: StorageServer, client: StorageClient, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
     (service.root / "out").symlink_to(tmp_path)
     (service.root / "file").symlink_to(tmp_path / "secret")
@@ -208,7 +208,7 @@ def test_transfer_against_the_open_mode_fails_with_ebadf(client: StorageClient) 
 
 
 @needs(verbs.nic())
-def test_wrong_token_is_refused(service: Service) -> None:
+def test_wrong_token_is_refused(service: StorageServer) -> None:
     for token in ("", "0" * 64, "é"):
         with pytest.raises(ApiError) as error:
             service.connect(token=token)
@@ -221,7 +221,7 @@ def test_wrong_token_is_refused(service: Service) -> None:
 
 @needs(verbs.nic())
 def test_unix_socket_is_private_and_accepts_descriptors(tmp_path: Path) -> None:
-    with storage_server(tmp_path / "store", tmp_path / "log") as service:
+    with run_storage_server(tmp_path / "store", tmp_path / "log") as service:
         address = ServerAddress.parse(service.address)
         assert address.path is not None
         assert stat.S_IMODE(address.path.stat().st_mode) == 0o600
@@ -244,13 +244,13 @@ def test_unix_socket_is_private_and_accepts_descriptors(tmp_path: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_second_server_of_a_store_is_refused(service: Service) -> None:
+def test_second_server_of_a_store_is_refused(service: StorageServer) -> None:
     with pytest.raises(BlockingIOError):
         FileStore(service.root)
 
 
 @needs(verbs.nic())
-def test_connection_with_an_invalid_first_request_is_closed(service: Service) -> None:
+def test_connection_with_an_invalid_first_request_is_closed(service: StorageServer) -> None:
     address = ServerAddress.parse(service.address)
     for invalid_bytes in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
         with address.connect(10) as connected_socket:
@@ -275,7 +275,7 @@ def test_connection_with_an_invalid_first_request_is_closed(service: Service) ->
 
 
 @needs(verbs.nic())
-def test_session_leaves_no_open_descriptors(service: Service) -> None:
+def test_session_leaves_no_open_descriptors(service: StorageServer) -> None:
     run_session(service)  # The libraries of the server open some descriptors once and keep them.
     counts_before = settled_descriptor_counts(service)
     for _ in range(3):
@@ -283,7 +283,7 @@ def test_session_leaves_no_open_descriptors(service: Service) -> None:
     assert settled_descriptor_counts(service) == counts_before
 
 
-def run_session(service: Service) -> None:
+def run_session(service: StorageServer) -> None:
     """Begin a session with all NICs and end it with an open file."""
     with service.connect() as client, client.register(bytearray(100)) as buffer:
         file = client.open("file", write=True, create=True)
@@ -291,7 +291,7 @@ def run_session(service: Service) -> None:
             file.write(buffer, offset_bytes=0)
 
 
-def settled_descriptor_counts(service: Service) -> Counter[str]:
+def settled_descriptor_counts(service: StorageServer) -> Counter[str]:
     """Poll the counts of the server's open descriptors until they have not changed in five polls, and return them."""
     last_counts, equal_polls = count_descriptors(service), 0
     while equal_polls < 5:
@@ -302,6 +302,6 @@ def settled_descriptor_counts(service: Service) -> Counter[str]:
     return last_counts
 
 
-def count_descriptors(service: Service) -> Counter[str]:
+def count_descriptors(service: StorageServer) -> Counter[str]:
     """Count the open descriptors of the server by type, such as socket or pipe."""
-    return Counter(descriptor.partition(":")[0] for descriptor in service.descriptors())
+    return Counter(descriptor.partition(":")[0] for descriptor in service.list_open_files())

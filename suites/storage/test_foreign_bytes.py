@@ -10,13 +10,13 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
-    from support.storage import Service
+    from support.storage import StorageServer
 
 FILE_BYTES = 64 * KIB
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
@@ -29,7 +29,7 @@ def sums_of(root: Path, name: str) -> Path:
 
 
 @needs(verbs.nic())
-def test_invalid_frame_gets_no_result_and_ends_the_session(service: Service) -> None:
+def test_invalid_frame_gets_no_result_and_ends_the_session(service: StorageServer) -> None:
     lines = [line.split() for line in VECTORS.read_text().splitlines() if line and not line.startswith("#")]
     invalid_frames = {name: bytes.fromhex(frame) for verdict, name, frame in lines if verdict == "wrong"}
     assert {"version", "magic"} <= invalid_frames.keys()
@@ -52,7 +52,7 @@ def test_invalid_frame_gets_no_result_and_ends_the_session(service: Service) -> 
 def test_sums_of_another_file_are_ignored(tmp_path: Path) -> None:
     root, log = tmp_path / "store", tmp_path / "log"
     contents = {name: os.urandom(FILE_BYTES) for name in ("one", "other")}
-    with storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
+    with run_storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
         for name, data in contents.items():
             with client.open(name, write=True, create=True) as file, client.register(bytearray(data)) as buffer:
                 file.write(buffer, offset_bytes=0)
@@ -60,7 +60,7 @@ def test_sums_of_another_file_are_ignored(tmp_path: Path) -> None:
     shutil.copyfile(sums_of(root, "one"), sums_of(root, "other"))
     status = (root / "one").stat()
     os.utime(root / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
-    with storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
+    with run_storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
         target = bytearray(FILE_BYTES)
         with client.open("other") as file, client.register(target) as buffer:
             assert file.read(buffer, offset_bytes=0).length_bytes == FILE_BYTES

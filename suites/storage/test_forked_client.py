@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.forked import held_by_another_thread, lock_of, wait_status_of_child
+from support.forked import get_lock, hold_in_another_thread, run_in_forked_child
 
 from gdrkit.errors import ClosedResource
 from gdrkit.host import HostAllocator
@@ -34,8 +34,8 @@ def test_client_is_closed_in_a_forked_child(client: StorageClient) -> None:
             buffer.close()
             client.close()
 
-        with held_by_another_thread(lock_of(client)):
-            assert wait_status_of_child(child) == 0
+        with hold_in_another_thread(get_lock(client)):
+            assert run_in_forked_child(child) == 0
         # The session of the parent goes on, and its buffer is still registered.
         client.batch_write([request])
         assert client.stat("file").size_bytes == 4096

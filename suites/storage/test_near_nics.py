@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import DMABUF
-from support.pci_tree import SWITCH, pci_paths_with_gpu, tree_at
+from support.pci_tree import SWITCH, create_pci_tree, move_gpu
 from support.python_child import suites_environ
 
 from gdrkit.errors import Api
@@ -35,16 +35,16 @@ from gdrkit.errors import Api
 from gdrkit.host import HostTree
 from gdrkit.registration import Placement, ReachTable
 from gdrkit.storage.client import IORequest
-from support.faults import faults
-from support.ledger import traffic
-from support.storage import StorageClient, storage_server
+from support.faults import inject_faults
+from support.ledger import read_traffic
+from support.storage import StorageClient, run_storage_server
 
 root, failing, seed, length, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 data = pattern.payload(length * count, seed=seed)
 placement = Placement(HostTree(root / "tree"), reach=ReachTable(retry_after_s=0))
 
 def served():
-    return {name: row["served_write_bytes"] for name, row in traffic(Api.VERBS).items()}
+    return {name: row["served_write_bytes"] for name, row in read_traffic(Api.VERBS).items()}
 
 def read(client, file, device):
     with device.allocate(len(data)) as memory, client.register(memory) as buffer:
@@ -57,28 +57,28 @@ def read(client, file, device):
         assert memory.read() == data
         print(json.dumps({name: number - before[name] for name, number in served().items()}))
 
-with storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+with run_storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
     with StorageClient(service.address, token=service.token(), placement=placement) as client:
         with client.open("file") as file:
             read(client, file, device)
     if failing:
         rules = [f"wc.{kind} call=* status=12 nic={failing}" for kind in ("rdma_write", "rdma_read")]
-        with faults(Api.VERBS, *rules):
+        with inject_faults(Api.VERBS, *rules):
             placement.reach.forget(device.uuid, client.nics)
             with StorageClient(service.address, token=service.token(), placement=placement) as client:
                 with client.open("file") as file:
                     read(client, file, device)
-                    with faults(Api.VERBS):
+                    with inject_faults(Api.VERBS):
                         read(client, file, device)
 """
 
 
 def bytes_by_nic(root: Path, nics: Mapping[str, str], gpu: Device, *, failing: str, seed: int) -> list[dict[str, int]]:
     """Run the program, and return the bytes that each NIC served in each part."""
-    paths = pci_paths_with_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    paths = move_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
     (root / "tree").mkdir()
-    tree_at(root / "tree", nics, pci_paths=paths)
+    create_pci_tree(root / "tree", nics, pci_paths=paths)
     child = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(root), failing, str(seed), str(READ_BYTES), str(READS)],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},

@@ -13,13 +13,15 @@ from gdrkit.host import HostAllocator
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from support.storage import Memory, Service
+    from support.storage import Memory, StorageServer
 
     from gdrkit.storage.client import StorageClient
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_buffers_of_similar_sizes_are_registered_once(service: Service, client: StorageClient, memory: Memory) -> None:
+def test_buffers_of_similar_sizes_are_registered_once(
+    service: StorageServer, client: StorageClient, memory: Memory
+) -> None:
     data = os.urandom(MIB)
     (service.root / "file").write_bytes(data)
     allocator = memory.device or HostAllocator()

@@ -7,9 +7,9 @@ import resource
 from typing import TYPE_CHECKING
 
 import pytest
-from support.failing_calls import STRACE, failing_call
+from support.failing_calls import STRACE, fail_next_call
 from support.processes import limit_open_files
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 import gdrkit
 from gdrkit.errors import ApiError
@@ -27,7 +27,7 @@ from gdrkit.units import GIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from support.storage import Service
+    from support.storage import StorageServer
 
     from gdrkit.storage.client import StorageClient
     from gdrkit.storage.control import Request
@@ -43,7 +43,7 @@ def refused_errno(client: StorageClient, request: Request) -> int | None:
     return error.value.errno
 
 
-def first_reply(service: Service, request: Request) -> messages.ErrorReply:
+def first_reply(service: StorageServer, request: Request) -> messages.ErrorReply:
     """Send a request as the first of a new connection, and return the error that the server replies with."""
     connection = ControlConnection(ServerAddress.parse(service.address).connect(10))
     try:
@@ -67,19 +67,19 @@ def test_client_knows_the_limits_of_the_server(client: StorageClient) -> None:
     assert client.server == f"gdrkit {gdrkit.__version__}"
 
 
-def test_first_request_must_begin_a_session(service: Service) -> None:
+def test_first_request_must_begin_a_session(service: StorageServer) -> None:
     reply = first_reply(service, messages.Statfs())
     assert (reply.errno, reply.message) == (errno.EPROTO, "the first request must be hello or attach")
 
 
-def test_hello_of_another_version_is_refused(service: Service) -> None:
+def test_hello_of_another_version_is_refused(service: StorageServer) -> None:
     for version in (0, 2):
         reply = first_reply(service, messages.StorageHello(version, "a", ({"qp_number": 1},), token=service.token()))
         assert reply.errno == errno.EPROTONOSUPPORT
         assert f"not {version}" in reply.message
 
 
-def test_hello_with_an_invalid_name_is_einval(service: Service) -> None:
+def test_hello_with_an_invalid_name_is_einval(service: StorageServer) -> None:
     # In a file name, the surrogates U+DC80 to U+DCFF stand for bytes. The surrogate in this name stands for no byte.
     reply = first_reply(service, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=service.token()))
     assert reply.errno == errno.EINVAL
@@ -118,14 +118,14 @@ def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".gdrkit", "early"]
 
 
-def test_open_needs_an_access_and_truncate_needs_write(service: Service, client: StorageClient) -> None:
+def test_open_needs_an_access_and_truncate_needs_write(service: StorageServer, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
     assert refused_errno(client, messages.Open("file", read=False, write=False)) == errno.EINVAL
     assert refused_errno(client, messages.Open("file", truncate=True)) == errno.EINVAL
     assert (service.root / "file").read_bytes() == b"content"
 
 
-def test_open_flags_are_those_of_the_request(service: Service, client: StorageClient) -> None:
+def test_open_flags_are_those_of_the_request(service: StorageServer, client: StorageClient) -> None:
     assert refused_errno(client, messages.Open("file", write=True)) == errno.ENOENT
     # Without `create`, `exclusive` has no effect: it creates no file, and an existing file is no error.
     assert refused_errno(client, messages.Open("file", write=True, exclusive=True)) == errno.ENOENT
@@ -160,7 +160,7 @@ def test_handle_that_is_not_open_is_ebadf(client: StorageClient) -> None:
             assert refused_errno(client, request) == errno.EBADF
 
 
-def test_handle_for_reading_changes_nothing(service: Service, client: StorageClient) -> None:
+def test_handle_for_reading_changes_nothing(service: StorageServer, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
     handle = client.request(messages.Open("file"), messages.OpenReply).handle
     assert refused_errno(client, messages.Truncate(1, handle=handle)) == errno.EBADF
@@ -169,7 +169,7 @@ def test_handle_for_reading_changes_nothing(service: Service, client: StorageCli
     assert (service.root / "file").read_bytes() == b"content"
 
 
-def test_stat_and_truncate_work_by_path_and_by_handle(service: Service, client: StorageClient) -> None:
+def test_stat_and_truncate_work_by_path_and_by_handle(service: StorageServer, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"content")
     handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
     by_handle = client.request(messages.Stat(handle=handle), messages.FileStat)
@@ -183,7 +183,7 @@ def test_stat_and_truncate_work_by_path_and_by_handle(service: Service, client: 
     assert refused_errno(client, messages.Truncate(0, path="")) == errno.EISDIR
 
 
-def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -> None:
+def test_punched_ranges_read_as_zeros(service: StorageServer, client: StorageClient) -> None:
     (service.root / "file").write_bytes(b"x" * 16384)
     handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
     client.request(messages.PunchHole(handle, ((1, 3), (4096, 8192), (16000, 20000))), messages.Done)
@@ -195,13 +195,13 @@ def test_punched_ranges_read_as_zeros(service: Service, client: StorageClient) -
 
 def test_server_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with limit_open_files(512), storage_server(tmp_path / "store", tmp_path / "log") as service:
+    with limit_open_files(512), run_storage_server(tmp_path / "store", tmp_path / "log") as service:
         assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (min(hard_limit, 1 << 20), hard_limit)
 
 
 # The server has a descriptor for each open file, and some of its own.
 @needs(host.open_files(5000))
-def test_session_has_at_most_4096_open_files(service: Service, client: StorageClient) -> None:
+def test_session_has_at_most_4096_open_files(service: StorageServer, client: StorageClient) -> None:
     (service.root / "file").touch()
     handles = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(4096)]
     with pytest.raises(ApiError, match="a session has at most 4096 open files") as error:
@@ -214,10 +214,10 @@ def test_session_has_at_most_4096_open_files(service: Service, client: StorageCl
 @needs(STRACE)
 @pytest.mark.parametrize(("data_only", "call"), [(False, "fsync"), (True, "fdatasync")])
 def test_sync_reports_the_error_of_its_call(
-    service: Service, client: StorageClient, call: str, *, data_only: bool
+    service: StorageServer, client: StorageClient, call: str, *, data_only: bool
 ) -> None:
     handle = client.request(messages.Open("file", write=True, create=True), messages.OpenReply).handle
-    with failing_call(service.process.pid, call, "EIO"):
+    with fail_next_call(service.process.pid, call, "EIO"):
         assert refused_errno(client, messages.Sync(handle, data_only=data_only)) == errno.EIO
     client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 
@@ -228,7 +228,7 @@ def test_sync_of_a_handle_succeeds(client: StorageClient, *, data_only: bool) ->
     client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 
 
-def test_adopt_over_tcp_is_ebadf(service: Service, client: StorageClient) -> None:
+def test_adopt_over_tcp_is_ebadf(service: StorageServer, client: StorageClient) -> None:
     # The request Adopt needs exactly one descriptor, and TCP cannot transport descriptors.
     assert refused_errno(client, messages.Adopt()) == errno.EBADF
     assert client.list_folder() == ()

@@ -8,7 +8,7 @@ import resource
 from typing import TYPE_CHECKING
 
 import pytest
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit.errors import ApiError
 from gdrkit.harness.needs import needs, verbs
@@ -18,7 +18,7 @@ from gdrkit.units import KIB, MIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from support.storage import Service
+    from support.storage import StorageServer
 
     from gdrkit.storage.client import StorageClient, StorageFile
 
@@ -51,13 +51,13 @@ def corrupt(path: Path, offset_bytes: int) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def inodes_with_sums(service: Service) -> set[int]:
+def inodes_with_sums(service: StorageServer) -> set[int]:
     """Return the inode numbers of the files whose checksums the store has. They name the files in `sums`."""
     return {int(path.name, 16) for path in (service.root / ".gdrkit" / "sums").rglob("*") if path.is_file()}
 
 
 @needs(verbs.nic())
-def test_corrupt_chunk_fails_each_read_that_contains_it(service: Service, client: StorageClient) -> None:
+def test_corrupt_chunk_fails_each_read_that_contains_it(service: StorageServer, client: StorageClient) -> None:
     data = os.urandom(FILE_BYTES)
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
@@ -81,7 +81,7 @@ def test_corrupt_chunk_fails_each_read_that_contains_it(service: Service, client
 
 
 @needs(verbs.nic())
-def test_change_by_another_program_is_not_corruption(service: Service, client: StorageClient) -> None:
+def test_change_by_another_program_is_not_corruption(service: StorageServer, client: StorageClient) -> None:
     data = bytearray(os.urandom(FILE_BYTES))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
@@ -104,12 +104,12 @@ def test_change_by_another_program_is_not_corruption(service: Service, client: S
 @needs(verbs.nic())
 def test_sums_outlive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
     data = os.urandom(FILE_BYTES + 100)
-    with storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         with service.connect() as client, client.open("file", write=True, create=True) as file:
             write(client, file, data)
         service.kill()
     corrupt(tmp_path / "store" / "file", FILE_BYTES + 99)
-    second_server = storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
+    second_server = run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0")
     with second_server as service, service.connect() as client:
         with client.open("file") as file:
             assert read(client, file, offset_bytes=0, length_bytes=FILE_BYTES) == data[:FILE_BYTES]
@@ -124,7 +124,7 @@ def test_sums_outlive_the_server_and_belong_to_one_file(tmp_path: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_sums_are_removed_with_the_last_name(service: Service, client: StorageClient) -> None:
+def test_sums_are_removed_with_the_last_name(service: StorageServer, client: StorageClient) -> None:
     with client.open("first", write=True, create=True) as file:
         write(client, file, bytes(FILE_BYTES))
     inode = (service.root / "first").stat().st_ino
@@ -137,7 +137,7 @@ def test_sums_are_removed_with_the_last_name(service: Service, client: StorageCl
 
 
 @needs(verbs.nic())
-def test_rename_removes_the_sums_of_the_replaced_file(service: Service, client: StorageClient) -> None:
+def test_rename_removes_the_sums_of_the_replaced_file(service: StorageServer, client: StorageClient) -> None:
     for name in ("new", "old", "other"):
         with client.open(name, write=True, create=True) as file:
             write(client, file, bytes(FILE_BYTES))
@@ -151,7 +151,7 @@ def test_rename_removes_the_sums_of_the_replaced_file(service: Service, client: 
 
 
 @needs(verbs.nic())
-def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient) -> None:
+def test_partly_written_chunk_has_no_sum(service: StorageServer, client: StorageClient) -> None:
     old_data, new_data = os.urandom(FILE_BYTES), os.urandom(FILE_BYTES)
     # RLIMIT_FSIZE applies to all files of the server. The files of the software twins (libraries that emulate the
     # hardware) are smaller than this offset.
@@ -181,7 +181,7 @@ def test_partly_written_chunk_has_no_sum(service: Service, client: StorageClient
 
 
 @needs(verbs.nic())
-def test_truncate_and_punch_hole_update_the_sums(service: Service, client: StorageClient) -> None:
+def test_truncate_and_punch_hole_update_the_sums(service: StorageServer, client: StorageClient) -> None:
     data = bytearray(os.urandom(FILE_BYTES))
     with client.open("file", write=True, create=True) as file:
         write(client, file, data)
@@ -207,7 +207,7 @@ def test_truncate_and_punch_hole_update_the_sums(service: Service, client: Stora
 
 
 @needs(verbs.nic())
-def test_corruption_is_detected_after_utimens(service: Service, client: StorageClient) -> None:
+def test_corruption_is_detected_after_utimens(service: StorageServer, client: StorageClient) -> None:
     with client.open("file", write=True, create=True) as file:
         write(client, file, bytes(FILE_BYTES))
         client.request(messages.Utimens("file", modification_time_ns=10**18), messages.FileStat)

@@ -8,7 +8,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from support.ledger import traffic
+from support.ledger import read_traffic
 from support.storage import MEMORY_KINDS
 
 from gdrkit.errors import Api, ApiError
@@ -18,7 +18,7 @@ from gdrkit.storage.client import IORequest
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
-    from support.storage import Memory, Service
+    from support.storage import Memory, StorageServer
 
     from gdrkit.storage.client import StorageClient
     from gdrkit.verbs import Nic
@@ -39,27 +39,27 @@ RANGES = [
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(("size", "offset"), RANGES)
 def test_written_bytes_are_in_the_file_and_are_read_back(
-    service: Service, client: StorageClient, memory: Memory, size: int, offset: int
+    service: StorageServer, client: StorageClient, memory: Memory, size: int, offset: int
 ) -> None:
     data = os.urandom(size)
     with client.open("file", write=True, create=True) as file:
-        with memory.registered_copy(client, data) as buffer:
+        with memory.register_copy(client, data) as buffer:
             assert file.write(buffer, offset_bytes=offset).length_bytes == size
         assert (service.root / "file").read_bytes() == bytes(offset) + data
-        with memory.registered_copy(client, b"\xa5" * size) as buffer:
+        with memory.register_copy(client, b"\xa5" * size) as buffer:
             assert file.read(buffer, offset_bytes=offset).length_bytes == size
-            assert memory.bytes_of(buffer) == data
+            assert memory.read_buffer(buffer) == data
     assert client.statistics()["corruptions"] == 0
 
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageClient, memory: Memory) -> None:
+def test_read_at_the_end_of_a_file_is_short(service: StorageServer, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB + 7)
     (service.root / "file").write_bytes(data)
-    with client.open("file") as file, memory.registered_copy(client, b"\xa5" * MIB) as buffer:
+    with client.open("file") as file, memory.register_copy(client, b"\xa5" * MIB) as buffer:
         assert file.read(buffer, offset_bytes=100).length_bytes == len(data) - 100
-        received = memory.bytes_of(buffer)
+        received = memory.read_buffer(buffer)
         assert received[: len(data) - 100] == data[100:]
         assert set(received[len(data) - 100 :]) == {0xA5}
         assert file.read(buffer, offset_bytes=len(data)).length_bytes == 0
@@ -68,17 +68,19 @@ def test_read_at_the_end_of_a_file_is_short(service: Service, client: StorageCli
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: StorageClient, memory: Memory) -> None:
+def test_holes_read_as_zeros_or_fail_if_forbidden(
+    service: StorageServer, client: StorageClient, memory: Memory
+) -> None:
     data = os.urandom(MIB)
     with (service.root / "file").open("wb") as local_file:
         local_file.write(data)
         local_file.seek(3 * MIB)
         local_file.write(data)
         local_file.truncate(5 * MIB + 5)
-    with client.open("file") as file, memory.registered_copy(client, b"\xa5" * (5 * MIB + 5)) as buffer:
+    with client.open("file") as file, memory.register_copy(client, b"\xa5" * (5 * MIB + 5)) as buffer:
         result = file.read(buffer, offset_bytes=0)
         assert result.length_bytes == 5 * MIB + 5
-        assert memory.bytes_of(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
+        assert memory.read_buffer(buffer) == data + bytes(2 * MIB) + data + bytes(MIB + 5)
         # If a read goes to device memory, the server does not send the holes.
         assert result.hole_bytes == (3 * MIB + 5 if buffer.is_device_memory else 0)
         with pytest.raises(ApiError) as error:
@@ -90,13 +92,13 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(service: Service, client: Stor
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_batch_of_small_transfers_at_random_offsets(
-    service: Service, client: StorageClient, memory: Memory, seed: int
+    service: StorageServer, client: StorageClient, memory: Memory, seed: int
 ) -> None:
     rng = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
     (service.root / "file").write_bytes(content)
-    with client.open("file", write=True) as file, memory.registered_copy(client, os.urandom(MIB)) as buffer:
-        source = memory.bytes_of(buffer)
+    with client.open("file", write=True) as file, memory.register_copy(client, os.urandom(MIB)) as buffer:
+        source = memory.read_buffer(buffer)
         writes = []
         for index in range(128):
             length, offset = rng.randint(1, 8 * KIB), index * 16 * KIB + rng.randint(0, 8 * KIB)
@@ -110,7 +112,7 @@ def test_batch_of_small_transfers_at_random_offsets(
             for index in range(100)
         ]
         client.batch_read(reads)
-        received = memory.bytes_of(buffer)
+        received = memory.read_buffer(buffer)
         for index in range(100):
             assert received[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
 
@@ -118,13 +120,13 @@ def test_batch_of_small_transfers_at_random_offsets(
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB)
-    with client.open("file", write=True, create=True) as file, memory.registered_copy(client, data) as buffer:
+    with client.open("file", write=True, create=True) as file, memory.register_copy(client, data) as buffer:
         result = file.write(buffer, offset_bytes=1)
         assert result.checksums == ((crc32c(data),) if buffer.is_device_memory else ())
 
 
 @needs(verbs.nic(count_min=2))
-def test_transfers_work_with_any_subset_of_the_nics(service: Service, nics: tuple[Nic, ...]) -> None:
+def test_transfers_work_with_any_subset_of_the_nics(service: StorageServer, nics: tuple[Nic, ...]) -> None:
     data = os.urandom(8 * MIB)
     (service.root / "file").write_bytes(data)
     for subset in (nics, nics[:1], nics[1:], nics[::-1]):
@@ -142,7 +144,9 @@ def test_transfers_work_with_any_subset_of_the_nics(service: Service, nics: tupl
 
 @needs(verbs.nic(count_min=2), software(Api.VERBS))
 @pytest.mark.parametrize("is_write", [False, True])
-def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[Nic, ...], *, is_write: bool) -> None:
+def test_each_nic_carries_its_share_of_the_bytes(
+    service: StorageServer, nics: tuple[Nic, ...], *, is_write: bool
+) -> None:
     # The server is the RDMA initiator, so the NICs of this process count its RDMA READs and WRITEs as served.
     data, counter_name = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
     (service.root / "file").write_bytes(bytes(len(data)) if is_write else data)
@@ -154,9 +158,9 @@ def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[N
                     IORequest(file, offset_bytes, buffer.subrange(offset_bytes=offset_bytes, length_bytes=MIB))
                     for offset_bytes in range(0, len(data), MIB)
                 ]
-                traffic_before = traffic(Api.VERBS)
+                traffic_before = read_traffic(Api.VERBS)
                 (client.batch_write if is_write else client.batch_read)(requests)
-                traffic_after = traffic(Api.VERBS)
+                traffic_after = read_traffic(Api.VERBS)
         moved_bytes = {
             name: counters[counter_name] - traffic_before.get(name, {}).get(counter_name, 0)
             for name, counters in traffic_after.items()
@@ -169,7 +173,7 @@ def test_each_nic_carries_its_share_of_the_bytes(service: Service, nics: tuple[N
 
 @pytest.mark.qualify
 @needs(verbs.nic())
-def test_two_clients_write_and_read_the_same_file(service: Service) -> None:
+def test_two_clients_write_and_read_the_same_file(service: StorageServer) -> None:
     with service.connect() as writing_client, service.connect() as reading_client:
         with (
             writing_client.open("file", write=True, create=True) as written_file,

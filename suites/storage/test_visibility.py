@@ -26,16 +26,16 @@ from pathlib import Path
 from gdrkit import cuda, pattern
 from gdrkit.errors import Api
 from gdrkit.storage.client import IORequest
-from support.ledger import calls
-from support.storage import storage_server
+from support.ledger import read_call_counts
+from support.storage import run_storage_server
 
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 data = pattern.payload(1 << 20, seed=seed)
 steps = {}
-with storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+with run_storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
     with service.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
-        flushes = lambda: calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+        flushes = lambda: read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
         with client.open("file", write=True) as file, client.register(bytearray(len(data))) as host:
             begin = flushes()
             assert file.read(buffer, offset_bytes=0).length_bytes == len(data)

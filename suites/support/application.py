@@ -44,17 +44,17 @@ class Application:
     mount : Path
         Mount point of the agent.
     memory_kind : str
-        The memory: ``host`` or ``device``.
+        Kind of the memory: ``host`` or ``device``.
     length_bytes : int
         Length of the memory.
     entries : int
         Number of entries of each ring.
-    rings : int
+    ring_count : int
         Number of rings for each direction.
     """
 
     def __init__(
-        self, mount: Path | str, *, memory_kind: str, length_bytes: int, entries: int = 64, rings: int = 1
+        self, mount: Path | str, *, memory_kind: str, length_bytes: int, entries: int = 64, ring_count: int = 1
     ) -> None:
         self.length_bytes = length_bytes
         self.memory: cuda.DeviceMemory | None = None
@@ -69,18 +69,18 @@ class Application:
                 self.iov = undo.enter_context(usrbio.create_iovec(str(mount), length_bytes=length_bytes))
             self.readers: list[Ioring] = []
             self.writers: list[Ioring] = []
-            for _ in range(rings):
-                for group, for_read in ((self.readers, True), (self.writers, False)):
-                    group.append(undo.enter_context(usrbio.make_ioring(str(mount), entries, for_read=for_read)))
+            for _ in range(ring_count):
+                for rings, for_read in ((self.readers, True), (self.writers, False)):
+                    rings.append(undo.enter_context(usrbio.make_ioring(str(mount), entries, for_read=for_read)))
             self._stack = undo.pop_all()
 
-    def peek(self, offset_bytes: int, length_bytes: int) -> bytes:
+    def read_memory(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Return bytes of the memory. The CUDA driver copies the bytes of device memory."""
         if self.memory is not None:
             return self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
         return bytes(memoryview(self.iov)[offset_bytes : offset_bytes + length_bytes])
 
-    def poke(self, offset_bytes: int, data: bytes) -> None:
+    def write_memory(self, offset_bytes: int, data: bytes) -> None:
         """Write bytes to the memory. The CUDA driver copies the bytes to device memory."""
         if self.memory is not None:
             self.memory.write(data, offset_bytes=offset_bytes)
@@ -90,27 +90,31 @@ class Application:
     def fill(self, byte: int) -> None:
         """Set every byte of the memory to this value."""
         for begin in range(0, self.length_bytes, _CHUNK_BYTES):
-            self.poke(begin, bytes([byte]) * min(_CHUNK_BYTES, self.length_bytes - begin))
+            self.write_memory(begin, bytes([byte]) * min(_CHUNK_BYTES, self.length_bytes - begin))
 
     def check(self, offset_bytes: int, length_bytes: int, *, seed: int, file_offset: int) -> None:
         """Require that the memory holds the pattern of `seed`, from offset `file_offset` of the pattern on."""
         for begin in range(0, length_bytes, _CHUNK_BYTES):
             chunk_bytes = min(_CHUNK_BYTES, length_bytes - begin)
-            pattern.check(self.peek(offset_bytes + begin, chunk_bytes), seed=seed, offset_bytes=file_offset + begin)
+            pattern.check(
+                self.read_memory(offset_bytes + begin, chunk_bytes), seed=seed, offset_bytes=file_offset + begin
+            )
 
     def write_pattern(self, offset_bytes: int, length_bytes: int, *, seed: int, file_offset: int) -> None:
         """Write the pattern of `seed`, from offset `file_offset` of the pattern on, to the memory."""
         for begin in range(0, length_bytes, _CHUNK_BYTES):
             chunk_bytes = min(_CHUNK_BYTES, length_bytes - begin)
-            self.poke(offset_bytes + begin, pattern.payload(chunk_bytes, seed=seed, offset_bytes=file_offset + begin))
+            self.write_memory(
+                offset_bytes + begin, pattern.payload(chunk_bytes, seed=seed, offset_bytes=file_offset + begin)
+            )
 
-    def read(self, *transfers: Transfer, ring: int = 0) -> list[int]:
+    def read(self, *transfers: Transfer, ring_index: int = 0) -> list[int]:
         """Read parts of files into the memory, and return the result of each read in the given order."""
-        return self._transfer(self.readers[ring], transfers, is_read=True)
+        return self._transfer(self.readers[ring_index], transfers, is_read=True)
 
-    def write(self, *transfers: Transfer, ring: int = 0) -> list[int]:
+    def write(self, *transfers: Transfer, ring_index: int = 0) -> list[int]:
         """Write parts of the memory into files, and return the result of each write in the given order."""
-        return self._transfer(self.writers[ring], transfers, is_read=False)
+        return self._transfer(self.writers[ring_index], transfers, is_read=False)
 
     def _transfer(self, ring: Ioring, transfers: Sequence[Transfer], *, is_read: bool) -> list[int]:
         results: dict[int, int] = {}
@@ -137,7 +141,7 @@ class Application:
 
 
 def _free_idle_memory() -> None:
-    """Free what closed iovs left in the pool of the library, so that the connection to the agent ends too."""
+    """Free the pooled memory of closed iovs. While the library has such memory, it stays connected to the agent."""
     with contextlib.suppress(usrbio.UsrbioUnsupported):
         usrbio.trim_host_pool()
 
@@ -155,23 +159,23 @@ def _main(arguments: Sequence[str]) -> int:
     file_bytes, transferred_bytes = Path(options.file).stat().st_size, 0
     with contextlib.ExitStack() as stack:
         application = stack.enter_context(Application(options.mount, memory_kind=options.kind, length_bytes=4 * MIB))
-        source, copy = os.open(options.file, os.O_RDONLY), os.open(options.copy, os.O_RDWR | os.O_CREAT, 0o600)
-        for fd in (source, copy):
+        source_fd, copy_fd = os.open(options.file, os.O_RDONLY), os.open(options.copy, os.O_RDWR | os.O_CREAT, 0o600)
+        for fd in (source_fd, copy_fd):
             stack.callback(os.close, fd)
             usrbio.register_fd(fd)
             stack.callback(usrbio.deregister_fd, fd)
         for _ in range(options.rounds):
             lengths = [rng.randint(1, 64 * KIB) for _ in range(32)]
-            # Pairs of an offset in the memory and an offset in the file.
-            offsets = [(index * 64 * KIB, rng.randrange(file_bytes - 64 * KIB)) for index in range(32)]
-            ranges = [(*pair, length) for pair, length in zip(offsets, lengths, strict=True)]
-            for fd, writes_first in ((source, False), (copy, True)):
+            # Each pair has an offset in the memory and an offset in the file.
+            offset_pairs = [(index * 64 * KIB, rng.randrange(file_bytes - 64 * KIB)) for index in range(32)]
+            transfers = [(*pair, length) for pair, length in zip(offset_pairs, lengths, strict=True)]
+            for fd, writes_first in ((source_fd, False), (copy_fd, True)):
                 if writes_first:
-                    assert application.write(*((fd, *range_) for range_ in ranges)) == lengths, "a short write"
+                    assert application.write(*((fd, *transfer) for transfer in transfers)) == lengths, "a short write"
                     application.fill(0)
-                assert application.read(*((fd, *range_) for range_ in ranges)) == lengths, "a short read"
+                assert application.read(*((fd, *transfer) for transfer in transfers)) == lengths, "a short read"
                 transferred_bytes += sum(lengths) * (1 + writes_first)
-                for offset, file_offset, length in ranges:
+                for offset, file_offset, length in transfers:
                     application.check(offset, length, seed=options.seed, file_offset=file_offset)
     sys.stdout.write(json.dumps({"bytes": transferred_bytes, "pid": os.getpid()}) + "\n")
     return 0

@@ -1,4 +1,4 @@
-"""Setup of a scenario of :mod:`support.cufile_child`, its cuFile calls by name, and their results as JSON data."""
+"""The setup of a scenario of :mod:`support.cufile_child`, cuFile calls by name, and their results as JSON data."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ __all__ = [
     "FILE_BYTES",
     "HOST_TREE",
     "RANGE_BYTES",
-    "Setup",
-    "batch_requests",
-    "error_json",
-    "proof_json",
-    "value_or_error",
+    "ScenarioSetup",
+    "call_to_json",
+    "error_to_json",
+    "make_batch_requests",
+    "proof_to_json",
 ]
 
 FILE_BYTES = 1 * MIB
 RANGE_BYTES = 64 * KIB
 HOST_TREE = host.HostTree()
-# libcufile 1.15 sometimes completes an asynchronous write with 0 bytes. So a write is attempted up to 5 times.
+# An asynchronous write is attempted up to 5 times, because libcufile 1.15 sometimes completes one with 0 bytes.
 _ASYNC_WRITES_MAX = 5
 
 
-def proof_json(proof: cufile.Proof) -> dict[str, Any]:
+def proof_to_json(proof: cufile.Proof) -> dict[str, Any]:
     return {
         "route": proof.route.value,
         "state": proof.state.value,
@@ -44,14 +44,14 @@ def proof_json(proof: cufile.Proof) -> dict[str, Any]:
     }
 
 
-def error_json(error: GdrkitError) -> dict[str, Any]:
+def error_to_json(error: GdrkitError) -> dict[str, Any]:
     fields: dict[str, Any] = {"kind": type(error).__name__, "reason": error.reason.value, "message": str(error)}
     if isinstance(error, ApiError):
         fields |= {"api": error.api.value, "operation": error.operation, "status": error.status, "errno": error.errno}
     return fields
 
 
-def value_or_error(call: Callable[[], object]) -> dict[str, Any]:
+def call_to_json(call: Callable[[], object]) -> dict[str, Any]:
     """Return the value of a call, or its error, as JSON data.
 
     If the value has a method `close`, it is closed, and the name of its type is returned instead.
@@ -59,14 +59,14 @@ def value_or_error(call: Callable[[], object]) -> dict[str, Any]:
     try:
         value = call()
     except GdrkitError as error:
-        return {"failure": error_json(error)}
+        return {"failure": error_to_json(error)}
     if hasattr(value, "close"):
         value.close()
         return {"value": type(value).__name__}
     return {"value": serialization.to_json_data(value)}
 
 
-class Setup:
+class ScenarioSetup:
     """The objects of a scenario: a device with memory, an open driver with statistics, and a file of known bytes.
 
     Attributes
@@ -98,59 +98,60 @@ class Setup:
         os.close(self.fd)
 
     def has_file_data(self, length_bytes: int, *, offset_bytes: int = 0, file_offset_bytes: int = 0) -> bool:
-        """Return whether the memory holds the bytes of the file from `file_offset_bytes` on."""
+        """Return whether the memory holds the original contents of the file from `file_offset_bytes` on."""
         contents = self.memory.read(offset_bytes=offset_bytes, length_bytes=length_bytes)
         return contents == pattern.payload(length_bytes, seed=self.seed, offset_bytes=file_offset_bytes)
 
-    def clear(self) -> None:
+    def zero_memory(self) -> None:
         self.memory.fill(0)
 
     def is_written(self, length_bytes: int) -> bool:
-        """Return whether the file begins with the data of :meth:`fill_for_writing`."""
+        """Return whether the file begins with the data of :meth:`fill_memory_for_writing`."""
         return self.path.read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=self.seed + 1)
 
     def is_unchanged(self) -> bool:
         """Return whether the file has its original contents."""
         return self.path.read_bytes() == pattern.payload(FILE_BYTES, seed=self.seed)
 
-    def fill_for_writing(self) -> None:
+    def fill_memory_for_writing(self) -> None:
         """Fill the memory with data that differs from the contents of the file."""
         self.memory.write(pattern.payload(FILE_BYTES, seed=self.seed + 1), offset_bytes=0)
 
-    def restore(self) -> None:
+    def restore_file(self) -> None:
         """Write the original contents to the file."""
         self.path.write_bytes(pattern.payload(FILE_BYTES, seed=self.seed))
 
 
-# Each of these functions makes one call. It returns the number of transferred bytes, and whether the data is right.
-def _read(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+# Each of these functions makes one cuFile call, and returns the number of transferred bytes and whether the data is
+# right.
+def _read(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     moved_bytes = handle.read(setup.memory)
     return moved_bytes, setup.has_file_data(FILE_BYTES)
 
 
-def _read_registered(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+def _read_registered(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     with cufile.RegisteredBuffer(setup.driver, setup.memory):
         return _read(setup, handle)
 
 
-def _write(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    setup.fill_for_writing()
+def _write(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    setup.fill_memory_for_writing()
     moved_bytes = handle.write(setup.memory)
     return moved_bytes, setup.is_written(FILE_BYTES)
 
 
-def _readv(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+def _readv(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     ranges = [
         cufile.BufferRange(setup.memory, FILE_BYTES - RANGE_BYTES, RANGE_BYTES),
         cufile.BufferRange(setup.memory, 0, RANGE_BYTES),
     ]
     moved_bytes = handle.readv(ranges)
-    is_first_right = setup.has_file_data(RANGE_BYTES, offset_bytes=FILE_BYTES - RANGE_BYTES)
-    return moved_bytes, is_first_right and setup.has_file_data(RANGE_BYTES, file_offset_bytes=RANGE_BYTES)
+    is_first_range_right = setup.has_file_data(RANGE_BYTES, offset_bytes=FILE_BYTES - RANGE_BYTES)
+    return moved_bytes, is_first_range_right and setup.has_file_data(RANGE_BYTES, file_offset_bytes=RANGE_BYTES)
 
 
-def _writev(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    setup.fill_for_writing()
+def _writev(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    setup.fill_memory_for_writing()
     moved_bytes = handle.writev(
         [
             cufile.BufferRange(setup.memory, 0, RANGE_BYTES),
@@ -160,14 +161,14 @@ def _writev(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
     return moved_bytes, setup.is_written(2 * RANGE_BYTES)
 
 
-def _read_async(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+def _read_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     with setup.device.stream() as stream:
         pending = handle.read_async(stream, setup.memory)
         stream.synchronize()
         return pending.bytes(), setup.has_file_data(FILE_BYTES)
 
 
-def _read_async_registered(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
+def _read_async_registered(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
     with (
         setup.device.stream() as stream,
         cufile.RegisteredStream(setup.driver, stream.handle, flags=cufile.StreamFlags.ALL),
@@ -177,9 +178,9 @@ def _read_async_registered(setup: Setup, handle: cufile.FileHandle) -> tuple[int
         return pending.bytes(), setup.has_file_data(FILE_BYTES)
 
 
-def _write_async(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    """Write asynchronously, and again while a write completes with 0 bytes. Count these writes in `setup`."""
-    setup.fill_for_writing()
+def _write_async(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    """Write asynchronously, and repeat a write that completes with 0 bytes. Count such writes in `setup`."""
+    setup.fill_memory_for_writing()
     with setup.device.stream() as stream:
         for setup.empty_write_count in range(_ASYNC_WRITES_MAX):
             pending = handle.write_async(stream, setup.memory)
@@ -190,8 +191,8 @@ def _write_async(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
     return 0, False
 
 
-def batch_requests(
-    setup: Setup, handle: cufile.FileHandle, opcode: cufile.Opcode, count: int
+def make_batch_requests(
+    setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufile.Opcode, count: int
 ) -> list[cufile.BatchRequest]:
     """Return `count` transfers that follow each other in the file and in the memory."""
     return [
@@ -200,10 +201,10 @@ def batch_requests(
     ]
 
 
-def _batch(setup: Setup, handle: cufile.FileHandle, opcode: cufile.Opcode) -> int:
+def _submit_batch(setup: ScenarioSetup, handle: cufile.FileHandle, opcode: cufile.Opcode) -> int:
     count = FILE_BYTES // RANGE_BYTES
     with cufile.IoBatch(setup.driver, count) as batch:
-        batch.submit(batch_requests(setup, handle, opcode, count))
+        batch.submit(make_batch_requests(setup, handle, opcode, count))
         events: list[cufile.BatchEvent] = []
         while batch.outstanding:
             events += batch.status(count_min=1, timeout_s=10)
@@ -213,16 +214,16 @@ def _batch(setup: Setup, handle: cufile.FileHandle, opcode: cufile.Opcode) -> in
     return sum(event.bytes for event in events)
 
 
-def _batch_read(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    return _batch(setup, handle, cufile.Opcode.READ), setup.has_file_data(FILE_BYTES)
+def _batch_read(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    return _submit_batch(setup, handle, cufile.Opcode.READ), setup.has_file_data(FILE_BYTES)
 
 
-def _batch_write(setup: Setup, handle: cufile.FileHandle) -> tuple[int, bool]:
-    setup.fill_for_writing()
-    return _batch(setup, handle, cufile.Opcode.WRITE), setup.is_written(FILE_BYTES)
+def _batch_write(setup: ScenarioSetup, handle: cufile.FileHandle) -> tuple[int, bool]:
+    setup.fill_memory_for_writing()
+    return _submit_batch(setup, handle, cufile.Opcode.WRITE), setup.is_written(FILE_BYTES)
 
 
-CALLS: dict[str, Callable[[Setup, cufile.FileHandle], tuple[int, bool]]] = {
+CALLS: dict[str, Callable[[ScenarioSetup, cufile.FileHandle], tuple[int, bool]]] = {
     "read": _read,
     "read_registered": _read_registered,
     "write": _write,

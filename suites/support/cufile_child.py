@@ -22,11 +22,11 @@ from support.cufile_calls import (
     FILE_BYTES,
     HOST_TREE,
     RANGE_BYTES,
-    Setup,
-    batch_requests,
-    error_json,
-    proof_json,
-    value_or_error,
+    ScenarioSetup,
+    call_to_json,
+    error_to_json,
+    make_batch_requests,
+    proof_to_json,
 )
 
 from gdrkit import cuda, cufile, evidence, serialization
@@ -42,21 +42,24 @@ __all__ = ["SCENARIOS", "main"]
 
 
 def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Make each named call once. Return its number of bytes, whether the data is right, and the proof of its route."""
-    setup = Setup(arguments)
+    """Make each call of the arguments once.
+
+    Return for each call the number of bytes, whether the data is right, and the proof of its route.
+    """
+    setup = ScenarioSetup(arguments)
     results: list[dict[str, Any]] = []
     for name in arguments["calls"]:
-        setup.restore()
-        setup.clear()
+        setup.restore_file()
+        setup.zero_memory()
         setup.empty_write_count = 0
         with cufile.FileHandle(setup.driver, setup.fd) as handle:
             try:
                 with setup.monitor.watch(setup.fd):
                     moved_bytes, is_expected = CALLS[name](setup, handle)
             except GdrkitError as error:
-                results.append({"failure": error_json(error)})
+                results.append({"failure": error_to_json(error)})
             else:
-                proof = proof_json(setup.monitor.proof)
+                proof = proof_to_json(setup.monitor.proof)
                 results.append(
                     {
                         "bytes": moved_bytes,
@@ -72,15 +75,15 @@ def every_call(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read once. Return the proof of the route, or the error if cuFileHandleRegister or cuFileRead failed."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     length_bytes = int(arguments.get("length_bytes", FILE_BYTES))
     result: dict[str, Any] = {}
     try:
         handle = cufile.FileHandle(setup.driver, setup.fd)
     except ApiError as error:
         result = {
-            "failure": error_json(error),
-            "proof": proof_json(cufile.failed_registration_proof(HOST_TREE, setup.fd, error)),
+            "failure": error_to_json(error),
+            "proof": proof_to_json(cufile.failed_registration_proof(HOST_TREE, setup.fd, error)),
         }
     else:
         with handle:
@@ -90,64 +93,64 @@ def one_read(arguments: dict[str, Any]) -> dict[str, Any]:
                 result = {
                     "bytes": moved_bytes,
                     "is_expected": setup.has_file_data(length_bytes),
-                    "proof": proof_json(setup.monitor.proof),
+                    "proof": proof_to_json(setup.monitor.proof),
                 }
                 setup.monitor.proof.require_direct()
             except cufile.DirectPathError as error:
-                result["fell_back"] = error_json(error)
+                result["fell_back"] = error_to_json(error)
             except ApiError as error:
-                result = {"failure": error_json(error)}
+                result = {"failure": error_to_json(error)}
     setup.close()
     return result
 
 
 def bad_input(arguments: dict[str, Any]) -> dict[str, Any]:
     """Make calls with invalid arguments, and a valid one after them."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     memory, driver = setup.memory, setup.driver
     folder_fd = os.open(setup.path.parent, os.O_RDONLY)
     # No open descriptor of this process has this number.
     closed_fd = 999_999
     with cufile.FileHandle(driver, setup.fd) as handle:
         results: dict[str, dict[str, Any]] = {
-            "negative_offset": value_or_error(lambda: handle.read(memory, file_offset_bytes=-1)),
-            "overflowing_offset": value_or_error(lambda: handle.read(memory, file_offset_bytes=(1 << 63) - 1)),
-            "negative_length": value_or_error(lambda: handle.read(memory, length_bytes=-1)),
-            "beyond_memory": value_or_error(lambda: handle.read(memory, offset_bytes=1, length_bytes=FILE_BYTES)),
-            "beyond_end": value_or_error(lambda: handle.read(memory, file_offset_bytes=2 * FILE_BYTES)),
-            "over_the_end": value_or_error(lambda: handle.read(memory, file_offset_bytes=FILE_BYTES - RANGE_BYTES)),
-            "nothing": value_or_error(lambda: handle.read(memory, length_bytes=0)),
-            "directory": value_or_error(lambda: cufile.FileHandle(driver, folder_fd)),
-            "closed_descriptor": value_or_error(lambda: cufile.FileHandle(driver, closed_fd)),
-            "twice": value_or_error(lambda: cufile.FileHandle(driver, setup.fd)),
-            "no_batch": value_or_error(lambda: cufile.IoBatch(driver, 0)),
-            "large_batch": value_or_error(lambda: cufile.IoBatch(driver, 100_000)),
-            "no_stream": value_or_error(lambda: cufile.RegisteredStream(driver, 0x1234560))
+            "negative_offset": call_to_json(lambda: handle.read(memory, file_offset_bytes=-1)),
+            "overflowing_offset": call_to_json(lambda: handle.read(memory, file_offset_bytes=(1 << 63) - 1)),
+            "negative_length": call_to_json(lambda: handle.read(memory, length_bytes=-1)),
+            "beyond_memory": call_to_json(lambda: handle.read(memory, offset_bytes=1, length_bytes=FILE_BYTES)),
+            "beyond_end": call_to_json(lambda: handle.read(memory, file_offset_bytes=2 * FILE_BYTES)),
+            "over_the_end": call_to_json(lambda: handle.read(memory, file_offset_bytes=FILE_BYTES - RANGE_BYTES)),
+            "nothing": call_to_json(lambda: handle.read(memory, length_bytes=0)),
+            "directory": call_to_json(lambda: cufile.FileHandle(driver, folder_fd)),
+            "closed_descriptor": call_to_json(lambda: cufile.FileHandle(driver, closed_fd)),
+            "twice": call_to_json(lambda: cufile.FileHandle(driver, setup.fd)),
+            "no_batch": call_to_json(lambda: cufile.IoBatch(driver, 0)),
+            "large_batch": call_to_json(lambda: cufile.IoBatch(driver, 100_000)),
+            "no_stream": call_to_json(lambda: cufile.RegisteredStream(driver, 0x1234560))
             if arguments.get("twin")
             else {},
-            "parameter_while_open": value_or_error(
+            "parameter_while_open": call_to_json(
                 lambda: parameters.set_flag(parameters.Flag.ALLOW_COMPAT_MODE, True)  # noqa: FBT003
             ),
-            "level": value_or_error(lambda: driver.statistics.start(cufile.Level.OFF)),
+            "level": call_to_json(lambda: driver.statistics.start(cufile.Level.OFF)),
         }
         with cufile.RegisteredBuffer(driver, memory):
-            results["registered_twice"] = value_or_error(lambda: cufile.RegisteredBuffer(driver, memory))
+            results["registered_twice"] = call_to_json(lambda: cufile.RegisteredBuffer(driver, memory))
         driver.statistics.start()
-        results["still_works"] = value_or_error(lambda: (handle.read(memory), setup.has_file_data(FILE_BYTES)))
+        results["still_works"] = call_to_json(lambda: (handle.read(memory), setup.has_file_data(FILE_BYTES)))
         closed_handle = handle
-    results["closed_handle"] = value_or_error(lambda: closed_handle.read(memory))
+    results["closed_handle"] = call_to_json(lambda: closed_handle.read(memory))
     os.close(folder_fd)
     setup.close()
-    results["closed_driver"] = value_or_error(driver.properties)
+    results["closed_driver"] = call_to_json(driver.properties)
     return results
 
 
 def read_only_file(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the error of a write to a file that is open for reading only."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     fd = os.open(setup.path, os.O_RDONLY | os.O_DIRECT)
     with cufile.FileHandle(setup.driver, fd) as handle:
-        result = value_or_error(lambda: handle.write(setup.memory))
+        result = call_to_json(lambda: handle.write(setup.memory))
     os.close(fd)
     setup.close()
     return result
@@ -155,18 +158,18 @@ def read_only_file(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def staged_parameters(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query and set parameters of cuFile before and after the driver is opened."""
-    flags = {flag.name: value_or_error(functools.partial(parameters.flag, flag)) for flag in parameters.Flag}
+    flags = {flag.name: call_to_json(functools.partial(parameters.flag, flag)) for flag in parameters.Flag}
     result = {
         "flags": flags,
-        "set_closed": value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 32)),
+        "set_closed": call_to_json(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 32)),
         "batch_staged": parameters.size(parameters.Size.IO_BATCHSIZE),
         "batch_limits": parameters.limits(parameters.Size.IO_BATCHSIZE),
-        "negative": value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, -1)),
-        "log_level": value_or_error(lambda: parameters.text(parameters.Text.LOGGING_LEVEL)),
+        "negative": call_to_json(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, -1)),
+        "log_level": call_to_json(lambda: parameters.text(parameters.Text.LOGGING_LEVEL)),
     }
     with cufile.Driver(timeout_s=None) as driver:
         result["batch_open"] = driver.properties().max_batch_io
-        result["set_open"] = value_or_error(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 16))
+        result["set_open"] = call_to_json(lambda: parameters.set_size(parameters.Size.IO_BATCHSIZE, 16))
         result["use_count"] = driver.use_count()
     return result
 
@@ -206,7 +209,7 @@ class _StreamWithoutContext:
 
 def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
     """Make calls in a thread that has no current CUDA context."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     memory = _MemoryWithoutContext(setup.memory.address, setup.memory.length_bytes)
 
     def read_async() -> int:
@@ -216,28 +219,28 @@ def without_context(arguments: dict[str, Any]) -> dict[str, Any]:
 
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
         result = {
-            "read": value_or_error(lambda: (handle.read(memory), setup.has_file_data(FILE_BYTES))),
-            "batch": value_or_error(lambda: CALLS["batch_read"](setup, handle)[0]),
-            "register": value_or_error(lambda: cufile.RegisteredBuffer(setup.driver, memory)),
-            "register_stream": value_or_error(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
-            "read_async": value_or_error(read_async),
+            "read": call_to_json(lambda: (handle.read(memory), setup.has_file_data(FILE_BYTES))),
+            "batch": call_to_json(lambda: CALLS["batch_read"](setup, handle)[0]),
+            "register": call_to_json(lambda: cufile.RegisteredBuffer(setup.driver, memory)),
+            "register_stream": call_to_json(lambda: cufile.RegisteredStream(setup.driver, stream.handle)),
+            "read_async": call_to_json(read_async),
         }
         # `setup.memory` makes its context current for the call, in this same thread.
         with cufile.RegisteredBuffer(setup.driver, setup.memory):
-            result["registered"] = value_or_error(lambda: (handle.read(setup.memory), setup.has_file_data(FILE_BYTES)))
+            result["registered"] = call_to_json(lambda: (handle.read(setup.memory), setup.has_file_data(FILE_BYTES)))
     setup.close()
     return result
 
 
 def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query an asynchronous read before and after its stream executes it."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, setup.device.stream() as stream:
         pending = handle.read_async(stream, setup.memory)
         result: dict[str, Any] = {
             "done": pending.done,
-            "bytes": value_or_error(pending.bytes),
-            "close": value_or_error(handle.close),
+            "bytes": call_to_json(pending.bytes),
+            "close": call_to_json(handle.close),
         }
         stream.synchronize()
         result |= {
@@ -251,7 +254,7 @@ def pending_read(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read each quarter of the file on a stream of its own, and wait only if gdrkit refuses a stream."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     part_bytes = FILE_BYTES // 4
     refusals: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
@@ -271,7 +274,7 @@ def several_streams(arguments: dict[str, Any]) -> dict[str, Any]:
             try:
                 pending.append(queue_read(index))
             except UsageError as error:
-                refusals.append(error_json(error))
+                refusals.append(error_to_json(error))
                 streams[index - 1].synchronize()
                 pending.append(queue_read(index))
         for stream in streams:
@@ -291,14 +294,14 @@ def driver_opens(arguments: dict[str, Any]) -> dict[str, Any]:
     """Set the flags of the arguments, and open the driver."""
     for name, value in arguments["flags"].items():
         parameters.set_flag(parameters.Flag[name], value)
-    return value_or_error(lambda: cufile.Driver(timeout_s=None))
+    return call_to_json(lambda: cufile.Driver(timeout_s=None))
 
 
 def batch_stall(arguments: dict[str, Any]) -> dict[str, Any]:
     """Query and cancel a batch of four reads. The fault plan of the case keeps the second read from starting."""
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     with cufile.FileHandle(setup.driver, setup.fd) as handle, cufile.IoBatch(setup.driver, 8) as batch:
-        batch.submit(batch_requests(setup, handle, cufile.Opcode.READ, 4))
+        batch.submit(make_batch_requests(setup, handle, cufile.Opcode.READ, 4))
         first_events = batch.status(count_min=1)
         stalled_events = batch.status(count_min=1, timeout_s=0.05)
         batch.cancel()
@@ -318,23 +321,23 @@ def by_kvikio(arguments: dict[str, Any]) -> dict[str, Any]:
     """Read and write by kvikio in each compatibility mode of the arguments."""
     from gdrkit.cufile import _kvikio
 
-    setup = Setup(arguments)
+    setup = ScenarioSetup(arguments)
     results: dict[str, Any] = {}
     for mode in arguments["modes"]:
-        setup.restore()
-        setup.clear()
+        setup.restore_file()
+        setup.zero_memory()
         with _kvikio.apply_settings(_kvikio.KvikioSettings(thread_count=2, task_bytes=256 * KIB, compat_mode=mode)):
             with _kvikio.KvikioFile(setup.path) as file, setup.monitor.watch(setup.fd):
                 moved_bytes = file.read(setup.memory).bytes()
             results[mode] = {
                 "read": moved_bytes,
                 "is_expected": setup.has_file_data(FILE_BYTES),
-                "proof": proof_json(setup.monitor.proof),
+                "proof": proof_to_json(setup.monitor.proof),
             }
-            setup.fill_for_writing()
+            setup.fill_memory_for_writing()
             with _kvikio.KvikioFile(setup.path, "r+") as file:
                 results[mode] |= {"write": file.write(setup.memory).bytes(), "written": setup.is_written(FILE_BYTES)}
-    results["missing"] = value_or_error(lambda: _kvikio.KvikioFile(setup.path.parent / "missing"))
+    results["missing"] = call_to_json(lambda: _kvikio.KvikioFile(setup.path.parent / "missing"))
     results["version"] = _kvikio.kvikio_version()
     setup.close()
     return results

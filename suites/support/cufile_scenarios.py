@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ScenarioRunner"]
 
-# A scenario takes about a second. A scenario that takes longer than this hangs.
+# Time limit of a scenario. A scenario takes about a second.
 _TIMEOUT_S = 60
 # Results and loaded libraries of earlier scenarios, for cases that run an equal scenario (`run_once`).
 _results: dict[str, tuple[dict[str, Any], tuple[LoadedLibrary, ...]]] = {}
@@ -35,7 +35,7 @@ _results: dict[str, tuple[dict[str, Any], tuple[LoadedLibrary, ...]]] = {}
 
 @dataclass
 class ScenarioRunner:
-    """A file of known bytes, and the environment of the scenarios that use it.
+    """Runs scenarios with a file of known bytes.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class ScenarioRunner:
 
         libcufile reads the type of the file system from that entry.
         """
-        with udev.entry_present(self.path.parent):
+        with udev.provide_entry(self.path.parent):
             return self.run_with_udev_unchanged(scenario, **arguments)
 
     def run_once(self, scenario: str, **arguments: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -1,8 +1,9 @@
 """One machine of a TCP fabric of twins: a program in its own network namespace that reads and writes JSON lines.
 
-It writes its endpoint and the range of its memory, and connects to the endpoint in the first line that it reads. Each
-further line is a command with a seed: ``write`` writes the pattern of the seed to the peer, and ``check`` compares the
-memory of this machine with the pattern. Twins are libraries that emulate the hardware below an API.
+The program writes its endpoint and the range of its memory. It reads the endpoint and the memory of the peer from the
+first line of its input, and connects to the peer. Each further line is a command with a seed: ``write`` writes the
+pattern of the seed to the peer, and ``check`` compares the memory of this machine with the pattern. Twins are libraries
+that emulate the hardware below an API.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ def main() -> None:
     with (
         Nic.open("twin0") as nic,
         nic.register_host(data) as region,
-        nic.completion_queue() as queue,
-        nic.queue_pair(queue) as pair,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as queue_pair,
     ):
         memory = RemoteRange(region.address, region.rkey, LENGTH_BYTES)
-        _write_line({"endpoint": asdict(pair.endpoint()), "memory": asdict(memory)})
+        _write_line({"endpoint": asdict(queue_pair.endpoint()), "memory": asdict(memory)})
         peer = json.loads(sys.stdin.readline())
-        pair.connect(Endpoint(**peer["endpoint"]))
+        queue_pair.connect(Endpoint(**peer["endpoint"]))
         for line in sys.stdin:
             command = json.loads(line)
             if "write" in command:
                 memoryview(data)[:] = pattern.payload(LENGTH_BYTES, seed=command["write"])
-                pair.post_write(region, RemoteRange(**peer["memory"]), work_id=1)
-                _write_line(pair.wait(30_000).status.name)
+                queue_pair.post_write(region, RemoteRange(**peer["memory"]), work_id=1)
+                _write_line(queue_pair.wait(30_000).status.name)
             else:
                 is_same = data == pattern.payload(LENGTH_BYTES, seed=command["check"])
                 _write_line("same" if is_same else "different")

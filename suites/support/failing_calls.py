@@ -1,4 +1,4 @@
-"""Error injection: strace makes a system call of a running process fail."""
+"""Error injection: a system call of a running process fails, because strace changes its result."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.needs import Need
 
-__all__ = ["STRACE", "failing_call"]
+__all__ = ["STRACE", "fail_next_call"]
 
 _TIMEOUT_S = 60.0
-# strace is installed, and this user may trace processes.
+# The need of these cases: strace is installed, and this user may trace processes.
 STRACE: Need = host.program("strace", "-qq", "-o", "/dev/null", "echo", "allowed")
 
 
 @contextlib.contextmanager
-def failing_call(process_id: int, call: str, error: str) -> Iterator[None]:
+def fail_next_call(process_id: int, call: str, error: str) -> Iterator[None]:
     """Make the next system call `call` of the process fail with `error`. Leave the block when the call has failed."""
     options = ["-e", f"trace={call}", "-e", f"inject={call}:error={error}:when=1"]
     command = ["strace", "-f", *options, "-p", str(process_id)]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as strace:
-        trace = _Trace(strace, f"Process {process_id} attached", f"{error} ")
+        output = _StraceOutput(strace, f"Process {process_id} attached", f"{error} ")
         try:
-            assert trace.is_attached.wait(_TIMEOUT_S), f"strace did not attach: {trace}"
+            assert output.is_attached.wait(_TIMEOUT_S), f"strace did not attach: {output}"
             yield
             # A call that was in progress when strace attached does not fail. The next call fails.
-            assert trace.is_injected.wait(_TIMEOUT_S), f"no {call} failed: {trace}"
+            assert output.is_error_injected.wait(_TIMEOUT_S), f"no {call} failed: {output}"
         finally:
             strace.terminate()
-            trace.thread.join(_TIMEOUT_S)
+            output.thread.join(_TIMEOUT_S)
 
 
-class _Trace:
-    """A thread that reads the output of strace."""
+class _StraceOutput:
+    """The output of strace, which a thread reads."""
 
     def __init__(self, strace: subprocess.Popen[str], attached_text: str, error_text: str) -> None:
-        self.is_attached, self.is_injected = threading.Event(), threading.Event()
+        self.is_attached, self.is_error_injected = threading.Event(), threading.Event()
         self._lines: list[str] = []
         self._texts = attached_text, error_text
         self.thread = threading.Thread(target=self._read, args=[strace.stderr])
@@ -59,4 +59,4 @@ class _Trace:
             if attached_text in line:
                 self.is_attached.set()
             if error_text in line and "(INJECTED)" in line:
-                self.is_injected.set()
+                self.is_error_injected.set()

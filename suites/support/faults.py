@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from gdrkit.errors import Api
 
-__all__ = ["faults"]
+__all__ = ["inject_faults"]
 
 
 @contextlib.contextmanager
-def faults(api: Api, *rules: str) -> Iterator[None]:
+def inject_faults(api: Api, *rules: str) -> Iterator[None]:
     """Set the fault plan of a twin to these rules until the block ends. Each rule is a line of the plan."""
     control = launch.twin_control()
     control.set_faults(api.value, "\n".join(["gdrkit-faults 1", *rules, ""]))

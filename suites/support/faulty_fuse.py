@@ -1,4 +1,4 @@
-"""A FUSE file system that passes requests on to a folder and makes selected requests fail, for cases about disk errors.
+"""A FUSE file system for cases about disk errors: a folder serves its requests, except for requests that must fail.
 
 A case uses :class:`FaultyMount`, which runs this file as a program: ``python faulty_fuse.py MOUNT FOLDER FAULTS``
 mounts the file system on MOUNT, prints ``ready``, and ends after the unmount.
@@ -124,7 +124,7 @@ class FaultyOperations:
     def _with_faults(self, name: str, method: Callable[..., object]) -> Callable[..., object]:
         """Return a function that calls the method, unless FAULTS has a line for the request `name`."""
 
-        def execute(*arguments: object) -> object:
+        def serve_or_fail(*arguments: object) -> object:
             for line in self._faults.read_text().splitlines():
                 request, error_number = line.split()
                 if request == name and int(error_number) == WRONG_DATA:
@@ -135,7 +135,7 @@ class FaultyOperations:
                     raise OSError(int(error_number), os.strerror(int(error_number)))
             return method(*arguments)
 
-        return execute
+        return serve_or_fail
 
 
 class FaultyMount:

@@ -2,7 +2,7 @@
 
 Each method transfers one chunk after the other, all of the same length:
 
-- ``direct``: gdrkit with the direct path. This method exists only if gdrkit proved a direct transfer for the file.
+- ``direct``: gdrkit with the direct path. It exists only if a transfer of the file is direct.
 - ``engine``: gdrkit with its copy engine, through pinned host memory.
 - ``posix``: pread or pwrite, and a copy by the CUDA driver, as in a program without gdrkit.
 
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import CudaMemory, Device
 
-__all__ = ["FileMovers"]
+__all__ = ["FileTransferMethods"]
 
 _DIRECT_ROUTES = frozenset({gds.Route.P2P, gds.Route.NVFS, gds.Route.RDMA})
 
 
 @dataclass(frozen=True)
-class FileMovers:
+class FileTransferMethods:
     """The methods for one file and one memory.
 
     Attributes
@@ -48,7 +48,7 @@ class FileMovers:
     stack : ExitStack
         Stack of the caller. Its end closes the files and frees the buffers.
     durable : bool
-        Whether each write waits for the disk.
+        Whether each write waits until the disk has the data.
     """
 
     path: Path
@@ -62,16 +62,19 @@ class FileMovers:
     def _offsets(self) -> range:
         return range(0, self.memory.length_bytes, self.chunk_bytes)
 
-    def by_name(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
+    def get_methods(self, *, write: bool) -> tuple[dict[str, Callable[[], object]], str]:
         """Return the methods by name, and the reason if ``direct`` is missing, else an empty text.
 
         Each method writes the whole file if `write` is true, else it reads the whole file.
         """
-        movers = {"engine": self._gds("never", write=write), "posix": self._posix(write=write)}
-        reason = self._why_not_direct()
-        return movers if reason else {"direct": self._gds("required", write=write), **movers}, reason
+        methods = {
+            "engine": self._make_gdrkit_method("never", write=write),
+            "posix": self._make_posix_method(write=write),
+        }
+        reason = self._find_fallback_reason()
+        return methods if reason else {"direct": self._make_gdrkit_method("required", write=write), **methods}, reason
 
-    def _why_not_direct(self) -> str:
+    def _find_fallback_reason(self) -> str:
         """Read the file once, and return why the transfer was not direct, or an empty text if it was."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", gds.FallbackWarning)
@@ -79,7 +82,7 @@ class FileMovers:
                 result = file.read_into(self.memory)
         return "" if result.route in _DIRECT_ROUTES else result.why_not_direct or f"the route was {result.route.value}"
 
-    def _gds(self, direct: gds.Direct, *, write: bool) -> Callable[[], object]:
+    def _make_gdrkit_method(self, direct: gds.Direct, *, write: bool) -> Callable[[], object]:
         file = self.stack.enter_context(gds.File(self.path, "r+" if write else "r", direct=direct))
 
         def move() -> None:
@@ -99,23 +102,23 @@ class FileMovers:
 
         return move
 
-    def _posix(self, *, write: bool) -> Callable[[], object]:
+    def _make_posix_method(self, *, write: bool) -> Callable[[], object]:
         descriptor = os.open(self.path, os.O_RDWR)
         self.stack.callback(os.close, descriptor)
         stream = self.stack.enter_context(self.device.stream())
-        pinned = self.stack.enter_context(PinnedMemory(self.device, self.chunk_bytes))
+        pinned_memory = self.stack.enter_context(PinnedMemory(self.device, self.chunk_bytes))
 
         def move() -> None:
             for offset in self._offsets:
                 if write:
-                    stream.read_into(self.memory, pinned.view(), offset_bytes=offset)
+                    stream.read_into(self.memory, pinned_memory.view(), offset_bytes=offset)
                     stream.synchronize()
-                    assert os.pwrite(descriptor, pinned.view(), offset) == self.chunk_bytes
+                    assert os.pwrite(descriptor, pinned_memory.view(), offset) == self.chunk_bytes
                     if self.durable:
                         os.fdatasync(descriptor)
                 else:
-                    assert os.preadv(descriptor, [pinned.view()], offset) == self.chunk_bytes
-                    stream.write(self.memory, pinned.view(), offset_bytes=offset)
+                    assert os.preadv(descriptor, [pinned_memory.view()], offset) == self.chunk_bytes
+                    stream.write(self.memory, pinned_memory.view(), offset_bytes=offset)
                     stream.synchronize()
 
         return move

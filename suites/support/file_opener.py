@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FileOpener"]
 
-# Number of searches for a file. A search misses a file that moves to a folder that was already searched.
+# Number of searches for a file. A search can miss a file that moves between the folders meanwhile.
 _SEARCHES_MAX = 16
 
 
@@ -35,11 +35,10 @@ class FileOpener(LineChild):
         super().__init__("support.file_opener")
 
     def open_files(self, folders: Sequence[Path], counts: Mapping[str, int], *, seed: int = 0) -> None:
-        """Open and read each file as often as stated, in random order, and wait for the end.
+        """Open and read each file `counts[name]` times, in random order, and wait for the end.
 
-        Each name is in one of the folders, and may move to another one at any time. In each round, a new process opens
-        each file once at most. The kernel merges equal reports of one process, so only opens by different processes
-        are counted exactly.
+        Each file is in one of the folders, and may move to another folder at any time. A process opens a file at most
+        once, because the kernel merges equal reports about one process. A file with n opens is opened by n processes.
         """
         self._execute({"folders": [str(folder) for folder in folders], "counts": dict(counts), "seed": seed})
 
@@ -61,12 +60,12 @@ def _open_in_rounds(folders: Sequence[str], counts: Mapping[str, int], *, seed: 
         child = os.fork()
         if child == 0:
             for name in names:
-                _read(folders, name)
+                _read_file(folders, name)
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
 
 
-def _read(folders: Sequence[str], name: str) -> None:
+def _read_file(folders: Sequence[str], name: str) -> None:
     """Read the file `name`, which may move from folder to folder meanwhile."""
     for folder in itertools.islice(itertools.cycle(folders), _SEARCHES_MAX * len(folders)):
         with contextlib.suppress(FileNotFoundError):
@@ -83,7 +82,9 @@ def main() -> None:
             if "counts" in task:
                 _open_in_rounds(task["folders"], task["counts"], seed=task["seed"])
             else:
-                tiers = tuple(Tier(name, Path(directory), least) for name, directory, least in task["tiers"])
+                tiers = tuple(
+                    Tier(name, Path(directory), accesses_min) for name, directory, accesses_min in task["tiers"]
+                )
                 manager = stack.enter_context(
                     TierManager(Configuration(tiers=tiers, catalogue=Path(task["catalogue"])))
                 )

@@ -1,4 +1,4 @@
-"""A forked child process, and a lock that another thread of the parent holds during the fork."""
+"""Functions for cases about forks: run a function in a forked child, and hold a lock in another thread."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
 
-def lock_of(owner: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a module, or an object of any class.
-    """Return the lock of an object or a module of gdrkit, which another thread holds during the fork."""
+def get_lock(owner: Any) -> AbstractContextManager[object]:  # noqa: ANN401 - a module, or an object of any class.
+    """Return the private lock of an object or a module of gdrkit."""
     lock: AbstractContextManager[object] = owner._lock  # noqa: SLF001 - no public call holds the lock long enough.
     return lock
 
 
 @contextlib.contextmanager
-def held_by_another_thread(lock: AbstractContextManager[object]) -> Iterator[None]:
-    """Let another thread hold the lock inside the block."""
+def hold_in_another_thread(lock: AbstractContextManager[object]) -> Iterator[None]:
+    """Hold the lock in another thread until the block ends."""
     is_held, may_release = threading.Event(), threading.Event()
 
-    def hold() -> None:
+    def hold_lock() -> None:
         with lock:
             is_held.set()
             may_release.wait(60)
 
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=hold_lock)
     thread.start()
     try:
         assert is_held.wait(30)
@@ -40,14 +40,14 @@ def held_by_another_thread(lock: AbstractContextManager[object]) -> Iterator[Non
         thread.join(30)
 
 
-def wait_status_of_child(work: Callable[[], None]) -> int:
-    """Fork, run `work` in the child, and return its wait status. SIGALRM ends a child that takes too long."""
+def run_in_forked_child(function: Callable[[], None]) -> int:
+    """Fork, run `function` in the child, and return its wait status. SIGALRM ends a child that takes too long."""
     child = os.fork()
     if not child:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(10)
         try:
-            work()
+            function()
         except BaseException:  # noqa: BLE001 - the child never returns into the run of the parent.
             traceback.print_exc()
             os._exit(1)

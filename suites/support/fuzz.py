@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import ModuleType
 
-__all__ = ["FuzzTarget", "changed_inputs", "main", "parse_or_malformed", "run_fuzzer"]
+__all__ = ["FuzzTarget", "changed_inputs", "main", "require_round_trip", "run_fuzzer"]
 
 # Eight bytes that are extreme values of integers: -1 or the maximum, 0, and the most negative number.
 _EXTREMES = (b"\xff" * 8, bytes(8), b"\0" * 7 + b"\x80")
-# Time for the start and the exit of a child process, in addition to the time of the fuzzing.
+# Time for the start and the exit of a child process. The time of the fuzzing is added to it.
 _START_AND_EXIT_S = 90.0
 
 
@@ -43,37 +43,37 @@ class FuzzTarget:
 
     Attributes
     ----------
-    check : callable
-        Function that parses an input. It raises unless the parser returns a result or raises its documented error.
-    valid : sequence of bytes
+    check_input : callable
+        Function that parses an input. It returns if the parser returns a result or raises its documented error.
+    valid_inputs : sequence of bytes
         Inputs that the parser accepts.
-    instrumented : sequence of modules and classes
-        Atheris measures the coverage of their functions.
-    changes : tuple of int
+    instrumented_owners : sequence of modules and classes
+        Modules and classes with the functions whose coverage atheris measures.
+    change_count_range : tuple of int
         Minimum and maximum number of random changes of an input.
     alphabet : bytes
         Characters of a text format. A change may replace a byte by such a character.
     tokens : sequence of bytes
         Words of a text format. A change may insert such a word. A format without tokens is binary.
-    length_max : int
+    length_max_bytes : int
         Length of the longest input that atheris generates, in bytes.
     """
 
-    check: Callable[[bytes], None]
-    valid: Sequence[bytes]
-    instrumented: Sequence[ModuleType | type]
-    changes: tuple[int, int] = (0, 4)
+    check_input: Callable[[bytes], None]
+    valid_inputs: Sequence[bytes]
+    instrumented_owners: Sequence[ModuleType | type]
+    change_count_range: tuple[int, int] = (0, 4)
     alphabet: bytes = b""
     tokens: Sequence[bytes] = ()
-    length_max: int = 1024
+    length_max_bytes: int = 1024
 
     def random_input(self, rng: random.Random) -> bytes:
         """Return a valid input with random changes."""
-        data = bytearray(rng.choice(self.valid))
+        data = bytearray(rng.choice(self.valid_inputs))
         change_functions = _TEXT_CHANGES if self.tokens else _BINARY_CHANGES
         if self.alphabet:
             change_functions = (*change_functions, _replace_by_letter)
-        for _ in range(rng.randint(*self.changes)):
+        for _ in range(rng.randint(*self.change_count_range)):
             rng.choice(change_functions)(self, data, rng.randrange(len(data) + 1), rng)
         return bytes(data)
 
@@ -85,10 +85,10 @@ def changed_inputs(target: FuzzTarget, seed: int, count: int | None = None) -> I
         yield target.random_input(rng)
 
 
-def parse_or_malformed(parse: Callable[[bytes], bytes], data: bytes) -> None:
-    """Require that `parse` returns the same bytes or raises UsageError(MALFORMED).
+def require_round_trip(parse: Callable[[bytes], bytes], data: bytes) -> None:
+    """Require that `parse` returns `data` or raises UsageError(MALFORMED).
 
-    `parse` parses its argument, and returns the result packed into bytes again.
+    `parse` parses its argument, packs the result into bytes, and returns the bytes.
     """
     try:
         packed = parse(data)
@@ -132,14 +132,16 @@ def main(targets: Mapping[str, FuzzTarget]) -> None:
     options = parser.parse_args()
     target = targets[options.target]
     has_atheris = importlib.util.find_spec("atheris") is not None
-    share_s = options.seconds / 2 if has_atheris else options.seconds
-    for data in target.valid:
-        target.check(data)
-    count = _check_until(changed_inputs(target, options.seed), target.check, time.monotonic() + share_s)
-    second_half = f"and then atheris for {share_s:g} s" if has_atheris else "atheris is not installed for this Python"
-    print(f"{count} changed inputs in {share_s:g} s; {second_half}", flush=True)  # noqa: T201
+    method_duration_s = options.seconds / 2 if has_atheris else options.seconds
+    for data in target.valid_inputs:
+        target.check_input(data)
+    count = _check_until(changed_inputs(target, options.seed), target.check_input, time.monotonic() + method_duration_s)
+    second_half = (
+        f"and then atheris for {method_duration_s:g} s" if has_atheris else "atheris is not installed for this Python"
+    )
+    print(f"{count} changed inputs in {method_duration_s:g} s; {second_half}", flush=True)  # noqa: T201
     if has_atheris:
-        _run_atheris(target, share_s, options.seed)
+        _run_atheris(target, method_duration_s, options.seed)
 
 
 def _check_until(inputs: Iterable[bytes], check: Callable[[bytes], None], end_s: float) -> int:
@@ -155,18 +157,18 @@ def _check_until(inputs: Iterable[bytes], check: Callable[[bytes], None], end_s:
 
 def _run_atheris(target: FuzzTarget, seconds: float, seed: int) -> NoReturn:
     atheris = importlib.import_module("atheris")
-    for owner in target.instrumented:
+    for owner in target.instrumented_owners:
         for member in vars(owner).values():
             function = getattr(member, "__func__", member)
             is_defined_here = inspect.isclass(owner) or getattr(function, "__module__", None) == owner.__name__
             if inspect.isfunction(function) and is_defined_here:
                 atheris.instrument_func(function)
     with tempfile.TemporaryDirectory() as corpus:
-        for index, data in enumerate(target.valid):
+        for index, data in enumerate(target.valid_inputs):
             Path(corpus, str(index)).write_bytes(data)
-        options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-max_len={target.length_max}"]
+        options = [f"-max_total_time={max(1, round(seconds))}", f"-seed={seed}", f"-max_len={target.length_max_bytes}"]
         options += ["-print_final_stats=1", "-verbosity=0"]
-        atheris.Setup([sys.argv[0], *options, corpus], target.check)
+        atheris.Setup([sys.argv[0], *options, corpus], target.check_input)
         # This call exits the process with code 0 after the time, or with code 77 at the first input whose check raises.
         atheris.Fuzz()
     sys.exit(0)

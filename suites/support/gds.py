@@ -1,4 +1,4 @@
-"""Memory of every kind that `gdrkit.gds` accepts, page cache queries, and the count of copy engine threads."""
+"""Memory of every kind that `gdrkit.gds` accepts, and queries of the page cache and of the engine's threads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = [
     "DEVICE_KINDS",
     "HOST_AND_DEVICE",
     "MEMORY_KINDS",
+    "CudaArrayBuffer",
+    "DlpackBuffer",
     "Memory",
-    "OnlyDlpack",
-    "OnlyInterface",
-    "allocated_memory",
+    "allocate_memory",
     "cached_share",
+    "count_engine_threads",
     "drop_from_cache",
-    "engine_threads",
 ]
 
 DEVICE_KINDS = [
@@ -44,7 +44,7 @@ HOST_AND_DEVICE = MEMORY_KINDS[:2]
 CACHED_SHARE_MAX = 0.01
 
 
-class OnlyDlpack:
+class DlpackBuffer:
     """Device memory that other libraries can access by DLPack only."""
 
     def __init__(self, memory: CudaMemory) -> None:
@@ -57,7 +57,7 @@ class OnlyDlpack:
         return self._memory.__dlpack_device__()
 
 
-class OnlyInterface:
+class CudaArrayBuffer:
     """Device memory that other libraries can access by the CUDA array interface only."""
 
     def __init__(self, memory: CudaMemory) -> None:
@@ -66,7 +66,7 @@ class OnlyInterface:
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory of a case, as the object that is passed to `gdrkit.gds` and as the object that owns the bytes.
+    """Memory of a case: the buffer that the case passes to `gdrkit.gds`, and the owner of the bytes.
 
     Attributes
     ----------
@@ -79,7 +79,7 @@ class Memory:
     buffer: Any
     owner: CudaMemory | bytearray
 
-    def content(self) -> bytes:
+    def read_all(self) -> bytes:
         """Return all bytes of the memory."""
         return bytes(self.owner) if isinstance(self.owner, bytearray) else self.owner.read()
 
@@ -92,7 +92,7 @@ class Memory:
 
 
 @contextlib.contextmanager
-def allocated_memory(memory_kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
+def allocate_memory(memory_kind: str, length_bytes: int, device: Device | None) -> Iterator[Memory]:
     """Yield new memory of a kind, filled with 0xa5. No other object may refer to the memory at the end of the block."""
     if device is None:
         host = bytearray(b"\xa5" * length_bytes)
@@ -100,7 +100,7 @@ def allocated_memory(memory_kind: str, length_bytes: int, device: Device | None)
         # This raises BufferError if a memoryview of the array still exists.
         host.extend(b"free")
         return
-    wrappers: dict[str, Callable[[CudaMemory], object]] = {"dlpack": OnlyDlpack, "interface": OnlyInterface}
+    wrappers: dict[str, Callable[[CudaMemory], object]] = {"dlpack": DlpackBuffer, "interface": CudaArrayBuffer}
     with device.allocate(length_bytes) as memory:
         memory.fill(0xA5)
         yield Memory(memory if memory_kind == "device" else wrappers[memory_kind](memory), memory)
@@ -119,7 +119,7 @@ def cached_share(path: Path) -> float:
         return file.cached_share()
 
 
-def engine_threads() -> int:
+def count_engine_threads() -> int:
     """Return the number of threads of the copy engine in this process."""
     names = []
     for task in Path("/proc/self/task").iterdir():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from support.records import facts_of, proven_route, record_of, run_of
+from support.records import make_facts, make_proven_route, make_record, make_run
 
 from gdrkit.host import PciDevice, PortFacts, RdmaDevice
 from gdrkit.inventory import CudaDeviceFacts, CudaFacts
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import Facts
     from gdrkit.report import Record
 
-__all__ = ["HARDWARE", "host_facts", "host_records", "write_run"]
+__all__ = ["HARDWARE", "make_host_facts", "make_host_records", "write_run"]
 
 # Substrate of a run whose APIs all used hardware.
 HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
@@ -26,9 +26,9 @@ HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
 SIZES = ("64KiB", "1MiB", "16MiB", "256MiB")
 
 
-def host_facts(*, gpus: int, nics: int) -> Facts:
+def make_host_facts(*, gpu_count: int, nic_count: int) -> Facts:
     """Return the facts of a synthetic host with two NUMA nodes and H200 GPUs."""
-    functions = tuple(_gpu(index, gpus) for index in range(gpus))
+    functions = tuple(_make_gpu(index, gpu_count) for index in range(gpu_count))
     devices = tuple(
         CudaDeviceFacts(
             index=index,
@@ -40,36 +40,36 @@ def host_facts(*, gpus: int, nics: int) -> Facts:
         for index, function in enumerate(functions)
     )
     return dataclasses.replace(
-        facts_of(driver="580.159.04", rdma=[_nic(index, nics) for index in range(nics)]),
+        make_facts(driver="580.159.04", rdma=[_make_nic(index, nic_count) for index in range(nic_count)]),
         gpus=functions,
         cuda=CudaFacts(driver_version="13.0", devices=devices, libraries=()),
     )
 
 
-def host_records(facts: Facts, *, factor: float = 1.0) -> Iterator[Record]:
+def make_host_records(facts: Facts, *, rate_factor: float = 1.0) -> Iterator[Record]:
     """Yield records of every kind for a host.
 
     There are registration routes of every outcome, file routes, a case that did not run, and transfer rates that are
-    multiplied by `factor`.
+    multiplied by `rate_factor`.
     """
     devices = facts.cuda.devices if facts.cuda else ()
     for device in devices:
         for nic_index, nic in enumerate(facts.rdma_devices):
-            yield _route_record(device.index, nic.name, (device.index + nic_index) % 4)
-    yield record_of(
+            yield _make_route_record(device.index, nic.name, (device.index + nic_index) % 4)
+    yield make_record(
         case="cufile/test_read.py::test_a_read_is_direct",
         substrate={"cuda": "hardware", "cufile": "hardware"},
         files=(ClaimedFile(0, "/data", "nvfs"), ClaimedFile(0, "/scratch", "posix", "O_DIRECT is not possible")),
     )
-    yield record_of(
+    yield make_record(
         Verdict.NOT_RUN,
         case="gaudi/test_export.py::test_a_dmabuf",
         reasons=(CaseReason("no Gaudi here", need="gaudi.device", foreseen=True),),
     )
     for direction, full_rate in (("host_to_device", 55.0), ("device_to_host", 53.5)):
         for size_index, size in enumerate(SIZES):
-            rate = full_rate * factor * (size_index + 1) / len(SIZES)
-            yield record_of(
+            rate = full_rate * rate_factor * (size_index + 1) / len(SIZES)
+            yield make_record(
                 case=f"throughput/test_copies.py::test_pinned_copy[{direction}-{size}]",
                 substrate={"cuda": "hardware", "verbs": "twin"},
                 uses=("cuda",),
@@ -90,7 +90,7 @@ def write_run(
     folder = RunFolder(path)
     folder.make_empty()
     failed = any(record.is_failure for record in records)
-    run = run_of(exit_code=int(failed), verdict="2 of 12 cases failed" if failed else "Every route is proven")
+    run = make_run(exit_code=int(failed), verdict="2 of 12 cases failed" if failed else "Every route is proven")
     folder.write_run(dataclasses.replace(run, host=host, host_id=host_id, substrate=HARDWARE))
     folder.facts.write_text(facts.to_json(), encoding="utf-8")
     for record in records:
@@ -98,7 +98,7 @@ def write_run(
     return path
 
 
-def _gpu(index: int, count: int) -> PciDevice:
+def _make_gpu(index: int, count: int) -> PciDevice:
     return PciDevice(
         address=f"0000:{0x1B + 16 * index:02x}:00.0",
         vendor_id=0x10DE,
@@ -112,7 +112,7 @@ def _gpu(index: int, count: int) -> PciDevice:
     )
 
 
-def _nic(index: int, count: int) -> RdmaDevice:
+def _make_nic(index: int, count: int) -> RdmaDevice:
     return RdmaDevice(
         name=f"mlx5_{index}",
         driver="mlx5_core",
@@ -125,22 +125,22 @@ def _nic(index: int, count: int) -> RdmaDevice:
     )
 
 
-def _route_record(device: int, nic: str, outcome: int) -> Record:
+def _make_route_record(device: int, nic: str, outcome: int) -> Record:
     """Return a record about a registration route with one of four outcomes: pass, unproven, fallback, failure."""
     case = f"rdma/test_first_light.py::test_remote_write[{device}-{nic}]"
-    claimed_route = proven_route(device, nic)
+    claimed_route = make_proven_route(device, nic)
     if outcome == 0:
-        return record_of(case=case, routes=(claimed_route,), substrate=HARDWARE)
+        return make_record(case=case, routes=(claimed_route,), substrate=HARDWARE)
     if outcome == 1:
         reason = CaseReason("the port's counter did not move")
-        return record_of(Verdict.UNPROVEN, case=case, routes=(claimed_route,), substrate=HARDWARE, reasons=(reason,))
+        return make_record(Verdict.UNPROVEN, case=case, routes=(claimed_route,), substrate=HARDWARE, reasons=(reason,))
     if outcome == 2:
         fallback = dataclasses.replace(
             claimed_route, fell_back="registered by a copy through the host. To do: load nvidia-peermem"
         )
-        return record_of(case=case, routes=(fallback,), substrate=HARDWARE)
+        return make_record(case=case, routes=(fallback,), substrate=HARDWARE)
     error = "VerbsError: ibv_reg_dmabuf_mr failed: Operation not supported (EOPNOTSUPP)"
     reason = CaseReason(f"{error}. To do: update the driver of the NIC")
-    return record_of(
+    return make_record(
         Verdict.FAIL, case=case, reasons=(reason,), routes=(claimed_route,), evidence={"traceback": "line 1\nline 2"}
     )

@@ -1,4 +1,4 @@
-"""A native initiator (a loop in C++ that posts RDMA requests) whose remote side is in the same process."""
+"""An initiator, the C++ loop that posts RDMA requests, which is connected to queue pairs of the same process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import Nic
 
-__all__ = ["connected_initiator"]
+__all__ = ["connect_initiator"]
 
 
 @contextlib.contextmanager
-def connected_initiator(
+def connect_initiator(
     nic: Nic, *, peer: Nic | None = None, memory_bytes: int, queue_pairs: int = 1, depth_max: int = 128
 ) -> Iterator[Initiator]:
-    """Yield an initiator of `nic` that is connected to queue pairs of `peer`, or of `nic`, that post no requests."""
+    """Yield an initiator of `nic` that is connected to queue pairs of `peer`, by default of `nic`.
+
+    The connected queue pairs post no requests.
+    """
     peer = peer or nic
     with (
         peer.completion_queue(depth=16) as completion_queue,

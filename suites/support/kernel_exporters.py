@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DMA_HEAP", "UDMABUF", "VGEM", "exported"]
+__all__ = ["DMA_HEAP", "UDMABUF", "VGEM", "export_dmabuf"]
 
 UDMABUF = "/dev/udmabuf"
 DMA_HEAP = "/dev/dma_heap/system"
@@ -32,44 +32,44 @@ _PIXEL_BITS, _ROW_BYTES = 32, 4096
 
 
 @contextmanager
-def exported(device_file: str, length_bytes: int) -> Iterator[int]:
+def export_dmabuf(device_file: str, length_bytes: int) -> Iterator[int]:
     """Yield the descriptor of a new dma-buf of this exporter. The length is a multiple of 4096."""
-    device = os.open(device_file, os.O_RDWR | os.O_CLOEXEC)
+    device_fd = os.open(device_file, os.O_RDWR | os.O_CLOEXEC)
     try:
-        fd = _EXPORTERS[device_file](device, length_bytes)
+        fd = _EXPORTERS[device_file](device_fd, length_bytes)
     finally:
-        os.close(device)
+        os.close(device_fd)
     try:
         yield fd
     finally:
         os.close(fd)
 
 
-def _udmabuf(device: int, length_bytes: int) -> int:
-    memory = os.memfd_create("exported", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+def _export_udmabuf(device_fd: int, length_bytes: int) -> int:
+    memory_fd = os.memfd_create("exported", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.ftruncate(memory, length_bytes)
-        fcntl.fcntl(memory, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # udmabuf requires it.
-        request = bytearray(_UDMABUF.pack(memory, _UDMABUF_FLAGS_CLOEXEC, 0, length_bytes))
+        os.ftruncate(memory_fd, length_bytes)
+        fcntl.fcntl(memory_fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # udmabuf requires it.
+        request = bytearray(_UDMABUF.pack(memory_fd, _UDMABUF_FLAGS_CLOEXEC, 0, length_bytes))
         # With a mutable buffer, ioctl() returns the result of the system call, which is the new descriptor.
-        return int(fcntl.ioctl(device, _UDMABUF_CREATE, request))
+        return int(fcntl.ioctl(device_fd, _UDMABUF_CREATE, request))
     finally:
-        os.close(memory)
+        os.close(memory_fd)
 
 
-def _heap(device: int, length_bytes: int) -> int:
+def _export_heap(device_fd: int, length_bytes: int) -> int:
     request = _DMA_HEAP.pack(length_bytes, 0, os.O_RDWR | os.O_CLOEXEC, 0)
-    return int(_DMA_HEAP.unpack(fcntl.ioctl(device, _DMA_HEAP_ALLOC, request))[1])
+    return int(_DMA_HEAP.unpack(fcntl.ioctl(device_fd, _DMA_HEAP_ALLOC, request))[1])
 
 
-def _vgem(device: int, length_bytes: int) -> int:
-    pixels_count = _ROW_BYTES * 8 // _PIXEL_BITS
-    dumb = _DUMB.pack(length_bytes // _ROW_BYTES, pixels_count, _PIXEL_BITS, 0, 0, 0, 0)
-    handle, size_bytes = _DUMB.unpack(fcntl.ioctl(device, _CREATE_DUMB, dumb))[4::2]
+def _export_vgem(device_fd: int, length_bytes: int) -> int:
+    row_pixel_count = _ROW_BYTES * 8 // _PIXEL_BITS
+    dumb_request = _DUMB.pack(length_bytes // _ROW_BYTES, row_pixel_count, _PIXEL_BITS, 0, 0, 0, 0)
+    handle, size_bytes = _DUMB.unpack(fcntl.ioctl(device_fd, _CREATE_DUMB, dumb_request))[4::2]
     assert size_bytes == length_bytes
     request = _PRIME.pack(handle, os.O_RDWR | os.O_CLOEXEC, -1)
     # The dma-buf keeps the memory alive after the device is closed.
-    return int(_PRIME.unpack(fcntl.ioctl(device, _HANDLE_TO_FD, request))[2])
+    return int(_PRIME.unpack(fcntl.ioctl(device_fd, _HANDLE_TO_FD, request))[2])
 
 
-_EXPORTERS = {UDMABUF: _udmabuf, DMA_HEAP: _heap, VGEM: _vgem}
+_EXPORTERS = {UDMABUF: _export_udmabuf, DMA_HEAP: _export_heap, VGEM: _export_vgem}

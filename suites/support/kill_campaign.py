@@ -22,24 +22,24 @@ class KillCampaign(abc.ABC, Generic[PhaseT]):
 
     Attributes
     ----------
-    hits : dict of phase to int
+    kill_counts : dict of phase to int
         Number of kills in each phase.
     """
 
     def __init__(self, phases: Sequence[PhaseT], rng: Random) -> None:
-        self.hits = dict.fromkeys(phases, 0)
+        self.kill_counts = dict.fromkeys(phases, 0)
         self._rng = rng
 
-    def run(self, kills: int) -> None:
+    def run(self, kill_count: int) -> None:
         """Kill this number of processes."""
-        while (kills_left := kills - sum(self.hits.values())) > 0:
-            for phase in self._rng.sample(list(self.hits), len(self.hits))[:kills_left]:
+        while (kills_left := kill_count - sum(self.kill_counts.values())) > 0:
+            for phase in self._rng.sample(list(self.kill_counts), len(self.kill_counts))[:kills_left]:
                 try:
                     self.kill(phase)
                 except AssertionError as error:
-                    error.add_note(f"killed in {phase}; kills before: {self.hits}")
+                    error.add_note(f"killed in {phase}; kills before: {self.kill_counts}")
                     raise
-                self.hits[phase] += 1
+                self.kill_counts[phase] += 1
 
     @abc.abstractmethod
     def kill(self, phase: PhaseT) -> None:

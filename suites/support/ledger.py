@@ -1,4 +1,4 @@
-"""The counters of a software twin that this process has loaded: calls by function, and traffic by NIC.
+"""Counters of a software twin that this process has loaded: calls of each function, and traffic of each NIC.
 
 A software twin is a library that emulates the hardware below an API.
 """
@@ -12,25 +12,25 @@ from gdrkit import launch
 if TYPE_CHECKING:
     from gdrkit.errors import Api
 
-__all__ = ["calls", "delayed_at_once", "traffic"]
+__all__ = ["read_call_counts", "read_peak_delayed_calls", "read_traffic"]
 
 
-def calls(api: Api) -> dict[str, int]:
+def read_call_counts(api: Api) -> dict[str, int]:
     """Return the number of calls of each function since the twin was loaded."""
-    return cast("dict[str, int]", _ledger(api)["calls"])
+    return cast("dict[str, int]", _read_counters(api)["calls"])
 
 
-def traffic(api: Api) -> dict[str, dict[str, int]]:
+def read_traffic(api: Api) -> dict[str, dict[str, int]]:
     """Return the bytes and requests that each NIC sent, and (``served_...``) that each NIC served for peers."""
-    return cast("dict[str, dict[str, int]]", _ledger(api)["traffic"])
+    return cast("dict[str, dict[str, int]]", _read_counters(api)["traffic"])
 
 
-def delayed_at_once(api: Api) -> dict[str, int]:
+def read_peak_delayed_calls(api: Api) -> dict[str, int]:
     """Return, for each function, the largest number of its calls that the fault plan delayed at the same time."""
-    return cast("dict[str, int]", _ledger(api)["delayed"])
+    return cast("dict[str, int]", _read_counters(api)["delayed"])
 
 
-def _ledger(api: Api) -> dict[str, object]:
+def _read_counters(api: Api) -> dict[str, object]:
     counters = launch.twin_control().ledger(api.value)
     assert counters is not None
     return counters

@@ -1,6 +1,6 @@
-"""The kinds of memory that a NIC can access, as parameters of cases: host memory, and device memory by each route.
+"""Memory kinds as parameters of cases: host memory, and device memory by each registration route.
 
-Other functions of the module register such memory, or connect a queue pair of a peer process.
+Further functions register such memory, and connect a queue pair of a peer process.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ __all__ = [
     "RdmaMemory",
     "RdmaMemoryKind",
     "allocator",
-    "peer_queue_pair",
+    "connect_peer_queue_pair",
     "register_by_route",
-    "registered_device_memory",
-    "registration_call",
+    "register_device_memory",
+    "registration_function",
 ]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
@@ -59,7 +59,7 @@ ROUTES = [
 # Parameters of the fixture `memory_kind`: host memory, and device memory by each registration route.
 MEMORY_KINDS = [pytest.param(None, id="host", marks=needs(verbs.nic())), *ROUTES]
 
-# Parameters of the fixture `allocator`, for cases whose code under test (cache, pool, registration) gets an allocator.
+# Parameters of the fixture `allocator`. The tested cache, pool or registration gets the memory from this allocator.
 ALLOCATORS = [pytest.param("host", marks=needs(verbs.nic())), pytest.param("device", marks=DMABUF)]
 AnyAllocator: TypeAlias = "Device | HostAllocator"
 
@@ -77,10 +77,10 @@ class RdmaMemory(Protocol):
     """Memory that the peers of a NIC can access until it is deregistered."""
 
     def remote(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> RemoteRange:
-        """Return the remote address and key of a range of the memory, by default up to its end."""
+        """Return the remote address and key of a range, which by default ends at the end of the memory."""
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
-        """Return bytes of the memory, read by local access."""
+        """Read bytes of the memory by local access."""
 
     def write(self, data: bytes, *, offset_bytes: int = 0) -> None:
         """Change bytes of the memory by local access."""
@@ -138,7 +138,7 @@ class RdmaMemoryKind:
     device : Device, optional
         The CUDA device; None for host memory.
     route : RegistrationRoute, optional
-        How device memory is registered; None for host memory.
+        Registration route of device memory; None for host memory.
     """
 
     nic: Nic
@@ -153,12 +153,12 @@ class RdmaMemoryKind:
             with self.nic.register_host(data, access=access) as region:
                 yield _HostRdmaMemory(memoryview(data), region)
         else:
-            with registered_device_memory(
+            with register_device_memory(
                 self.device, self.nic, self.route, length_bytes=length_bytes, access=access
-            ) as registered:
-                yield _DeviceRdmaMemory(self.nic, *registered)
+            ) as (memory, registration):
+                yield _DeviceRdmaMemory(self.nic, memory, registration)
 
-    def claim(self, evidence: Evidence) -> None:
+    def record_route(self, evidence: Evidence) -> None:
         """Record that the bytes of the case took this registration route. Host memory has no route to record."""
         if self.device is not None and self.route is not None:
             evidence.route(device=self.device, nic=self.nic, way=self.route)
@@ -173,7 +173,7 @@ def allocator(request: pytest.FixtureRequest) -> AnyAllocator:
     return device
 
 
-def registration_call(allocator: AnyAllocator) -> str:
+def registration_function(allocator: AnyAllocator) -> str:
     """Return the name of the libibverbs function that registers memory of this allocator."""
     return "ibv_reg_mr" if isinstance(allocator, HostAllocator) else "ibv_reg_dmabuf_mr"
 
@@ -183,8 +183,8 @@ def register_by_route(
 ) -> Registration:
     """Register memory by `route`.
 
-    If that fails, try the default policy, whose error names the cause of each route. If the policy finds another route,
-    raise the first error.
+    If `route` fails, register the memory by the default policy. If the policy fails too, its error is raised, because
+    it names the cause of each route. Otherwise the error of `route` is raised.
     """
     try:
         return register(memory, nics, route=route, access=access)
@@ -194,7 +194,7 @@ def register_by_route(
 
 
 @contextlib.contextmanager
-def registered_device_memory(
+def register_device_memory(
     device: Device,
     nic: Nic,
     route: RegistrationRoute | None = None,
@@ -210,13 +210,13 @@ def registered_device_memory(
 
 
 @contextlib.contextmanager
-def peer_queue_pair(nic: Nic, peer: Peer, **options: int) -> Iterator[PeerQueuePair]:
+def connect_peer_queue_pair(nic: Nic, peer: Peer, **options: int) -> Iterator[PeerQueuePair]:
     """Yield a queue pair of the peer that is connected to a queue pair of this process.
 
     The queue pair of this process posts no requests. Both queue pairs use the same NIC, because two NICs of a host may
     be on separate networks. The options are passed to ``QueuePair.connect``.
     """
-    with nic.completion_queue(depth=16) as queue, nic.queue_pair(queue) as local_pair:
+    with nic.completion_queue(depth=16) as completion_queue, nic.queue_pair(completion_queue) as local_pair:
         peer_pair = peer.open_nic(nic.name, port=nic.port.number, gid_index=nic.gid_index).queue_pair()
         peer_pair.join(local_pair, **options)
         yield peer_pair

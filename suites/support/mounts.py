@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["mounted", "power_cut", "remount"]
+__all__ = ["mount_image_copy", "mount_new_file_system", "remount"]
 
 # Default length of an image: the smallest file system that mkfs creates. The image is a sparse file.
 _LENGTH_BYTES = {"ext4": 64 * MIB, "xfs": 320 * MIB}
 _MKFS_COMMANDS = {"ext4": ["mkfs.ext4", "-q", "-F", "-m", "0"], "xfs": ["mkfs.xfs", "-q", "-f"]}
-# Mount options. The copy of an image has the UUID of the original, and without nouuid xfs does not mount a UUID twice.
+# Mount options. With nouuid, xfs also mounts the copy of an image, which has the UUID of the mounted original.
 _MOUNT_OPTIONS = {"ext4": "loop", "xfs": "loop,nouuid"}
 
 
 @contextlib.contextmanager
-def mounted(file_system: str, mount: Path, *, length_bytes: int | None = None) -> Iterator[Path]:
+def mount_new_file_system(file_system: str, mount: Path, *, length_bytes: int | None = None) -> Iterator[Path]:
     """Create a file system in the file ``mount.image``, mount it on the new folder `mount`, and yield the folder.
 
     `file_system` is ``ext4`` or ``xfs``.
@@ -41,10 +41,10 @@ def mounted(file_system: str, mount: Path, *, length_bytes: int | None = None) -
 
 
 @contextlib.contextmanager
-def power_cut(file_system: str, mount: Path, copy: Path) -> Iterator[Path]:
-    """Copy the image of a file system while it is mounted, and yield the copy, mounted on the new folder `copy`.
+def mount_image_copy(file_system: str, mount: Path, copy: Path) -> Iterator[Path]:
+    """Copy the image of a mounted file system, mount the copy on the new folder `copy`, and yield the folder.
 
-    The copy is in the state that the disk would have after a loss of power.
+    The copy has the contents that the disk would have after a loss of power.
     """
     image = copy.with_suffix(".image")
     _run("cp", "--sparse=always", str(mount.with_suffix(".image")), str(image))
@@ -77,7 +77,7 @@ def _run(*command: str) -> None:
 
 
 def _environ() -> dict[str, str]:
-    # With an audit library, the loader refuses libraries whose thread-local storage needs a large alignment, such as
-    # liburcu of mkfs.xfs. These programs use no twins.
-    inherited = {name: value for name, value in os.environ.items() if name not in {"LD_AUDIT", "LD_PRELOAD"}}
-    return {**inherited, "PATH": os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])}
+    # These programs run without the libraries that `gdrkit run` preloads. With its audit library, the loader refuses
+    # libraries whose thread-local storage needs a large alignment, such as liburcu, which mkfs.xfs uses.
+    inherited_variables = {name: value for name, value in os.environ.items() if name not in {"LD_AUDIT", "LD_PRELOAD"}}
+    return {**inherited_variables, "PATH": os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])}

@@ -15,9 +15,10 @@ from gdrkit import nccl
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["LOOPBACK", "NO_MULTICAST", "log_of_rank", "run_all_reduces"]
+__all__ = ["LOOPBACK", "NO_MULTICAST", "read_rank_log", "run_all_reduces"]
 
-# A multicast object that its owner does not release can make the GPUs of a host unusable, also for other users.
+# These variables turn multicast off. A multicast object that is not released can make the GPUs of a host unusable, also
+# for other users.
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 # All ranks are on one host, so they connect to each other over the loopback interface.
 LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
@@ -26,14 +27,14 @@ LOOPBACK = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_FAMILY": "AF_INET"}
 _TIMEOUT_S = 60.0
 
 
-def run_all_reduces(folder: Path, ranks_count: int, *options: str, environ: dict[str, str]) -> list[dict[str, Any]]:
-    """Run :mod:`support.nccl_rank` for each device, and return the result of each rank.
+def run_all_reduces(folder: Path, rank_count: int, *options: str, environ: dict[str, str]) -> list[dict[str, Any]]:
+    """Run the program :mod:`support.nccl_rank` for each device, and return the result that each rank printed.
 
     Parameters
     ----------
     folder : Path
         Existing folder for the logs of the ranks.
-    ranks_count : int
+    rank_count : int
         Number of ranks.
     *options : str
         Options of the program.
@@ -42,8 +43,8 @@ def run_all_reduces(folder: Path, ranks_count: int, *options: str, environ: dict
     """
     rank_outputs = run_ranks(
         [
-            [sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), "--ranks", str(ranks_count), *options]
-            for rank in range(ranks_count)
+            [sys.executable, "-m", "support.nccl_rank", "--rank", str(rank), "--ranks", str(rank_count), *options]
+            for rank in range(rank_count)
         ],
         folder=folder,
         environ=suites_environ({**os.environ, **LOOPBACK, **environ, **NO_MULTICAST}),
@@ -52,6 +53,6 @@ def run_all_reduces(folder: Path, ranks_count: int, *options: str, environ: dict
     return [json.loads(lines[-1]) for lines in rank_outputs]
 
 
-def log_of_rank(folder: Path, rank: int) -> nccl.NcclLog:
+def read_rank_log(folder: Path, rank: int) -> nccl.NcclLog:
     """Return what NCCL logged in a rank of the job that used the folder."""
     return nccl.NcclLog.read(folder / f"rank{rank}.nccl")

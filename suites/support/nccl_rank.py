@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def visible_devices(environ: Mapping[str, str], *, rank: int, ranks: int) -> list[str]:
-    """Return the value of CUDA_VISIBLE_DEVICES for a rank: the device of the rank, then the devices of the other ranks.
+    """Return the devices in CUDA_VISIBLE_DEVICES of a rank: first its own device, then the devices of the other ranks.
 
     The CUDA runtime, and so NCCL, uses the first device. The other devices stay visible, so that NCCL can use
     peer-to-peer copies.
@@ -84,7 +84,7 @@ def visible_devices(environ: Mapping[str, str], *, rank: int, ranks: int) -> lis
 
 
 def _measure(options: argparse.Namespace) -> dict[str, object]:
-    """Measure all-reduces from one buffer of a pool into another, and check the results.
+    """Measure all-reduces from one buffer of a pool into another buffer, and check the results.
 
     With `--registered`, rounds with buffers that are registered with NCCL alternate with rounds with other buffers.
     """
@@ -94,74 +94,74 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
         nics = open_active_nics(count_max=1)
         for nic in nics:
             stack.enter_context(nic)
-        names = ["plain", "registered"] if options.registered else ["plain"]
+        pair_names = ["plain", "registered"] if options.registered else ["plain"]
         stream = stack.enter_context(device.stream())
-        pairs: dict[str, tuple[RdmaBuffer, RdmaBuffer]] = {}
-        for name in names:
+        buffer_pairs: dict[str, tuple[RdmaBuffer, RdmaBuffer]] = {}
+        for name in pair_names:
             # Each pair has a pool of its own, because the buffers of a pool share one allocation.
             allocator = Allocator(device, options.memory)
             pool = stack.enter_context(BufferPool(allocator, nics, buffer_bytes=options.length_bytes, count=2))
-            source, target = (stack.enter_context(pool.allocate()) for _ in range(2))
-            _fill(source, target, options)
-            pairs[name] = (source, target)
+            source, destination = (stack.enter_context(pool.allocate()) for _ in range(2))
+            _fill_buffers(source, destination, options)
+            buffer_pairs[name] = (source, destination)
         _log_step("get the id of the communicator")
-        unique_id = _shared_id(rank=options.rank)
+        unique_id = _exchange_unique_id(rank=options.rank)
         communicator = stack.enter_context(
             nccl.Communicator(device, rank=options.rank, ranks_count=options.ranks, unique_id=unique_id)
         )
         stack.callback(_log_step, "destroy the communicator")
-        for buffer in pairs.get("registered", ()):
+        for buffer in buffer_pairs.get("registered", ()):
             _log_step("register a buffer with NCCL")
             stack.enter_context(communicator.register(buffer))
 
-        def reduce_once(name: str) -> None:
-            source, target = pairs[name]
-            communicator.all_reduce(source, target, data_type=nccl.DataType.INT32, stream=stream)
+        def all_reduce_once(name: str) -> None:
+            source, destination = buffer_pairs[name]
+            communicator.all_reduce(source, destination, data_type=nccl.DataType.INT32, stream=stream)
 
-        for name in names:
+        for name in pair_names:
             _log_step(f"first all-reduce with {name} buffers")
-            reduce_once(name)
+            all_reduce_once(name)
             stream.synchronize()
         _log_step("measured all-reduces")
-        times_s: dict[str, list[float]] = {name: [] for name in names}
-        cpu_times_s: dict[str, list[float]] = {name: [] for name in names}
+        times_s: dict[str, list[float]] = {name: [] for name in pair_names}
+        cpu_times_s: dict[str, list[float]] = {name: [] for name in pair_names}
         for _ in range(options.rounds):
-            for name in names:
+            for name in pair_names:
                 cpu_before_s = cpu_time_s()
-                work = functools.partial(reduce_once, name)
-                times_s[name].append(_mean_duration_s(work, stream.synchronize, options.repeats))
+                queue_work = functools.partial(all_reduce_once, name)
+                times_s[name].append(_mean_duration_s(queue_work, stream.synchronize, options.repeats))
                 cpu_times_s[name].append((cpu_time_s() - cpu_before_s) / options.repeats)
         communicator.check()
         _log_step("check the bytes")
         # Each rank wrote an equal share of the pattern. The bytes after the last share are zeros.
         checked_bytes = options.length_bytes // options.ranks * options.ranks
-        for _, target in pairs.values():
-            pattern.check(target.read(length_bytes=checked_bytes), seed=options.seed)
+        for _, destination in buffer_pairs.values():
+            pattern.check(destination.read(length_bytes=checked_bytes), seed=options.seed)
         return {
             "times_s": times_s,
             "cpu_s": cpu_times_s,
-            "addresses": {name: [buffer.address for buffer in pair] for name, pair in pairs.items()},
+            "addresses": {name: [buffer.address for buffer in pair] for name, pair in buffer_pairs.items()},
             "version": ".".join(map(str, nccl.library_version())),
-            "libraries": _loaded_library(),
+            "libraries": _find_nccl_library(),
         }
 
 
-def _loaded_library() -> dict[str, str | None]:
+def _find_nccl_library() -> dict[str, str | None]:
     """Return the SONAME of the loaded NCCL library, with its build id."""
     libraries = [library for library in evidence.libraries() if (library.soname or "").startswith("libnccl.so")]
     return {library.soname or "": library.build_id for library in libraries}
 
 
-def _fill(source: RdmaBuffer, target: RdmaBuffer, options: argparse.Namespace) -> None:
+def _fill_buffers(source: RdmaBuffer, destination: RdmaBuffer, options: argparse.Namespace) -> None:
     """Write a share of the pattern into the source, and zeros elsewhere. The sum over all ranks is the pattern."""
     share_bytes = options.length_bytes // options.ranks
     offset_bytes = options.rank * share_bytes
-    for buffer in (source, target):
+    for buffer in (source, destination):
         buffer.write(bytes(options.length_bytes))
     source.write(pattern.payload(share_bytes, seed=options.seed, offset_bytes=offset_bytes), offset_bytes=offset_bytes)
 
 
-def _shared_id(*, rank: int) -> bytes:
+def _exchange_unique_id(*, rank: int) -> bytes:
     """Return the ncclUniqueId of the communicator: rank 0 creates and prints it, the other ranks read it."""
     if rank == 0:
         unique_id = nccl.create_unique_id()
@@ -172,10 +172,10 @@ def _shared_id(*, rank: int) -> bytes:
     return unique_id
 
 
-def _mean_duration_s(work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
+def _mean_duration_s(queue_work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
     begin_ns = time.perf_counter_ns()
     for _ in range(repeats):
-        work()
+        queue_work()
     wait()
     return (time.perf_counter_ns() - begin_ns) / 1e9 / repeats
 

@@ -1,8 +1,8 @@
 """Programs that run as another user (uid 65534), for the cases about permissions.
 
-That user cannot enter pytest's temporary folder, and may not be able to read the checkout. So a program imports all
-modules that it needs before it calls :func:`become_unprivileged`. It works in a folder of
-:func:`folder_for_all_users`.
+The unprivileged user cannot enter pytest's temporary folder, so a program uses a folder of
+:func:`folder_for_all_users`. The user may also be unable to read the checkout, so a program imports all its modules
+before it calls :func:`become_unprivileged`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ __all__ = ["UNPRIVILEGED_DOCTOR", "become_unprivileged", "folder_for_all_users",
 
 # User id and group id of the unprivileged user.
 _UID = _GID = 65534
-# Program for `gdrkit doctor --read-only` as an unprivileged user. This option omits the checks that act on devices.
+# A program that runs `gdrkit doctor --read-only` as the unprivileged user. The option leaves out the checks that use
+# devices.
 UNPRIVILEGED_DOCTOR = """
 import sys
 import gdrkit.cli, gdrkit.inventory, gdrkit.report.doctor, importlib.metadata

@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["GPU_ADDRESS", "PCI_PATHS", "SWITCH", "pci_paths_with_gpu", "tree_at"]
+__all__ = ["GPU_ADDRESS", "PCI_PATHS", "SWITCH", "create_pci_tree", "move_gpu"]
 
 GPU_ADDRESS = "0000:03:00.0"
-# There are three host bridges: 0000:00, which has a PCIe switch, and 0000:40 are on NUMA node 0, and 0000:80 is on
-# node 1.
+# The sysfs path of a PCIe switch. The tree has three host bridges: 0000:00 with this switch and 0000:40, both on NUMA
+# node 0, and 0000:80 on NUMA node 1.
 SWITCH = "pci0000:00/0000:00:01.0/0000:01:00.0"
 # The sysfs path and the NUMA node of each PCI device, by its address.
 PCI_PATHS = {
@@ -29,15 +29,17 @@ PCI_PATHS = {
 }
 
 
-def tree_at(root: Path, nics: Mapping[str, str], *, pci_paths: Mapping[str, tuple[str, int]] = PCI_PATHS) -> HostTree:
+def create_pci_tree(
+    root: Path, nics: Mapping[str, str], *, pci_paths: Mapping[str, tuple[str, int]] = PCI_PATHS
+) -> HostTree:
     """Create the sysfs files of PCI devices and of RDMA devices below `root`.
 
     `nics` maps the name of each RDMA device to its PCI address.
     """
-    for address, (path, node) in pci_paths.items():
+    for address, (path, numa_node) in pci_paths.items():
         folder = root / "sys/devices" / path
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "numa_node").write_text(f"{node}\n")
+        (folder / "numa_node").write_text(f"{numa_node}\n")
         link = root / "sys/bus/pci/devices" / address
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(f"../../../devices/{path}")
@@ -48,8 +50,8 @@ def tree_at(root: Path, nics: Mapping[str, str], *, pci_paths: Mapping[str, tupl
     return HostTree(root)
 
 
-def pci_paths_with_gpu(gpu_address: str) -> dict[str, tuple[str, int]]:
+def move_gpu(gpu_address: str) -> dict[str, tuple[str, int]]:
     """Return PCI_PATHS with another PCI address of the GPU."""
-    path, node = PCI_PATHS[GPU_ADDRESS]
-    others = {address: path_and_node for address, path_and_node in PCI_PATHS.items() if address != GPU_ADDRESS}
-    return others | {gpu_address: (f"{path.rpartition('/')[0]}/{gpu_address}", node)}
+    path, numa_node = PCI_PATHS[GPU_ADDRESS]
+    other_paths = {address: path_and_node for address, path_and_node in PCI_PATHS.items() if address != GPU_ADDRESS}
+    return other_paths | {gpu_address: (f"{path.rpartition('/')[0]}/{gpu_address}", numa_node)}

@@ -1,7 +1,7 @@
 """Start of the processes of all ranks of an NCCL job, with one deadline for all of them.
 
-The ranks wait for each other, so all are killed if one fails or at the deadline. The first line that the first rank
-prints (its ncclUniqueId) is passed to the standard input of the other ranks. If a rank fails, the error has the last
+The first rank prints the ncclUniqueId as its first line, and the other ranks get this line on their standard input.
+Ranks wait for each other. So if a rank fails, or at the deadline, all ranks are killed, and the error has the last
 output of all ranks.
 """
 
@@ -23,7 +23,7 @@ __all__ = ["RankError", "run_ranks"]
 
 # Time that a rank has to print its stack after SIGABRT, in seconds.
 _ABORT_TIMEOUT_S = 5.0
-# An error has this number of last lines from each log file of each rank.
+# Number of lines from the end of each log file that an error contains.
 _LOG_LINES_MAX = 40
 _READ_BYTES_MAX = 1 << 16
 
@@ -134,17 +134,17 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
     end_s = time.monotonic() + deadline_s
     first_rank, waiting_ranks = ranks[0], list(ranks[1:])
     with selectors.DefaultSelector() as selector:
-        for waiting in ranks:
-            selector.register(waiting.output, selectors.EVENT_READ, waiting)
+        for rank in ranks:
+            selector.register(rank.output, selectors.EVENT_READ, rank)
         while selector.get_map():
             events = selector.select(max(0.0, end_s - time.monotonic()))
             if not events:
                 return f"the ranks did not end within {deadline_s:g} s"
             for key, _ in events:
-                rank: _Rank = key.data
-                chunk = os.read(key.fd, _READ_BYTES_MAX)
-                rank.output_data += chunk
-                if chunk:
+                rank = key.data
+                data = os.read(key.fd, _READ_BYTES_MAX)
+                rank.output_data += data
+                if data:
                     continue
                 selector.unregister(key.fileobj)
                 try:
@@ -154,7 +154,7 @@ def _wait_for_all(ranks: Sequence[_Rank], deadline_s: float) -> str | None:
                 if exit_code:
                     return f"rank {rank.index} ended with exit code {exit_code}"
             if waiting_ranks and b"\n" in first_rank.output_data:
-                for waiting in waiting_ranks:
-                    waiting.send(first_rank.output_data.partition(b"\n")[0] + b"\n")
+                for waiting_rank in waiting_ranks:
+                    waiting_rank.send(first_rank.output_data.partition(b"\n")[0] + b"\n")
                 waiting_ranks = []
     return None

@@ -1,6 +1,6 @@
-"""Measurement of transfer rates in cases: warm-up, rounds, median and spread. The record of the case gets the rates.
+"""Measurement of transfer rates in cases: warm-up, rounds, median and spread, which are stored in the case's record.
 
-Cases use the fixture `meter` with a :class:`Meter`. :func:`check_expected_numbers` compares the rates with a profile.
+The fixture `meter` of a case is a :class:`Meter`. :func:`check_expected_numbers` compares the rates with a profile.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 __all__ = ["WARM_UP_ROUNDS", "Meter", "Rates", "check_expected_numbers", "cpu_time_s"]
 
-# A measurement has 3 warm-up rounds, which are not counted, and 15 rounds.
+# A measurement has 3 warm-up rounds, whose rates are discarded, and 15 measured rounds.
 ROUNDS, WARM_UP_ROUNDS = 15, 3
 # A round on hardware transfers at least this many bytes, so that its start and its end take little of the time.
 ROUND_BYTES = 256 << 20
-# With software twins (libraries that emulate the hardware), only the measurement itself is tested, so a smaller round
-# is sufficient.
+# A smaller round is sufficient on software twins (libraries that emulate the hardware), because their rates are not of
+# interest.
 SOFTWARE_ROUND_BYTES = 4 << 20
-# The API that the numbers of a case measure, by the subject of its needs (the part of a name before the dot).
-_API_OF_SUBJECT = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
+# The API that a case measures, by the first part of the name of a need (`cuda` in `cuda.device`).
+_API_OF_NEED = {"cuda": "cuda", "gaudi": "hlthunk", "verbs": "verbs"}
 # Maximum number of transfers in a round.
 REPEATS_MAX = 256
 
@@ -82,12 +82,14 @@ class Rates:
         """
         rates = sorted(moved_bytes / time_s / 1e9 for time_s in times_s)
         median = statistics.median(rates)
-        low, _, high = statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
+        low_quartile, _, high_quartile = (
+            statistics.quantiles(rates, n=4) if len(rates) > 1 else (median, median, median)
+        )
         return cls(
             median=median,
             minimum=rates[0],
             maximum=rates[-1],
-            spread_percent=(high - low) / median * 100,
+            spread_percent=(high_quartile - low_quartile) / median * 100,
             rounds_count=len(rates),
             cpu_s_per_gib=cpu_s / len(rates) / (moved_bytes / GIB),
         )
@@ -99,59 +101,59 @@ class Meter:
     Attributes
     ----------
     is_on : bool
-        Whether the option is set, so that transfers are measured.
+        Whether pytest has the option.
     """
 
     def __init__(self, request: pytest.FixtureRequest, evidence: Evidence) -> None:
         self._request = request
         self._evidence = evidence
         self.is_on = bool(request.config.getoption("--benchmark-enable"))
-        # The numbers are about the APIs that the case needs. Its process may have loaded more APIs.
-        subjects = {need.name.partition(".")[0] for need in declared(request.node)}
-        self._apis = sorted(api for subject, api in _API_OF_SUBJECT.items() if subject in subjects)
+        # The measured APIs are the APIs that the case needs. The process may have loaded further APIs.
+        need_prefixes = {need.name.partition(".")[0] for need in declared(request.node)}
+        self._apis = sorted(api for prefix, api in _API_OF_NEED.items() if prefix in need_prefixes)
         substrate = request.config.stash[SESSION].substrate
         self._paths: dict[str, list[str]] = {}
-        self._measures_hardware = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
+        self._is_hardware_measured = self.is_on and all(substrate.get(api) is Substrate.HARDWARE for api in self._apis)
 
     @property
-    def runs_count(self) -> int:
-        """Number of calls of each measured function: warm-up rounds and rounds."""
+    def run_count(self) -> int:
+        """Number of calls of each measured function, warm-up rounds included."""
         return WARM_UP_ROUNDS + ROUNDS if self.is_on else 1
 
-    def length(self, full_bytes: int, *, small_bytes: int = 1 << 20) -> int:
+    def choose_length(self, full_bytes: int, *, small_bytes: int = 1 << 20) -> int:
         """Return the length to use: `full_bytes` if hardware is measured, else at most `small_bytes`."""
-        return full_bytes if self._measures_hardware else min(full_bytes, small_bytes)
+        return full_bytes if self._is_hardware_measured else min(full_bytes, small_bytes)
 
-    def count(self, full: int, *, small: int) -> int:
+    def choose_count(self, full: int, *, small: int) -> int:
         """Return the number of operations to use: `full` if hardware is measured, else `small`."""
-        return full if self._measures_hardware else small
+        return full if self._is_hardware_measured else small
 
-    def repeats(self, length_bytes: int) -> int:
-        """Return how many transfers of this length make up a round."""
-        round_bytes = ROUND_BYTES if self._measures_hardware else SOFTWARE_ROUND_BYTES
+    def transfers_per_round(self, length_bytes: int) -> int:
+        """Return the number of transfers of this length in a round."""
+        round_bytes = ROUND_BYTES if self._is_hardware_measured else SOFTWARE_ROUND_BYTES
         return max(1, min(REPEATS_MAX, round_bytes // length_bytes)) if self.is_on else 2
 
-    def measure(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
-        """Measure `work`, which transfers `moved_bytes`, and record the rate. Return None if the meter is off."""
+    def measure(self, transfer: Callable[[], object], *, moved_bytes: int) -> Rates | None:
+        """Measure `transfer`, which transfers `moved_bytes`, and record the rate. Return None if the meter is off."""
         # The fixture is requested only here: pytest-benchmark warns about a case that requests it but does not use it.
         benchmark: BenchmarkFixture = self._request.getfixturevalue("benchmark")
         benchmark.extra_info["moved_bytes"] = moved_bytes
         if not self.is_on:
-            benchmark.pedantic(work)  # type: ignore[no-untyped-call]
+            benchmark.pedantic(transfer)  # type: ignore[no-untyped-call]
             return None
-        began_s = cpu_time_s()
-        benchmark.pedantic(work, rounds=ROUNDS, warmup_rounds=WARM_UP_ROUNDS)  # type: ignore[no-untyped-call]
-        # The processor time includes the warm-up rounds. Each of them counts as an average round.
-        cpu_s = (cpu_time_s() - began_s) * ROUNDS / self.runs_count
+        cpu_begin_s = cpu_time_s()
+        benchmark.pedantic(transfer, rounds=ROUNDS, warmup_rounds=WARM_UP_ROUNDS)  # type: ignore[no-untyped-call]
+        # The measured processor time includes the warm-up rounds, so only the share of the other rounds is used.
+        cpu_s = (cpu_time_s() - cpu_begin_s) * ROUNDS / self.run_count
         assert benchmark.stats is not None
         return self.record("rate", Rates.from_times(moved_bytes, benchmark.stats.stats.data, cpu_s=cpu_s))
 
-    def measure_unrecorded(self, work: Callable[[], object], *, moved_bytes: int) -> Rates | None:
-        """Measure `work`, and return its rates without recording them. Return None if the meter is off."""
-        rounds = [_measured_round(work) for _ in range(self.runs_count)]
-        return _rates_of(moved_bytes, rounds) if self.is_on else None
+    def measure_unrecorded(self, transfer: Callable[[], object], *, moved_bytes: int) -> Rates | None:
+        """Measure `transfer`, and return its rates without recording them. Return None if the meter is off."""
+        rounds = [_measure_round(transfer) for _ in range(self.run_count)]
+        return _compute_rates(moved_bytes, rounds) if self.is_on else None
 
-    def compare(
+    def measure_methods(
         self,
         methods: Mapping[str, Callable[[], object]],
         *,
@@ -180,15 +182,18 @@ class Meter:
             The rates by name of the method; empty if the meter is off.
         """
         rounds: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-        for runs_left in reversed(range(self.runs_count)):
-            for name, work in methods.items():
+        for runs_left in reversed(range(self.run_count)):
+            for name, transfer in methods.items():
                 prepare()
-                rounds[name].append(_measured_round(work))
+                rounds[name].append(_measure_round(transfer))
                 if runs_left == 0:
                     check()
         if not self.is_on:
             return {}
-        return {name: self.record(name, _rates_of(moved_bytes, of_method)) for name, of_method in rounds.items()}
+        return {
+            name: self.record(name, _compute_rates(moved_bytes, method_rounds))
+            for name, method_rounds in rounds.items()
+        }
 
     def record(self, name: str, rates: Rates) -> Rates:
         """Add the rates to the record of the case under `name`, and return them."""
@@ -207,7 +212,7 @@ class Meter:
         self._evidence["ways"] = self._paths
 
     def record_apis(self) -> None:
-        """Record the APIs that the numbers are about."""
+        """Record the measured APIs."""
         self._evidence["measured_apis"] = self._apis
 
 
@@ -217,14 +222,14 @@ def cpu_time_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _measured_round(work: Callable[[], object]) -> tuple[float, float]:
-    """Call `work`, and return its duration and the processor time that this process used for it, in seconds."""
+def _measure_round(transfer: Callable[[], object]) -> tuple[float, float]:
+    """Call `transfer`, and return its duration and the processor time that this process used for it, in seconds."""
     cpu_before_s, begin_ns = cpu_time_s(), time.perf_counter_ns()
-    work()
+    transfer()
     return (time.perf_counter_ns() - begin_ns) / 1e9, cpu_time_s() - cpu_before_s
 
 
-def _rates_of(moved_bytes: int, rounds: Sequence[tuple[float, float]]) -> Rates:
+def _compute_rates(moved_bytes: int, rounds: Sequence[tuple[float, float]]) -> Rates:
     """Return the rates of all rounds after the warm-up rounds, each with its duration and its processor time."""
     counted_rounds = rounds[WARM_UP_ROUNDS:]
     times_s = [duration_s for duration_s, _ in counted_rounds]

@@ -1,4 +1,4 @@
-"""Calls of the CUDA driver API without gdrkit, for cases in which the program allocates or frees memory itself."""
+"""Calls of the CUDA driver API that bypass gdrkit, for cases about memory that gdrkit did not allocate."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class RawMemory:
     def __init__(self, device: Device, length_bytes: int) -> None:
         self._device = device
         self.address = raw_allocate(device, length_bytes)
-        self._freed = False
+        self._is_freed = False
 
     def free(self) -> None:
-        """Free the memory, even if it is registered with a NIC. A second call does nothing."""
-        if not self._freed:
-            self._freed = True
+        """Free the memory, even if it is registered with a NIC. Further calls do nothing."""
+        if not self._is_freed:
+            self._is_freed = True
             raw_free(self._device, self.address)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
-"""A usrbio client without gdrkit's client library: it uses the agent's socket and the bytes of a ring directly.
+"""A usrbio client without gdrkit's client library: it writes to the agent's socket and to the memory of a ring.
 
-With it, a case can send link names, link targets, file descriptors and ring entries that the library never sends.
+A case can send link names, link targets, file descriptors and ring entries that the library never sends.
 :class:`AgentProcess` starts the agent.
 """
 
@@ -43,7 +43,7 @@ _COMPLETION = struct.Struct("=iiqQ")
 _SUBMISSION = struct.Struct("=iiQ")
 # The four indices of a ring: head and tail of the submissions, head and tail of the completions.
 _SUBMISSION_HEAD, _SUBMISSION_TAIL, _COMPLETION_HEAD, _COMPLETION_TAIL = range(4)
-_SEMAPHORE_BYTES, _SPARE_BYTES = 32, 4096
+_SEMAPHORE_BYTES, _PADDING_BYTES = 32, 4096
 _START_TIMEOUT_S = _END_TIMEOUT_S = 60.0
 
 
@@ -54,10 +54,10 @@ class _Timespec(ctypes.Structure):
 class Refusal(Exception):
     """The agent replied with an errno and a text."""
 
-    def __init__(self, error_number: int, sentence: str) -> None:
-        super().__init__(f"{errno.errorcode.get(error_number, error_number)}: {sentence}")
+    def __init__(self, error_number: int, text: str) -> None:
+        super().__init__(f"{errno.errorcode.get(error_number, error_number)}: {text}")
         self.errno = error_number
-        self.sentence = sentence
+        self.text = text
 
 
 def shared_memory_files(mount: Path) -> set[Path]:
@@ -100,7 +100,7 @@ class AgentProcess:
         self.end_report: dict[str, object] = {}
         self.error_output = ""
         try:
-            self.start_report = json.loads(self._first_line())
+            self.start_report = json.loads(self._read_first_line())
         except BaseException:
             self.kill()
             raise
@@ -138,7 +138,7 @@ class AgentProcess:
         """Return the id of the storage server's process."""
         return self.child_process_ids()[0]
 
-    def _first_line(self) -> str:
+    def _read_first_line(self) -> str:
         assert self.process.stdout is not None
         ready, _, _ = select.select([self.process.stdout], [], [], _START_TIMEOUT_S)
         line = self.process.stdout.readline() if ready else ""
@@ -184,7 +184,7 @@ class RawIov(_SharedMemory):
     """An iov: shared host memory for the data of reads and writes."""
 
     def name(self, suffix: str = "") -> str:
-        """Return the name of the link that publishes the memory, with any suffix."""
+        """Return the name of the link that publishes the memory, and append `suffix`."""
         return f"{self.id}{suffix}"
 
 
@@ -193,20 +193,20 @@ class RawRing(_SharedMemory):
 
     def __init__(self, entries: int, *, for_read: bool, io_depth: int = 0, suffix: str = "") -> None:
         # A ring with n usable entries has n + 1 slots, so that a full ring differs from an empty one.
-        self.slots = entries + 1
+        self.slot_count = entries + 1
         super().__init__(
             _INDICES.size
-            + (_ARGUMENTS.size + _COMPLETION.size + _SUBMISSION.size) * self.slots
+            + (_ARGUMENTS.size + _COMPLETION.size + _SUBMISSION.size) * self.slot_count
             + _SEMAPHORE_BYTES
-            + _SPARE_BYTES
+            + _PADDING_BYTES
         )
         self.for_read = for_read
         self.link = f"{self.id}.{'r' if for_read else 'w'}{io_depth}{suffix}"
         # Offsets in the memory, in bytes.
         self._arguments_offset = _INDICES.size
-        self._completions_offset = self._arguments_offset + _ARGUMENTS.size * self.slots
-        self._submissions_offset = self._completions_offset + _COMPLETION.size * self.slots
-        self.semaphore_offset = self._submissions_offset + _SUBMISSION.size * self.slots
+        self._completions_offset = self._arguments_offset + _ARGUMENTS.size * self.slot_count
+        self._submissions_offset = self._completions_offset + _COMPLETION.size * self.slot_count
+        self.semaphore_offset = self._submissions_offset + _SUBMISSION.size * self.slot_count
         self._next_slot = 0
         self._view = (ctypes.c_char * len(self.memory)).from_buffer(self.memory)
         # The agent reads the indices at any time. ctypes writes an index with one store. struct writes it byte by byte,
@@ -233,7 +233,7 @@ class RawRing(_SharedMemory):
         self, iov: bytes, *, inode: int, length: int, buffer_offset: int = 0, file_offset: int = 0, userdata: int = 0
     ) -> int:
         """Write the arguments of a transfer and its submission, and return the index of the slot."""
-        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % self.slots
+        slot, self._next_slot = self._next_slot, (self._next_slot + 1) % self.slot_count
         _ARGUMENTS.pack_into(
             self.memory,
             self._arguments_offset + slot * _ARGUMENTS.size,
@@ -248,10 +248,10 @@ class RawRing(_SharedMemory):
         return slot
 
     def write_submission(self, slot: int, userdata: int = 0) -> None:
-        """Write a submission for any slot, also for one that does not exist."""
+        """Write a submission that names any slot number, also an invalid one."""
         head = self.index(_SUBMISSION_HEAD)
         _SUBMISSION.pack_into(self.memory, self._submissions_offset + head * _SUBMISSION.size, slot, 0, userdata)
-        self.set_index(_SUBMISSION_HEAD, (head + 1) % self.slots)
+        self.set_index(_SUBMISSION_HEAD, (head + 1) % self.slot_count)
 
     def submit(self) -> None:
         """Post the submit semaphore."""
@@ -270,10 +270,10 @@ class RawRing(_SharedMemory):
                     self.memory, self._completions_offset + tail * _COMPLETION.size
                 )
                 completions.append((index, result, userdata))
-                self.set_index(_COMPLETION_TAIL, (tail + 1) % self.slots)
+                self.set_index(_COMPLETION_TAIL, (tail + 1) % self.slot_count)
             if len(completions) == count:
                 break
-            # A signal may also interrupt the wait (EINTR). Only the timeout ends it.
+            # The wait goes on after a signal (EINTR), and ends only at the timeout.
             has_error = _LIBC.sem_timedwait(ctypes.c_void_p(address), ctypes.byref(deadline)) != 0
             if has_error and ctypes.get_errno() == errno.ETIMEDOUT:
                 break
@@ -295,7 +295,7 @@ class RawClient:
         self._sequence = 0
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(30)
-        # The path of a Unix socket is limited to 107 bytes, so the path goes through a descriptor of the folder.
+        # The path of a Unix socket is limited to 107 bytes, so the client connects through a descriptor of the folder.
         folder_fd = os.open(mount / "3fs-virt", os.O_PATH)
         try:
             self.socket.connect(f"/proc/self/fd/{folder_fd}/agent.sock")
@@ -362,7 +362,7 @@ class RawClient:
 
 
 class LinkClient:
-    """A client that knows only the mount, as the client library of 3FS: it never opens the agent's socket.
+    """A client that uses only the mount, like the client library of 3FS, and never connects to the agent's socket.
 
     It publishes by symbolic links, and names a file by the inode that stat(2) returns.
     """

@@ -19,13 +19,13 @@ __all__ = [
     "EVIDENCE",
     "NIC",
     "TWIN",
-    "facts_of",
-    "facts_of_hardware",
-    "library",
-    "proven_route",
-    "record_of",
-    "route",
-    "run_of",
+    "make_facts",
+    "make_hardware_facts",
+    "make_library",
+    "make_proven_route",
+    "make_record",
+    "make_route_facts",
+    "make_run",
 ]
 
 DRIVER = "580.159.04"
@@ -62,18 +62,18 @@ EVIDENCE = KernelEvidence(
 )
 
 
-def library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | None = None) -> LoadedLibrary:
+def make_library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | None = None) -> LoadedLibrary:
     """Return a loaded library with this SONAME."""
     path = f"/usr/lib/{soname}"
     return LoadedLibrary(path=path, soname=None if error else soname, build_id="ab12", notes=notes, error=error)
 
 
 # The verbs twin as a loaded library.
-TWIN = library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
+TWIN = make_library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
 
 
-def route(way: str, *, possible: bool = True) -> RouteFacts:
-    """Return the facts of registration route `way` (dmabuf, peer_memory) between GPU 0 and mlx5_0."""
+def make_route_facts(way: str, *, possible: bool = True) -> RouteFacts:
+    """Return the facts of a registration route (``dmabuf`` or ``peer_memory``) between GPU 0 and mlx5_0."""
     failure = ApiFailure(
         api="verbs",
         operation="ibv_reg_mr",
@@ -87,7 +87,7 @@ def route(way: str, *, possible: bool = True) -> RouteFacts:
     return RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=possible, failure=None if possible else failure)
 
 
-def facts_of(
+def make_facts(
     *,
     rdma: Sequence[RdmaDevice] = (),
     driver: str | None = None,
@@ -117,29 +117,29 @@ def facts_of(
     )
 
 
-def facts_of_hardware(
-    *, evidence: KernelEvidence | None = EVIDENCE, cuda_open: bool = True, verbs_open: bool = True
+def make_hardware_facts(
+    *, evidence: KernelEvidence | None = EVIDENCE, is_cuda_open: bool = True, is_verbs_open: bool = True
 ) -> Facts:
     """Return the facts of a machine with one GPU and one NIC.
 
-    `cuda_open` and `verbs_open` are true if the process had the device nodes of CUDA and verbs open.
+    `is_cuda_open` and `is_verbs_open` state whether the process had the device nodes of CUDA and verbs open.
     """
     gpu = CudaDeviceFacts(index=0, name="NVIDIA H200", uuid="GPU-0", pci_bus_id="0000:1B:00.0", attributes={})
     nic = NicFacts(name=NIC.name, driver="mlx5", node_guid="", active_ports=(1,), dmabuf=True, failure=None)
     return dataclasses.replace(
-        facts_of(rdma=[NIC], driver=DRIVER),
-        cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL_NODE, _GPU_NODE) if cuda_open else ()),
-        verbs=VerbsFacts((nic,), (), nodes=(_UVERBS_NODE,) if verbs_open else ()),
+        make_facts(rdma=[NIC], driver=DRIVER),
+        cuda=CudaFacts("13.0", (gpu,), (), nodes=(_CONTROL_NODE, _GPU_NODE) if is_cuda_open else ()),
+        verbs=VerbsFacts((nic,), (), nodes=(_UVERBS_NODE,) if is_verbs_open else ()),
         evidence=evidence,
     )
 
 
-def proven_route(device_index: int, nic: str, way: str = "dmabuf") -> ClaimedRoute:
-    """Return a route between two NICs, whose port counters grew by at least the bytes."""
+def make_proven_route(device_index: int, nic: str, way: str = "dmabuf") -> ClaimedRoute:
+    """Return a route that is proven: the port counters of its two NICs grew by at least the transferred bytes."""
     return ClaimedRoute(device_index, nic, way, path="wire", peer_nic="mlx5_9", unproven=None)
 
 
-def record_of(
+def make_record(
     verdict: Verdict = Verdict.PASS,
     *,
     case: str = "suite/test_a.py::test_a",
@@ -161,7 +161,7 @@ def record_of(
         verdict=verdict,
         reasons=reasons,
         profile="any",
-        facts_digest=facts_of().digest,
+        facts_digest=make_facts().digest,
         substrate=substrate or {},
         libraries=libraries,
         seed=1,
@@ -178,7 +178,7 @@ def record_of(
     )
 
 
-def run_of(*, exit_code: int = 0, verdict: str = "The code passed", substrate: dict[str, str] | None = None) -> Run:
+def make_run(*, exit_code: int = 0, verdict: str = "The code passed", substrate: dict[str, str] | None = None) -> Run:
     """Return a run with this exit code, verdict and substrate."""
     return Run(
         schema_version=1,

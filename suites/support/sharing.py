@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer_memory import PeerDevice
 
 __all__ = [
+    "flip_bit",
     "import_in_peer",
-    "message_from_peer",
-    "open_descriptors",
-    "raised_error",
+    "list_open_descriptors",
+    "make_handle",
+    "receive_message_from_peer",
     "register_dmabuf_in_peer",
-    "valid_handle",
-    "with_flipped_bit",
+    "require_error",
 ]
 
 _TIMEOUT_MS = 10_000.0
 
 
-def message_from_peer(
+def receive_message_from_peer(
     memory: PeerMemory, kind: ShareKind, *, offset_bytes: int = 0, length_bytes: int | None = None
 ) -> HandleMessage:
     """Let a peer process export its memory, and return its handle message, which the caller closes."""
@@ -74,18 +74,18 @@ def register_dmabuf_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
     return PeerRegion(nic.peer, region_number)
 
 
-def raised_error(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
-    """Require that the call raises an error and leaves no handle and no descriptor open. Return the error."""
-    before = handles.live(), open_descriptors()
+def require_error(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
+    """Require that the call raises an error and leaves no handle or descriptor open, and return the error."""
+    open_before = handles.live(), list_open_descriptors()
     with pytest.raises(GdrkitError) as raised:
         call(*arguments, **options)
-    assert (handles.live(), open_descriptors()) == before
+    assert (handles.live(), list_open_descriptors()) == open_before
     return raised.value
 
 
-def valid_handle(**changes: object) -> ShareHandle:
-    """Return a handle with valid fields, except for the changes."""
-    valid = ShareHandle(
+def make_handle(**changes: object) -> ShareHandle:
+    """Return a handle that has valid fields, except for `changes`."""
+    handle = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=MIB,
         offset_bytes=4096,
@@ -94,17 +94,17 @@ def valid_handle(**changes: object) -> ShareHandle:
         owner=this_process(),
         ipc=bytes(range(64)),
     )
-    return replace(valid, **changes)  # type: ignore[arg-type]
+    return replace(handle, **changes)  # type: ignore[arg-type]
 
 
-def with_flipped_bit(data: bytes, bit: int) -> bytes:
+def flip_bit(data: bytes, bit: int) -> bytes:
     """Return the data with one bit flipped."""
-    changed = bytearray(data)
-    changed[bit // 8] ^= 1 << (bit % 8)
-    return bytes(changed)
+    changed_data = bytearray(data)
+    changed_data[bit // 8] ^= 1 << (bit % 8)
+    return bytes(changed_data)
 
 
-def open_descriptors() -> frozenset[str]:
+def list_open_descriptors() -> frozenset[str]:
     """Return the numbers of the open descriptors of this process.
 
     The descriptor that this function opens for the query is not among them, because it is closed again.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gdrkit.storage.iobuffer import IOBuffer
     from gdrkit.verbs import Nic
 
-__all__ = ["MEMORY_KINDS", "Memory", "Service", "storage_server"]
+__all__ = ["MEMORY_KINDS", "Memory", "StorageServer", "run_storage_server"]
 
 # Parameters of the fixture `memory`.
 MEMORY_KINDS = [
@@ -40,7 +40,7 @@ _END_TIMEOUT_S = 20.0
 
 
 @dataclass
-class Service:
+class StorageServer:
     """A running storage server.
 
     Attributes
@@ -79,17 +79,17 @@ class Service:
         """Return the text that the server wrote to standard error."""
         return self.log.read_text()
 
-    def descriptors(self) -> list[str]:
+    def list_open_files(self) -> list[str]:
         """Return the paths of the files that the server has open."""
-        targets = []
+        paths = []
         for link in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):
-                targets.append(str(link.readlink()))
-        return sorted(targets)
+                paths.append(str(link.readlink()))
+        return sorted(paths)
 
     @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        """Stop the server with SIGSTOP until the block ends."""
+    def suspend(self) -> Iterator[None]:
+        """Suspend the server by SIGSTOP until the block ends."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             wait_until(lambda: is_stopped(self.process.pid), "the server stops")
@@ -105,12 +105,12 @@ class Service:
 
 @dataclass(frozen=True)
 class Memory:
-    """The memory kind of a case: memory of `device`, or host memory if `device` is None."""
+    """The kind of memory that a case registers: memory of `device`, or host memory if `device` is None."""
 
     device: Device | None
 
     @contextlib.contextmanager
-    def registered_copy(self, client: StorageClient, data: bytes) -> Iterator[IOBuffer]:
+    def register_copy(self, client: StorageClient, data: bytes) -> Iterator[IOBuffer]:
         """Yield memory that is registered with the client and holds a copy of `data`."""
         if self.device is None:
             with client.register(bytearray(data)) as buffer:
@@ -122,13 +122,13 @@ class Memory:
                     yield registered.subrange(offset_bytes=0, length_bytes=len(data))
 
     @staticmethod
-    def bytes_of(buffer: IOBuffer) -> bytes:
+    def read_buffer(buffer: IOBuffer) -> bytes:
         """Return the bytes of a buffer. The CUDA driver copies the bytes of device memory."""
         return buffer.copy_out()
 
 
 @contextlib.contextmanager
-def storage_server(root: Path, log: Path, *options: str, program: Sequence[str] = ()) -> Iterator[Service]:
+def run_storage_server(root: Path, log: Path, *options: str, program: Sequence[str] = ()) -> Iterator[StorageServer]:
     """Run a server of the store `root` until the block ends. Then require that it exits with code 0 on SIGTERM.
 
     `program` is the start of a command that takes the arguments of ``gdrkit``.
@@ -148,7 +148,7 @@ def storage_server(root: Path, log: Path, *options: str, program: Sequence[str] 
         line = process.stdout.readline().decode() if readable else ""
         assert line.startswith("gdrkit serve:"), (line, log.read_text())
         address = line.partition(" at ")[2].partition(" by ")[0]
-        yield Service(root=root, process=process, address=address, log=log)
+        yield StorageServer(root=root, process=process, address=address, log=log)
         if process.poll() is None:
             process.terminate()
             assert process.wait(_END_TIMEOUT_S) == 0, log.read_text()

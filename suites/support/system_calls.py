@@ -1,7 +1,8 @@
-"""Error injection: observe the system calls of one thread, and let some of them fail (seccomp_unotify(2)).
+"""Error injection: observe the system calls of one thread, and make some calls fail (seccomp_unotify(2)).
 
-At each system call with a given name, the kernel stops the thread and notifies this process. This process either lets
-the call run or returns an error in its place. The thread runs the unchanged product on a real file system.
+At each observed system call, the kernel stops the thread and notifies this process. This process lets the kernel
+execute the call, or chooses the result that the thread gets instead. The thread runs the unchanged product on a real
+file system.
 """
 
 from __future__ import annotations
@@ -121,34 +122,35 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
     If `reply` returns None, the kernel executes the call. If `reply` returns a number, the call is not executed and
     returns this number: a negative errno, or the result of a successful call.
 
-    Calls of other threads are not observed. But a thread that `action` starts inherits the filter. So a thread that
-    outlives `action` must be started before this function is called. An exception of `action` is raised here.
+    Calls of other threads are not observed, except for threads that `action` starts: they inherit the filter. So a
+    thread that outlives `action` must be started before this function is called. An exception of `action` is raised
+    here.
     """
     numbers = _CALL_NUMBERS[platform.machine()]
-    listeners: queue.SimpleQueue[int] = queue.SimpleQueue()
+    listener_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
 
-    def install_and_act() -> None:
-        listener = -1
+    def install_filter_and_act() -> None:
+        listener_fd = -1
         try:
-            listener = _install_filter([numbers[name] for name in names], numbers["seccomp"])
+            listener_fd = _install_filter([numbers[name] for name in names], numbers["seccomp"])
         finally:
-            listeners.put(listener)
+            listener_queue.put(listener_fd)
         action()
 
-    ended = os.eventfd(0)
+    end_event = os.eventfd(0)
     try:
         with ThreadPoolExecutor(1) as pool:
-            future = pool.submit(install_and_act)
-            future.add_done_callback(lambda _: os.eventfd_write(ended, 1))
-            listener = listeners.get()
-            if listener >= 0:
+            future = pool.submit(install_filter_and_act)
+            future.add_done_callback(lambda _: os.eventfd_write(end_event, 1))
+            listener_fd = listener_queue.get()
+            if listener_fd >= 0:
                 try:
-                    _serve(listener, ended, {numbers[name]: name for name in names}, reply)
+                    _serve(listener_fd, end_event, {numbers[name]: name for name in names}, reply)
                 finally:
-                    os.close(listener)  # A call that still waits for a reply then fails with ENOSYS.
+                    os.close(listener_fd)  # A call that still waits for a reply then fails with ENOSYS.
             future.result()
     finally:
-        os.close(ended)
+        os.close(end_event)
 
 
 def _install_filter(numbers: list[int], seccomp: int) -> int:
@@ -159,34 +161,35 @@ def _install_filter(numbers: list[int], seccomp: int) -> int:
     program = [_Instruction(_LOAD_NUMBER, 0, 0, 0), *jumps, *returns]
     filters = (_Instruction * len(program))(*program)
     _LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
-    listener = _LIBC.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(_Program(len(program), filters)))
-    if listener < 0:
+    listener_fd = _LIBC.syscall(seccomp, _SET_MODE_FILTER, _NEW_LISTENER, ctypes.byref(_Program(len(program), filters)))
+    if listener_fd < 0:
         raise OSError(ctypes.get_errno(), "seccomp(SECCOMP_SET_MODE_FILTER) failed")
-    return int(listener)
+    return int(listener_fd)
 
 
-def _serve(listener: int, ended: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]) -> None:
-    """Reply to the notifications until the event descriptor `ended` is readable."""
+def _serve(listener_fd: int, end_event: int, names: dict[int, str], reply: Callable[[SystemCall], int | None]) -> None:
+    """Reply to the notifications until the event descriptor `end_event` is readable."""
     poll = select.poll()
-    poll.register(listener, select.POLLIN)
-    poll.register(ended, select.POLLIN)
-    while ended not in dict(poll.poll()):
+    poll.register(listener_fd, select.POLLIN)
+    poll.register(end_event, select.POLLIN)
+    while end_event not in dict(poll.poll()):
         data = bytearray(_NOTIFICATION.size)
         try:
-            fcntl.ioctl(listener, _RECEIVE, data)
+            fcntl.ioctl(listener_fd, _RECEIVE, data)
         except OSError as error:
-            if error.errno != errno.ENOENT:  # A signal interrupted the system call, and the thread makes it again.
+            # ENOENT: a signal interrupted the system call, and the thread makes it again.
+            if error.errno != errno.ENOENT:
                 raise
             continue
-        notification_id, _, _, call, _, _, *arguments = _NOTIFICATION.unpack(data)
-        signed = tuple(value - (1 << 64) if value >> 63 else value for value in arguments)
-        result = reply(SystemCall(names[call], _path_of(signed[0]), signed))
+        notification_id, _, _, call_number, _, _, *arguments = _NOTIFICATION.unpack(data)
+        signed_arguments = tuple(value - (1 << 64) if value >> 63 else value for value in arguments)
+        result = reply(SystemCall(names[call_number], _read_descriptor_path(signed_arguments[0]), signed_arguments))
         flags = _CONTINUE if result is None else 0
         value, error_number = (result or 0, 0) if (result or 0) >= 0 else (0, result)
-        fcntl.ioctl(listener, _SEND, _REPLY.pack(notification_id, value, error_number, flags))
+        fcntl.ioctl(listener_fd, _SEND, _REPLY.pack(notification_id, value, error_number, flags))
 
 
-def _path_of(descriptor: int) -> str:
+def _read_descriptor_path(descriptor: int) -> str:
     try:
         return str(Path(f"/proc/self/fd/{descriptor}").readlink())
     except OSError:

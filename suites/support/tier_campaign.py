@@ -3,7 +3,7 @@
 The campaign kills a process while it migrates a file. After each kill, the campaign checks that every file is in
 exactly one tier, has all its bytes, and is in the catalogue.
 
-``python -m support.tier_campaign`` is the program of :class:`Mover`, the process that migrates files.
+``python -m support.tier_campaign`` is the program of :class:`MigrationProcess`, the process that migrates files.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from gdrkit.tiers.background import BackgroundRun, RunOutput
 from gdrkit.tiers.schedule import RunSettings
 from gdrkit.units import KIB, MIB
 
-__all__ = ["ANYWHERE", "PHASES", "Mover", "TierCampaign"]
+__all__ = ["ANYWHERE", "PHASES", "MigrationProcess", "TierCampaign"]
 
 # Not a phase: the campaign kills the process from outside, after a random number of phases.
 ANYWHERE = "anywhere"
 PHASES = (*(phase.value for phase in Phase), ANYWHERE)
-# A large file goes through these phases several times.
-_REPEATED = frozenset({Phase.COPY.value, Phase.VERIFY.value})
+# Phases that begin several times during the migration of a large file: once for each chunk.
+_REPEATED_PHASES = frozenset({Phase.COPY.value, Phase.VERIFY.value})
 _LARGE_BYTES = 9 * MIB
 # Rate limit of a background run.
 _RATE_BYTES_PER_S = 100 * MIB
@@ -45,7 +45,7 @@ _BUSY, _FAILED = 1, 2
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 
-class Mover(LineChild):
+class MigrationProcess(LineChild):
     """A process that migrates files. It forks a child process for each migration.
 
     A campaign makes hundreds of migrations. With the fork, Python imports the modules only once for all of them.
@@ -60,7 +60,7 @@ class Mover(LineChild):
         self,
         configuration: Configuration,
         name: str,
-        to: str,
+        tier_name: str,
         *,
         phase: str | None = None,
         count: int = 1,
@@ -76,7 +76,7 @@ class Mover(LineChild):
             The tiers and the catalogue.
         name : str
             Name of the file.
-        to : str
+        tier_name : str
             Name of the new tier.
         phase : str, optional
             Phase in which the process sends a signal to itself; None for no signal.
@@ -88,10 +88,15 @@ class Mover(LineChild):
             Whether the process prints a line when a phase begins.
         in_background : bool
             Whether the process migrates all files to the tiers of their pins, like ``gdrkit tiers run``, until it is
-            killed. `name` and `to` are then not used.
+            killed. `name` and `tier_name` are then not used.
         """
         tiers = [(tier.name, str(tier.directory), tier.accesses_min) for tier in configuration.tiers]
-        task: dict[str, object] = {"tiers": tiers, "catalogue": str(configuration.catalogue), "name": name, "to": to}
+        task: dict[str, object] = {
+            "tiers": tiers,
+            "catalogue": str(configuration.catalogue),
+            "name": name,
+            "to": tier_name,
+        }
         task |= {"phase": phase, "count": count, "signal_name": signal_name, "prints_phases": prints_phases}
         task["in_background"] = in_background
         self.write_line(json.dumps(task))
@@ -122,7 +127,7 @@ class TierCampaign(KillCampaign[str]):
     ----------
     configuration : Configuration
         Empty tiers with the names :data:`TIER_NAMES`.
-    mover : Mover
+    migration_process : MigrationProcess
         The process that starts the migrations.
     seed : int
         Seed of all random decisions.
@@ -131,16 +136,23 @@ class TierCampaign(KillCampaign[str]):
 
     Attributes
     ----------
-    killed_in_time : int
+    reached_count : int
         Number of kills from outside that reached a migration before it completed.
     """
 
-    def __init__(self, configuration: Configuration, mover: Mover, *, seed: int, in_background: bool = False) -> None:
+    def __init__(
+        self,
+        configuration: Configuration,
+        migration_process: MigrationProcess,
+        *,
+        seed: int,
+        in_background: bool = False,
+    ) -> None:
         super().__init__(PHASES, random.Random(seed))
         self._in_background = in_background
         self.configuration = configuration
-        self._mover = mover
-        self.killed_in_time = 0
+        self._migration_process = migration_process
+        self.reached_count = 0
         self._files: dict[str, bytes] = {}
         sizes = {"empty": 0, "small": 17, "folder/page": 4 * KIB, "folder/odd": 100_003, "large": _LARGE_BYTES}
         with TierManager(configuration) as manager:
@@ -150,45 +162,49 @@ class TierCampaign(KillCampaign[str]):
 
     def kill(self, phase: str) -> None:
         """Kill a migration in this phase, open the tiers again, and check all files."""
-        name = "large" if phase in {*_REPEATED, ANYWHERE} else self._rng.choice(sorted(self._files))
+        name = "large" if phase in {*_REPEATED_PHASES, ANYWHERE} else self._rng.choice(sorted(self._files))
         with TierManager(self.configuration) as manager:
-            source = manager.find(name).tier
-            target = self._rng.choice([tier for tier in TIER_NAMES if tier != source])
+            old_tier = manager.find(name).tier
+            new_tier = self._rng.choice([tier for tier in TIER_NAMES if tier != old_tier])
             if self._in_background:
                 for other_name in self._files:
-                    manager.pin(other_name, target if other_name == name else self._rng.choice(TIER_NAMES))
+                    manager.pin(other_name, new_tier if other_name == name else self._rng.choice(TIER_NAMES))
         try:
             if phase == ANYWHERE:
-                self._kill_from_outside(name, target)
+                self._kill_from_outside(name, new_tier)
             else:
-                self._kill_in_phase(name, target, phase)
+                self._kill_in_phase(name, new_tier, phase)
             if self._rng.random() < 0.25:
                 shutil.rmtree(self.configuration.catalogue)
             check_tiers(self.configuration, self._files)
             self._change_a_file()
         except AssertionError as error:
-            error.add_note(f"{name}: {source} -> {target}")
+            error.add_note(f"{name}: {old_tier} -> {new_tier}")
             raise
 
-    def _kill_in_phase(self, name: str, target: str, phase: str) -> None:
-        count = self._rng.randint(1, 3) if phase in _REPEATED else 1
-        self._mover.start(self.configuration, name, target, phase=phase, count=count, in_background=self._in_background)
-        assert self._mover.wait_for_exit_code() == -signal.SIGKILL, f"the migration was not killed in {phase}"
+    def _kill_in_phase(self, name: str, new_tier: str, phase: str) -> None:
+        count = self._rng.randint(1, 3) if phase in _REPEATED_PHASES else 1
+        self._migration_process.start(
+            self.configuration, name, new_tier, phase=phase, count=count, in_background=self._in_background
+        )
+        assert self._migration_process.wait_for_exit_code() == -signal.SIGKILL, (
+            f"the migration was not killed in {phase}"
+        )
 
-    def _kill_from_outside(self, name: str, target: str) -> None:
+    def _kill_from_outside(self, name: str, new_tier: str) -> None:
         """Kill the migration after it reported a random number of phases. It may be in a later phase by then."""
-        process_id = self._mover.start(
-            self.configuration, name, target, prints_phases=True, in_background=self._in_background
+        process_id = self._migration_process.start(
+            self.configuration, name, new_tier, prints_phases=True, in_background=self._in_background
         )
         for _ in range(self._rng.randint(1, len(PHASES))):
-            assert not self._mover.read_line().startswith("ended")
+            assert not self._migration_process.read_line().startswith("ended")
         # On a busy machine, the migration may already have ended.
         with contextlib.suppress(ProcessLookupError):
             os.kill(process_id, signal.SIGKILL)
-        self.killed_in_time += self._mover.wait_for_exit_code() == -signal.SIGKILL
+        self.reached_count += self._migration_process.wait_for_exit_code() == -signal.SIGKILL
 
     def _change_a_file(self) -> None:
-        """Write to a random file, so that a later check would detect if the file is replaced by an old copy."""
+        """Write to a random file. A later check then detects a file that was replaced by its old copy."""
         name = self._rng.choice(sorted(set(self._files) - {"empty"}))
         data = bytearray(self._files[name])
         begin = self._rng.randrange(len(data))
@@ -200,7 +216,7 @@ class TierCampaign(KillCampaign[str]):
 
 
 def _migrate(task: dict[str, Any]) -> None:
-    """Execute a task of :meth:`Mover.start`, in the forked child."""
+    """Execute a task of :meth:`MigrationProcess.start`, in the forked child."""
     tiers = tuple(Tier(name, Path(directory), accesses_min) for name, directory, accesses_min in task["tiers"])
     count = 0
 

@@ -1,4 +1,4 @@
-"""Storage tiers for cases: a configuration, files with known bytes, and the checks that must hold after any restart."""
+"""Storage tiers for cases: their configuration, files with known bytes, and the check of the tiers after a restart."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers import TierFinding
 
-__all__ = ["TIER_NAMES", "check_tiers", "configuration_of", "contents", "create_file", "unrepaired"]
+__all__ = ["TIER_NAMES", "check_tiers", "create_file", "make_configuration", "read_contents", "select_errors"]
 
 # Names of the tiers, from the fastest to the slowest.
 TIER_NAMES = ("nvme", "ssd", "hdd")
-# Heat that a file needs for each tier, in accesses.
+# Number of recent accesses (heat) that a file needs for each tier.
 _ACCESSES_MIN = {"nvme": 100, "ssd": 10, "hdd": 0}
 
 
-def configuration_of(root: Path, **changes: object) -> Configuration:
+def make_configuration(root: Path, **changes: object) -> Configuration:
     """Create the folders of three tiers in `root`, and return their configuration, with the catalogue in `root` too."""
     for name in TIER_NAMES:
         (root / name).mkdir(exist_ok=True)
@@ -43,8 +43,8 @@ def create_file(manager: TierManager, name: str, length_bytes: int, *, seed: int
     return data
 
 
-def contents(manager: TierManager, name: str) -> bytes:
-    """Return the contents of a file."""
+def read_contents(manager: TierManager, name: str) -> bytes:
+    """Read a file of the tiers, and return its contents."""
     with manager.open(name) as file:
         length = os.fstat(file.fileno()).st_size
         data = os.pread(file.fileno(), length, 0)
@@ -52,8 +52,8 @@ def contents(manager: TierManager, name: str) -> bytes:
     return data
 
 
-def unrepaired(findings: list[TierFinding]) -> list[TierFinding]:
-    """Return the findings of a check that are errors and that the check did not repair."""
+def select_errors(findings: list[TierFinding]) -> list[TierFinding]:
+    """Return the findings that are errors and that the check did not repair."""
     return [finding for finding in findings if finding.is_wrong]
 
 
@@ -71,19 +71,19 @@ def check_tiers(configuration: Configuration, files: Mapping[str, bytes]) -> Non
     """
     with TierManager(configuration) as manager:
         findings = manager.check()
-        assert not unrepaired(findings), findings
+        assert not select_errors(findings), findings
         assert not manager.catalogue.reserved_move_ids()
         for name, data in files.items():
             tiers = [tier.name for tier in configuration.tiers if (tier.directory / name).exists()]
             assert len(tiers) == 1, f"{name} is in {tiers}"
             assert manager.find(name).tier == tiers[0]
-            assert contents(manager, name) == data, f"{name} in {tiers[0]} has other bytes"
+            assert read_contents(manager, name) == data, f"{name} in {tiers[0]} has other bytes"
         for tier in configuration.tiers:
-            internal = tier.directory / ".gdrkit-tiers"
-            remains = [
-                path for name in ("incoming", "moves", "retired", "kept") for path in (internal / name).iterdir()
+            internal_folder = tier.directory / ".gdrkit-tiers"
+            remaining_files = [
+                path for name in ("incoming", "moves", "retired", "kept") for path in (internal_folder / name).iterdir()
             ]
-            assert not remains, remains
-            names = {str(path.relative_to(tier.directory)) for path in tier.directory.rglob("*") if path.is_file()}
-            unexpected = {name for name in names if not name.startswith(internal.name)} - set(files)
-            assert not unexpected, unexpected
+            assert not remaining_files, remaining_files
+            file_names = {str(path.relative_to(tier.directory)) for path in tier.directory.rglob("*") if path.is_file()}
+            unexpected_files = {name for name in file_names if not name.startswith(internal_folder.name)} - set(files)
+            assert not unexpected_files, unexpected_files

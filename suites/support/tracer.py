@@ -1,6 +1,6 @@
-"""A tracer (ptrace(2)) that keeps a killed process from ending, for cases about child processes that cannot be killed.
+"""A tracer (ptrace(2)), for cases about child processes that outlive SIGKILL.
 
-The parent of a traced process cannot wait for it, even after SIGKILL. So the process behaves like a process in
+The parent of a traced process cannot wait for its end, even after SIGKILL. So the process behaves like a process in
 uninterruptible sleep (state D).
 """
 
@@ -14,27 +14,27 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["traced"]
+__all__ = ["trace_process"]
 
 # 0x4206 is PTRACE_SEIZE, which does not stop the process. The tracer ends at the end of its input or after two minutes.
 _TRACER = """
 import ctypes, os, signal, sys
 signal.alarm(120)
 failed = ctypes.CDLL(None, use_errno=True).ptrace(0x4206, int(sys.argv[1]), None, None)
-print(ctypes.get_errno() if failed else "holds", flush=True)
+print(ctypes.get_errno() if failed else "traced", flush=True)
 sys.stdin.read()
 """
 
 
 @contextlib.contextmanager
-def traced(process_id: int) -> Iterator[None]:
-    """Keep a child process of this process from ending before the end of the block."""
+def trace_process(process_id: int) -> Iterator[None]:
+    """Trace a child process of this process. This process cannot wait for its end before the end of the block."""
     command = [sys.executable, "-c", _TRACER, str(process_id)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as tracer:
         assert tracer.stdout is not None
         assert tracer.stdin is not None
         try:
-            assert tracer.stdout.readline() == "holds\n"
+            assert tracer.stdout.readline() == "traced\n"
             yield
         finally:
             tracer.stdin.close()

@@ -3,8 +3,8 @@
 libcufile reads the type of a file system from udev's database, /run/udev/data. If the machine has no entry for a file
 system, a case creates the entry and later removes it.
 
-Several runs on one machine use a lock file. Cases that need an entry lock the file together (shared). Cases that need
-the absence of an entry lock the file alone (exclusive).
+Several runs on one machine share a lock file. A case that needs an entry takes a shared lock. A case that needs the
+absence of an entry takes an exclusive lock.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gdrkit.harness.needs.cufile import SUITES_UDEV_LINE, find_udev_entry
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["entries_unchanged", "entry_absent", "entry_present"]
+__all__ = ["lock_entries", "provide_entry", "remove_entry"]
 
 _LOCK_FILE = Path(tempfile.gettempdir()) / "gdrkit-suites-udev.lock"
 _UDEV_DATA = Path("/run/udev/data")
@@ -30,7 +30,7 @@ _ENTRY_TEXT = f"E:ID_FS_USAGE=filesystem\nE:ID_FS_TYPE=ext4\n{SUITES_UDEV_LINE}\
 
 
 @contextlib.contextmanager
-def entry_present(folder: Path) -> Iterator[None]:
+def provide_entry(folder: Path) -> Iterator[None]:
     """Provide an entry for the file system of `folder`. If there is no entry, create one and remove it at the end."""
     if find_udev_entry(folder):
         yield
@@ -49,23 +49,23 @@ def entry_present(folder: Path) -> Iterator[None]:
             # If another process still uses the entry, this lock fails, and that process removes the entry later.
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                _remove(entry)
+                _remove_entry_file(entry)
 
 
 @contextlib.contextmanager
-def entry_absent(folder: Path) -> Iterator[None]:
-    """Remove the entry for the file system of `folder`, and keep other cases from creating one."""
+def remove_entry(folder: Path) -> Iterator[None]:
+    """Remove the entry for the file system of `folder`, and hold the exclusive lock until the block ends."""
     with _open_lock() as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
         entry = _entry_path(folder)
         if entry.exists():
-            _remove(entry)
+            _remove_entry_file(entry)
         yield
 
 
 @contextlib.contextmanager
-def entries_unchanged() -> Iterator[None]:
-    """Keep the cases of other runs from creating or removing entries."""
+def lock_entries() -> Iterator[None]:
+    """Hold the exclusive lock, so that no other run creates or removes an entry before the block ends."""
     with _open_lock() as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
         yield
@@ -73,7 +73,7 @@ def entries_unchanged() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _open_lock() -> Iterator[int]:
-    """Yield a descriptor of the lock file, not yet locked. Every user may open the file for reading."""
+    """Yield a descriptor of the lock file, which every user may read. The file is not locked yet."""
     try:
         descriptor = os.open(_LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -90,7 +90,7 @@ def _entry_path(folder: Path) -> Path:
     return _UDEV_DATA / f"b{os.major(device)}:{os.minor(device)}"
 
 
-def _remove(entry: Path) -> None:
+def _remove_entry_file(entry: Path) -> None:
     entry.unlink(missing_ok=True)
     # The folders are removed if they are empty.
     for folder in (entry.parent, entry.parent.parent):

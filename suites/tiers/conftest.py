@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from support.gds import engine_threads
+from support.gds import count_engine_threads
 from support.processes import wait_until
-from support.tier_world import configuration_of
+from support.tier_world import make_configuration
 
 from gdrkit import gds
 from gdrkit.tiers import TierManager
@@ -25,13 +25,13 @@ def close_engines() -> Iterator[None]:
     yield
     gds.close_engines()
     gds.close_driver()
-    wait_until(lambda: engine_threads() == 0, "the threads of the engines to end")
+    wait_until(lambda: count_engine_threads() == 0, "the threads of the engines to end")
 
 
 @pytest.fixture
 def configuration(tmp_path: Path) -> Configuration:
     """Return the configuration of three tiers in folders."""
-    return configuration_of(tmp_path)
+    return make_configuration(tmp_path)
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ import pytest
 from support.file_opener import FileOpener
 from support.other_user import folder_for_all_users, program_command
 from support.processes import wait_until
-from support.tier_campaign import Mover
-from support.tier_world import TIER_NAMES, check_tiers, configuration_of, create_file
+from support.tier_campaign import MigrationProcess
+from support.tier_world import TIER_NAMES, check_tiers, create_file, make_configuration
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError, Reason
@@ -115,7 +115,7 @@ class ScriptedStop(threading.Event):
 @pytest.mark.timeout(2 * WORK_TIMEOUT_S)
 def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     nvme, ssd, hdd = configuration.tiers
     # The fast tier has space for 20 files of one page, and is full of cold files when the run begins.
     configuration = replace(configuration, tiers=(replace(nvme, capacity_bytes=80 * KIB), ssd, hdd), headroom=0.0)
@@ -150,7 +150,7 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
 
 @pytest.mark.parametrize("signal_number", [signal.SIGTERM, signal.SIGINT])
 def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) -> None:
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     with TierManager(configuration) as manager:
         data_by_name = {"file": create_file(manager, "file", 8 * MIB, seed=1)}
         manager.pin("file", "nvme")
@@ -172,14 +172,14 @@ def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) ->
 
 
 def test_stop_between_passes_is_in_time(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     with running_command(configuration, "--interval-s=1e6", "--watch=never") as run:
         run.wait_for_event("passed")
         assert run.stop() == {"event": "ended", "is_complete": True}
 
 
 def test_stop_does_not_wait_for_a_blocked_step(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path, timeout_ms=600_000)
+    configuration = make_configuration(tmp_path, timeout_ms=600_000)
     with TierManager(configuration) as manager:
         data_by_name = {"file": create_file(manager, "file", 4 * KIB, seed=1)}
         manager.pin("file", "nvme")
@@ -284,7 +284,7 @@ def test_stopped_migration_is_undone_or_completed(configuration: Configuration, 
 
 
 def test_failed_pass_does_not_end_the_run(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path, timeout_ms=0, run=RunSettings(watch="never"))
+    configuration = make_configuration(tmp_path, timeout_ms=0, run=RunSettings(watch="never"))
     with TierManager(configuration) as other, ExitStack() as lock:
         create_file(other, "file", 4 * KIB, seed=1)
         other.pin("file", "nvme")
@@ -297,7 +297,7 @@ def test_failed_pass_does_not_end_the_run(tmp_path: Path) -> None:
 def test_pass_recovers_the_migration_of_a_killed_process(configuration: Configuration) -> None:
     copy = configuration.tier("nvme").directory / "file"
     copies: list[bool] = []
-    with TierManager(configuration) as manager, Mover() as mover:
+    with TierManager(configuration) as manager, MigrationProcess() as mover:
         data = create_file(manager, "file", 4 * KIB, seed=1)
 
         def on_wait(_: float) -> None:
@@ -354,7 +354,7 @@ def test_text_output_has_a_line_for_each_event(configuration: Configuration) -> 
 @pytest.mark.parametrize("watch_mode", ["preferred", "required"])
 def test_run_without_privileges_says_what_is_not_counted(watch_mode: str) -> None:
     with folder_for_all_users() as root:
-        configuration = configuration_of(root)
+        configuration = make_configuration(root)
         for path in (root, *(tier.directory for tier in configuration.tiers)):
             path.chmod(0o777)
         command, environ = program_command(UNPRIVILEGED_RUN, os.environ)

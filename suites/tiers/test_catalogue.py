@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import contents, create_file
+from support.tier_world import create_file, read_contents
 
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.tiers import Configuration, FindingKind, Phase, TierFinding, TierManager
@@ -51,7 +51,7 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         assert manager.catalogue.was_rebuilt
         assert {tier: manager.find(f"folder/{tier}").tier for tier in files} == {tier: tier for tier in files}
-        assert {tier: contents(manager, f"folder/{tier}") for tier in files} == files
+        assert {tier: read_contents(manager, f"folder/{tier}") for tier in files} == files
         # The pin is kept, because a user has set it. The heat is lost, but this loss moves no file.
         with manager.plan() as plan:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
@@ -77,7 +77,7 @@ def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configu
     data = create_file(manager, "file", 1000, seed=1, tier="nvme")
     shutil.rmtree(configuration.catalogue)
     configuration.catalogue.mkdir()
-    assert contents(manager, "file") == data
+    assert read_contents(manager, "file") == data
     assert manager.find("file").tier == "nvme"
     assert not manager.check()
 
@@ -91,7 +91,7 @@ def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuratio
         file.write(b"no database at all " * 10)
     with TierManager(configuration) as manager:
         assert manager.catalogue.was_rebuilt
-        assert contents(manager, "file") == data
+        assert read_contents(manager, "file") == data
         assert not manager.check()
 
 
@@ -128,12 +128,12 @@ def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Config
         file.write(b"\xa5" * DATABASE_PAGE_BYTES * (page_count - 7))
     with TierManager(configuration) as manager:
         assert finding_kinds(manager.check()) == [FindingKind.DAMAGED]
-        assert contents(manager, "file-7") == files["file-7"]
+        assert read_contents(manager, "file-7") == files["file-7"]
         assert [finding.mended for finding in manager.check(repair=True) if finding.kind is FindingKind.DAMAGED] == [
             True
         ]
         assert not manager.check()
-        assert {name: contents(manager, name) for name in files} == files
+        assert {name: read_contents(manager, name) for name in files} == files
 
 
 def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
@@ -141,7 +141,7 @@ def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration)
         data = create_file(manager, "file", 1000, seed=1, tier="ssd")
         with locked_catalogue(configuration):
             for _ in range(300):
-                assert contents(manager, "file") == data
+                assert read_contents(manager, "file") == data
         # No access is lost: the counts are written when the catalogue is unlocked.
         assert manager.find("file").accesses == 301
 
@@ -154,7 +154,7 @@ def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuratio
         error = raised.value
         assert (error.api, error.reason, error.status_name) == (Api.SQLITE, Reason.BUSY, "SQLITE_BUSY")
         assert "another process" in error.what_to_do
-        assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
+        assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
 
 
 def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configuration) -> None:
@@ -169,7 +169,7 @@ def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configu
         with closing(connection), pytest.raises(ApiError) as raised:
             manager.move("file", "nvme", observe=lock_catalogue)
         assert raised.value.reason is Reason.BUSY
-        assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
+        assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         manager.check(repair=True)
         assert not manager.check()
 
@@ -221,12 +221,12 @@ def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Config
         (finding,) = manager.check()
         assert (finding.kind, finding.tier) == (FindingKind.TWICE, "hdd")
         assert "nvme" in finding.text
-        assert contents(manager, "file") == data
+        assert read_contents(manager, "file") == data
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         assert raised.value.reason is Reason.CONFLICT
         assert finding_kinds(manager.check(repair=True)) == [FindingKind.TWICE]
-        assert (other_path.read_bytes(), contents(manager, "file")) == (b"another program's", data)
+        assert (other_path.read_bytes(), read_contents(manager, "file")) == (b"another program's", data)
         # A tier that does not have the name accepts the file.
         manager.move("file", "ssd")
         other_path.unlink()
@@ -257,7 +257,7 @@ def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configurati
     data = create_file(manager, "file", 1000, seed=1)
     (configuration.tiers[2].directory / "file").rename(configuration.tiers[1].directory / "file")
     manager.move("file", "nvme")
-    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+    assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
     assert not manager.check()
 
 

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from support.tier_world import configuration_of
+from support.tier_world import make_configuration
 
 from gdrkit.cli import main
 from gdrkit.tiers import DEFAULT_TIERS
@@ -44,7 +44,7 @@ class TiersCommand:
 @pytest.fixture
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> TiersCommand:
     """Return the command with three tiers, which the environment configures."""
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     monkeypatch.setenv("GDRKIT_TIERS", " ".join(f"{tier.name}={tier.directory}" for tier in configuration.tiers))
     monkeypatch.setenv("GDRKIT_TIERS_CATALOGUE", str(configuration.catalogue))
     (tmp_path / "hdd" / "folder").mkdir()

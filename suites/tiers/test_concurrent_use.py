@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.processes import wait_until
 from support.python_child import suites_environ
-from support.tier_campaign import Mover
-from support.tier_world import TIER_NAMES, contents, create_file, unrepaired
+from support.tier_campaign import MigrationProcess
+from support.tier_world import TIER_NAMES, create_file, read_contents, select_errors
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.tiers import TierManager
@@ -55,7 +55,7 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     def read() -> int:
         count = 0
         while not is_finished.is_set():
-            assert contents(manager, "file") == data
+            assert read_contents(manager, "file") == data
             count += 1
         return count
 
@@ -98,8 +98,8 @@ def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
                 move_unless_busy(manager, "file", tier)
         for future in futures:
             future.result()
-    assert contents(manager, "file") == contents_of_version(last_version[0])
-    assert not unrepaired(manager.check())
+    assert read_contents(manager, "file") == contents_of_version(last_version[0])
+    assert not select_errors(manager.check())
 
 
 def test_waiting_writer_opens_the_new_file_of_that_name(manager: TierManager, configuration: Configuration) -> None:
@@ -127,18 +127,18 @@ def test_processes_share_one_catalogue(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         files = {name: create_file(manager, name, 100_000 + len(name), seed=7) for name in names}
         with contextlib.ExitStack() as stack:
-            movers = [stack.enter_context(Mover()) for _ in range(3)]
+            movers = [stack.enter_context(MigrationProcess()) for _ in range(3)]
             for repetition in range(6):
                 for index, mover in enumerate(movers):
                     tier = TIER_NAMES[(repetition + index) % len(TIER_NAMES)]
                     # Two processes move the same file. One of them may get BUSY, and then exits with 1.
                     mover.start(configuration, names[(repetition + index // 2) % len(names)], tier)
                 for name, data in files.items():
-                    assert contents(manager, name) == data
+                    assert read_contents(manager, name) == data
                 for mover in movers:
                     assert mover.wait_for_exit_code() in {0, 1}
-        assert not unrepaired(manager.check())
-        assert {name: contents(manager, name) for name in names} == files
+        assert not select_errors(manager.check())
+        assert {name: read_contents(manager, name) for name in names} == files
 
 
 @pytest.mark.timeout(300)
@@ -147,13 +147,13 @@ def test_processes_that_start_together_create_one_catalogue(configuration: Confi
     program = """
 import sys
 from pathlib import Path
-from support.tier_world import configuration_of, contents
+from support.tier_world import make_configuration, read_contents
 from gdrkit.tiers import TierManager
 sys.stdin.read(1)
-with TierManager(configuration_of(Path(sys.argv[1]))) as manager:
+with TierManager(make_configuration(Path(sys.argv[1]))) as manager:
     for _ in range(20):
         manager.open("file").close()
-    assert contents(manager, "file") == b"here"
+    assert read_contents(manager, "file") == b"here"
 """
     command = [sys.executable, "-c", program, str(configuration.catalogue.parent)]
     with contextlib.ExitStack() as stack:
@@ -182,4 +182,4 @@ def test_two_managers_create_a_file_once(configuration: Configuration) -> None:
                 assert len({os.fstat(file.fileno()).st_ino for file in files}) == 1
                 for file in files:
                     file.close()
-        assert not unrepaired(first_manager.check())
+        assert not select_errors(first_manager.check())

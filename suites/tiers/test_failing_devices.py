@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faulty_fuse import WRONG_DATA, FaultyMount
-from support.mounts import mounted, remount
+from support.mounts import mount_new_file_system, remount
 from support.other_user import folder_for_all_users, run_program
-from support.tier_world import configuration_of, contents, create_file
+from support.tier_world import create_file, make_configuration, read_contents
 
 from gdrkit.errors import ApiError, DataMismatch, Reason, SetupMissing
 from gdrkit.harness.needs import host, needs
@@ -34,8 +34,8 @@ NEEDS_EXT4 = needs(host.file_system("ext4"))
 @pytest.fixture
 def configuration_on_ext4(tmp_path: Path) -> Iterator[Configuration]:
     """Return a configuration whose fastest tier is an ext4 file system of its own."""
-    with mounted("ext4", tmp_path / "nvme"):
-        yield configuration_of(tmp_path)
+    with mount_new_file_system("ext4", tmp_path / "nvme"):
+        yield make_configuration(tmp_path)
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def fuse_mount(tmp_path: Path) -> Iterator[FaultyMount]:
 @pytest.fixture
 def configuration_on_fuse(tmp_path: Path, fuse_mount: FaultyMount) -> Configuration:
     """Return a configuration whose fastest tier is on the FUSE mount `fuse_mount`."""
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     fastest = replace(configuration.tiers[0], directory=fuse_mount.mount)
     return replace(configuration, tiers=(fastest, *configuration.tiers[1:]))
 
@@ -79,7 +79,7 @@ def test_full_device_is_reported_as_no_space(configuration_on_ext4: Configuratio
         assert "free space" in raised.value.what_to_do
         filler.unlink()
         assert is_consistent(manager)
-        assert contents(manager, "file") == data
+        assert read_contents(manager, "file") == data
         manager.move("file", "nvme")
 
 
@@ -95,7 +95,7 @@ def test_read_only_device_refuses_migrations(configuration_on_ext4: Configuratio
             with pytest.raises(ApiError) as raised:
                 manager.move(name, tier)
             assert (raised.value.errno, raised.value.reason) == (errno.EROFS, Reason.NO_PERMISSION)
-        assert (contents(manager, "a"), contents(manager, "b")) == (nvme_data, hdd_data)
+        assert (read_contents(manager, "a"), read_contents(manager, "b")) == (nvme_data, hdd_data)
         remount(nvme, "rw")
         assert is_consistent(manager)
 
@@ -106,7 +106,7 @@ def test_read_only_tier_can_be_read(configuration_on_ext4: Configuration) -> Non
     (nvme / "file").write_bytes(b"here")
     remount(nvme, "ro")
     with TierManager(configuration_on_ext4) as manager:
-        assert contents(manager, "file") == b"here"
+        assert read_contents(manager, "file") == b"here"
         with pytest.raises(ApiError) as raised:
             manager.move("file", "hdd")
         assert raised.value.errno == errno.EROFS
@@ -119,10 +119,10 @@ def test_migration_without_permission_fails() -> None:
 import sys
 from pathlib import Path
 from support.other_user import become_unprivileged
-from support.tier_world import configuration_of
+from support.tier_world import make_configuration
 from gdrkit.errors import ApiError
 from gdrkit.tiers import TierManager
-configuration = configuration_of(Path(sys.argv[1]))
+configuration = make_configuration(Path(sys.argv[1]))
 become_unprivileged()
 with TierManager(configuration) as manager:
     for name, to in (("theirs", "ssd"), ("file", "nvme")):
@@ -133,7 +133,7 @@ with TierManager(configuration) as manager:
     print([finding.kind.value for finding in manager.check()])
 """
     with folder_for_all_users() as root:
-        configuration = configuration_of(root)
+        configuration = make_configuration(root)
         # The fastest tier still belongs to root, so the user cannot move a file to it.
         for tier in configuration.tiers[1:]:
             os.chown(tier.directory, UNPRIVILEGED_UID, UNPRIVILEGED_UID)
@@ -162,12 +162,12 @@ def test_failing_destination_leaves_the_file_in_its_tier(
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         assert (raised.value.errno, raised.value.reason) == (errno.EIO, Reason.IO_ERROR)
-        assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
+        assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         fuse_mount.set_faults()
         manager.check(repair=True)
         assert is_consistent(manager)
         manager.move("file", "nvme")
-        assert contents(manager, "file") == data
+        assert read_contents(manager, "file") == data
 
 
 @needs(host.fuse)
@@ -183,7 +183,7 @@ def test_wrong_data_in_the_destination_is_detected(
 
         with pytest.raises(DataMismatch):
             manager.move("file", "nvme", observe=store_wrong_data)
-        assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
+        assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         assert is_consistent(manager)
 
 
@@ -200,7 +200,7 @@ def test_failing_source_leaves_the_file_in_its_tier(
         assert (raised.value.errno, raised.value.reason) == (errno.EIO, Reason.IO_ERROR)
         fuse_mount.set_faults()
         assert is_consistent(manager)
-        assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+        assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
 @needs(host.fuse)
@@ -217,24 +217,24 @@ def test_failed_undo_is_completed_by_a_recovery(configuration_on_fuse: Configura
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme", observe=fail_retirement_and_undo)
         assert "check --repair" in "".join(raised.value.__notes__)
-        assert contents(manager, "file") == data
+        assert read_contents(manager, "file") == data
     fuse_mount.set_faults()
     # The copy could not be removed. It keeps the name of the file until the next recovery.
     assert (fuse_mount.backing_folder / "file").exists()
     with TierManager(configuration_on_fuse) as manager:
         assert not (fuse_mount.backing_folder / "file").exists()
         assert is_consistent(manager)
-        assert (manager.find("file").tier, contents(manager, "file")) == ("hdd", data)
+        assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
 
 
 @NEEDS_EXT4
 @pytest.mark.parametrize("has_files", [False, True])
 def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) -> None:
     """Regression: `gdrkit tiers check` made .gdrkit-tiers in the empty mount point of a tier that was not mounted."""
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     nvme = configuration.tiers[0].directory
     nvme.rmdir()
-    with mounted("ext4", nvme), TierManager(configuration) as manager:
+    with mount_new_file_system("ext4", nvme), TierManager(configuration) as manager:
         if has_files:
             create_file(manager, "file", 1000, seed=1, tier="nvme")
     for repair in (False, True):
@@ -246,14 +246,14 @@ def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) ->
     (nvme / ".gdrkit-tiers").mkdir()
     with TierManager(configuration) as manager:
         assert not manager.status()[0].absent
-        assert create_file(manager, "other", 1000, seed=2, tier="nvme") == contents(manager, "other")
+        assert create_file(manager, "other", 1000, seed=2, tier="nvme") == read_contents(manager, "other")
 
 
 @NEEDS_EXT4
 def test_files_of_an_unmounted_tier_are_not_missing(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     fastest, *others = configuration.tiers
-    with mounted("ext4", tmp_path / "disk"):
+    with mount_new_file_system("ext4", tmp_path / "disk"):
         mounted_configuration = replace(configuration, tiers=(replace(fastest, directory=tmp_path / "disk"), *others))
         with TierManager(mounted_configuration) as manager:
             data = create_file(manager, "file", 1000, seed=1, tier="nvme")
@@ -266,11 +266,11 @@ def test_files_of_an_unmounted_tier_are_not_missing(tmp_path: Path) -> None:
             with pytest.raises(SetupMissing):
                 manager.move("file", "nvme")
         with TierManager(mounted_configuration) as manager:
-            assert (contents(manager, "file"), manager.find("file").pinned) == (data, "nvme")
+            assert (read_contents(manager, "file"), manager.find("file").pinned) == (data, "nvme")
 
 
 def test_missing_tiers_raise_setup_missing(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path)
+    configuration = make_configuration(tmp_path)
     missing = [replace(tier, directory=tmp_path / "nowhere" / tier.name) for tier in configuration.tiers]
     with pytest.raises(SetupMissing, match="mount its file system"):
         TierManager(replace(configuration, tiers=tuple(missing)))

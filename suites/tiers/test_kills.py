@@ -12,9 +12,9 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.mounts import mounted
-from support.tier_campaign import PHASES, Mover, TierCampaign
-from support.tier_world import TIER_NAMES, configuration_of
+from support.mounts import mount_new_file_system
+from support.tier_campaign import PHASES, MigrationProcess, TierCampaign
+from support.tier_world import TIER_NAMES, make_configuration
 
 from gdrkit.harness.needs import host, needs
 
@@ -46,13 +46,14 @@ def test_killed_migration_loses_no_byte(
     with contextlib.ExitStack() as stack:
         if file_system != "folders":
             # Two tiers have file systems of their own. The third one is a folder.
-            stack.enter_context(mounted(file_system, tmp_path / TIER_NAMES[0]))
-            stack.enter_context(mounted(file_system, tmp_path / TIER_NAMES[1]))
-        mover = stack.enter_context(Mover())
-        campaign = TierCampaign(configuration_of(tmp_path), mover, seed=seed, in_background=in_background)
+            stack.enter_context(mount_new_file_system(file_system, tmp_path / TIER_NAMES[0]))
+            stack.enter_context(mount_new_file_system(file_system, tmp_path / TIER_NAMES[1]))
+        mover = stack.enter_context(MigrationProcess())
+        campaign = TierCampaign(make_configuration(tmp_path), mover, seed=seed, in_background=in_background)
         campaign.run(KILL_COUNT)
-    evidence["hits"] = campaign.hits
-    evidence["killed_from_outside_before_the_end"] = campaign.killed_in_time
+    evidence["hits"] = campaign.kill_counts
+    evidence["killed_from_outside_before_the_end"] = campaign.reached_count
     with capsys.disabled():
-        print(f"\n  {file_system}, {in_background=}: {sum(campaign.hits.values())} kills, {campaign.hits}")  # noqa: T201 - for the log.
-    assert min(campaign.hits.values()) >= KILL_COUNT // len(PHASES)
+        counts = campaign.kill_counts
+        print(f"\n  {file_system}, {in_background=}: {sum(counts.values())} kills, {counts}")  # noqa: T201 - for the log.
+    assert min(campaign.kill_counts.values()) >= KILL_COUNT // len(PHASES)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import contents, create_file
+from support.tier_world import create_file, read_contents
 
 from gdrkit import pattern
 from gdrkit.errors import ApiError, Reason
@@ -29,10 +29,10 @@ def error_of_failed_move(manager: TierManager, name: str, destination: str, **op
 
     Check that the file is unchanged, and that the migration has left no copy and no reservation.
     """
-    tier_before, contents_before = manager.find(name).tier, contents(manager, name)
+    tier_before, contents_before = manager.find(name).tier, read_contents(manager, name)
     with pytest.raises(ApiError) as raised:
         manager.move(name, destination, **options)  # type: ignore[arg-type] # the option is an observer.
-    assert (manager.find(name).tier, contents(manager, name)) == (tier_before, contents_before)
+    assert (manager.find(name).tier, read_contents(manager, name)) == (tier_before, contents_before)
     assert not [finding for finding in manager.check() if finding.is_wrong]
     assert not manager.catalogue.reserved_move_ids()
     return raised.value
@@ -44,7 +44,7 @@ def test_migrated_file_has_the_same_bytes(manager: TierManager, length_bytes: in
     """A file that has moved to another tier has every byte, and no other tier has the file."""
     data = create_file(manager, "a/b/file", length_bytes, seed=1)
     manager.move("a/b/file", "nvme")
-    assert contents(manager, "a/b/file") == data
+    assert read_contents(manager, "a/b/file") == data
     assert path_in(manager.configuration, "nvme", "a/b/file").read_bytes() == data
     assert not path_in(manager.configuration, "hdd", "a/b/file").exists()
 
@@ -174,14 +174,14 @@ def test_last_check_finds_that_the_copy_is_gone(
         if current_phase is phase:
             path_in(configuration, "nvme", "file").rename(path_in(configuration, "nvme", "elsewhere"))
 
-    data = contents(manager, "file")
+    data = read_contents(manager, "file")
     with pytest.raises(ApiError) as raised:
         manager.move("file", "nvme", observe=remove)
     assert raised.value.errno == errno.ENOENT
     assert phases[-1] is phase
     path_in(configuration, "nvme", "elsewhere").unlink()
     manager.check(repair=True)
-    assert path_in(configuration, "hdd", "file").read_bytes() == contents(manager, "file") == data
+    assert path_in(configuration, "hdd", "file").read_bytes() == read_contents(manager, "file") == data
 
 
 def test_file_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
@@ -190,7 +190,7 @@ def test_file_open_for_writing_stays(manager: TierManager, configuration: Config
         assert error_of_failed_move(manager, "file", "nvme").reason is Reason.BUSY
         file.write(b"new")
     manager.move("file", "nvme")
-    assert contents(manager, "file") == b"new" + data[3:]
+    assert read_contents(manager, "file") == b"new" + data[3:]
 
 
 def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
@@ -204,7 +204,7 @@ def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration
     mapping[:3] = b"new"
     mapping.close()
     manager.move("file", "nvme")
-    assert contents(manager, "file") == b"new" + data[3:]
+    assert read_contents(manager, "file") == b"new" + data[3:]
 
 
 def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
@@ -219,7 +219,7 @@ def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, conf
     with pytest.raises(ApiError) as raised:
         manager.move("file", "nvme", observe=replace)
     assert raised.value.reason is Reason.BUSY
-    assert contents(manager, "file") == b"saved by rename"
+    assert read_contents(manager, "file") == b"saved by rename"
     assert not path_in(configuration, "nvme", "file").exists()
 
 
@@ -237,7 +237,7 @@ def test_reader_finds_the_file_in_every_phase(manager: TierManager) -> None:
     phases = []
 
     def read(phase: Phase, name: str, offset_bytes: int) -> None:
-        assert contents(manager, "file") == data, phase
+        assert read_contents(manager, "file") == data, phase
         phases.append(phase)
 
     manager.move("file", "nvme", observe=read)
@@ -262,12 +262,12 @@ def test_attributes_without_support_refuse_the_migration(tmp_path: Path) -> None
     from dataclasses import replace
 
     from support.faulty_fuse import FaultyMount
-    from support.tier_world import configuration_of
+    from support.tier_world import make_configuration
 
     from gdrkit.tiers import TierManager
 
     with FaultyMount(tmp_path / "fuse") as fuse:
-        configuration = configuration_of(tmp_path)
+        configuration = make_configuration(tmp_path)
         on_fuse = replace(configuration.tiers[0], directory=fuse.mount)
         with TierManager(replace(configuration, tiers=(on_fuse, *configuration.tiers[1:]))) as manager:
             create_file(manager, "plain", 100, seed=1)

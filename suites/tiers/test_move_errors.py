@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.system_calls import SystemCall, run_observed
-from support.tier_world import contents, create_file, unrepaired
+from support.tier_world import create_file, read_contents, select_errors
 
 from gdrkit.errors import Api, ApiError, DataMismatch, GdrkitError, Reason
 from gdrkit.tiers import Phase
@@ -101,7 +101,7 @@ def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path)
     assert (error.first_offset_bytes, error.length_bytes) == (0, 1000)
     assert len(error.expected) == len(error.actual) == 16
     assert error.expected != error.actual
-    assert contents(manager, "file") == data
+    assert read_contents(manager, "file") == data
 
 
 @pytest.mark.parametrize("phase", [Phase.FORGET, Phase.DONE])
@@ -114,8 +114,8 @@ def test_failure_after_the_removal_notes_the_new_tier(
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
     manager.check(repair=True)
-    assert not unrepaired(manager.check())
-    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+    assert not select_errors(manager.check())
+    assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import contents, create_file
+from support.tier_world import create_file, read_contents
 
 from gdrkit.errors import ApiError, Reason, UsageError
 from gdrkit.tiers import FindingKind, Phase
@@ -47,7 +47,7 @@ def test_invalid_name_is_refused(manager: TierManager, name: str, mode: str) -> 
 def test_unusual_name_is_accepted(manager: TierManager, name: str) -> None:
     data = create_file(manager, name, 100, seed=1)
     manager.move(name, "nvme")
-    assert contents(manager, name) == data
+    assert read_contents(manager, name) == data
     assert not manager.check()
 
 
@@ -97,7 +97,7 @@ def test_folder_replaced_by_a_link_is_not_followed(
     folder.unlink()
     folder.with_name("real").rename(folder)
     manager.check(repair=True)
-    assert contents(manager, "folder/file") == data
+    assert read_contents(manager, "folder/file") == data
     assert not manager.check()
 
 

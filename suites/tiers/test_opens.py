@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.file_opener import FileOpener
-from support.mounts import mounted
-from support.tier_world import TIER_NAMES, configuration_of, create_file
+from support.mounts import mount_new_file_system
+from support.tier_world import TIER_NAMES, create_file, make_configuration
 
 from gdrkit.harness.needs import host, needs
 from gdrkit.host import OpenReports
@@ -125,7 +125,7 @@ def test_open_through_another_mount_is_counted(
     "file_system", [pytest.param(name, marks=needs(host.file_system(name))) for name in ("ext4", "xfs")]
 )
 def test_tier_with_its_own_file_system_is_watched(tmp_path: Path, opener: FileOpener, file_system: str) -> None:
-    with mounted(file_system, tmp_path / "nvme"), TierManager(configuration_of(tmp_path)) as manager:
+    with mount_new_file_system(file_system, tmp_path / "nvme"), TierManager(make_configuration(tmp_path)) as manager:
         create_file(manager, "file", 100, seed=1, tier="nvme")
         before = accesses_of(manager, "file")
         with watch(manager):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.tier_world import configuration_of, contents, create_file
+from support.tier_world import create_file, make_configuration, read_contents
 
 from gdrkit.errors import ApiError
 from gdrkit.serialization import to_json_data
@@ -220,7 +220,7 @@ def test_plan_moves_nothing(manager: TierManager) -> None:
 
 
 def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path, headroom=0.0)
+    configuration = make_configuration(tmp_path, headroom=0.0)
     full = (replace(configuration.tiers[0], capacity_bytes=KIB), *configuration.tiers[1:])
     with TierManager(replace(configuration, tiers=full)) as manager:
         for name, size_bytes, accesses in (("warm", 4 * KIB, 20), ("hot", 4 * KIB, 200), ("pinned", 8 * KIB, 1)):
@@ -238,7 +238,7 @@ def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
 
 
 def test_moves_down_come_before_moves_up(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path, headroom=0.0)
+    configuration = make_configuration(tmp_path, headroom=0.0)
     small = (
         replace(configuration.tiers[0], capacity_bytes=64 * KIB),
         replace(configuration.tiers[1], capacity_bytes=64 * KIB),
@@ -277,7 +277,7 @@ def test_auto_tier_moves_one_file_by_its_heat(configuration: Configuration) -> N
 
 @pytest.mark.parametrize(("spare_bytes", "tier"), [(0, "nvme"), (-1, "ssd")])
 def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: str) -> None:
-    configuration = configuration_of(tmp_path, headroom=0.0)
+    configuration = make_configuration(tmp_path, headroom=0.0)
     small = (replace(configuration.tiers[0], capacity_bytes=12 * KIB + spare_bytes), *configuration.tiers[1:])
     with TierManager(replace(configuration, tiers=small)) as manager:
         create_file(manager, "cold", 4 * KIB, seed=1, tier="nvme")
@@ -286,7 +286,7 @@ def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: 
             manager.open("hot").close()
         # The file stays in its tier, although the tier has no space for a second file of this size.
         assert [manager.auto_tier("hot") for _ in range(2)] == [tier, tier]
-        assert (manager.find("cold").tier, contents(manager, "hot")) == ("nvme", data)
+        assert (manager.find("cold").tier, read_contents(manager, "hot")) == ("nvme", data)
 
 
 def test_auto_tier_of_a_file_in_use_names_the_reason(manager: TierManager) -> None:
@@ -319,7 +319,7 @@ def test_file_that_cannot_move_does_not_stop_the_others(manager: TierManager) ->
 
 
 def test_new_file_is_created_in_the_landing_tier(tmp_path: Path) -> None:
-    configuration = configuration_of(tmp_path, landing="ssd")
+    configuration = make_configuration(tmp_path, landing="ssd")
     with TierManager(configuration) as manager:
         create_file(manager, "file", 100, seed=1)
         assert manager.find("file").tier == "ssd"

@@ -15,10 +15,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from support.mounts import mounted, power_cut
+from support.mounts import mount_image_copy, mount_new_file_system
 from support.processes import is_stopped, wait_until
-from support.tier_campaign import Mover
-from support.tier_world import TIER_NAMES, check_tiers, configuration_of, create_file
+from support.tier_campaign import MigrationProcess
+from support.tier_world import TIER_NAMES, check_tiers, create_file, make_configuration
 
 from gdrkit.harness.needs import host, needs
 from gdrkit.tiers import Configuration, Phase, TierManager
@@ -51,9 +51,9 @@ def configuration_on_copies(configuration: Configuration, root: Path) -> Configu
 def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, synced_side: str) -> None:
     with contextlib.ExitStack() as stack:
         for name in DEVICE_TIERS:
-            stack.enter_context(mounted(file_system, tmp_path / name))
-        mover = stack.enter_context(Mover())
-        configuration = configuration_of(tmp_path)
+            stack.enter_context(mount_new_file_system(file_system, tmp_path / name))
+        mover = stack.enter_context(MigrationProcess())
+        configuration = make_configuration(tmp_path)
         for index, phase in enumerate(PHASES):
             name, source, destination = f"folder-{index}/{phase.value}", *DEVICE_TIERS[:: 1 - 2 * (index % 2)]
             with TierManager(configuration) as manager:
@@ -72,7 +72,7 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
             copies.mkdir()
             with contextlib.ExitStack() as cut_devices:
                 for tier in DEVICE_TIERS:
-                    cut_devices.enter_context(power_cut(file_system, tmp_path / tier, copies / tier))
+                    cut_devices.enter_context(mount_image_copy(file_system, tmp_path / tier, copies / tier))
                 check_tiers(configuration_on_copies(configuration, copies), files)
             os.kill(process_id, signal.SIGCONT)
             assert mover.wait_for_exit_code() == 0

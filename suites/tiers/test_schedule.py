@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.system_calls import SystemCall, run_observed
-from support.tier_world import contents, create_file
+from support.tier_world import create_file, read_contents
 
 from gdrkit.errors import UsageError
 from gdrkit.tiers import Phase, TierManager, configure
@@ -116,7 +116,7 @@ def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
 
     pace = Pace(100 * KIB, wait=fake_time.wait, clock=fake_time.clock)
     manager.move("file", "nvme", observe=observe, pace=pace)
-    assert contents(manager, "file") == data
+    assert read_contents(manager, "file") == data
     copied = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
     # Before each chunk, the bytes that were copied are at most one chunk more than the rate permits.
     for offset_bytes, now_s in copied:

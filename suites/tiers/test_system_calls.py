@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.system_calls import SystemCall, run_observed
-from support.tier_world import contents, create_file, unrepaired
+from support.tier_world import create_file, read_contents, select_errors
 
 from gdrkit import evidence, pattern
 from gdrkit.errors import ApiError, Reason
@@ -42,11 +42,11 @@ def error_of_failed_move(
 
     Check that the file is unchanged, and that the migration has left no copy and no reservation.
     """
-    data = contents(manager, name)
+    data = read_contents(manager, name)
     with pytest.raises(ApiError) as raised:
         run_move(manager, name, reply=reply, calls=calls)
-    assert (manager.find(name).tier, contents(manager, name)) == ("hdd", data)
-    assert not unrepaired(manager.check())
+    assert (manager.find(name).tier, read_contents(manager, name)) == ("hdd", data)
+    assert not select_errors(manager.check())
     assert not manager.catalogue.reserved_move_ids()
     return raised.value
 
@@ -179,7 +179,7 @@ def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, co
             (hdd / "file").rename(ssd / "file")
 
     run_move(manager, "file", reply=move_away, calls="flock")
-    assert (contents(manager, "file"), (ssd / "file").exists()) == (data, False)
+    assert (read_contents(manager, "file"), (ssd / "file").exists()) == (data, False)
     assert (configuration.tier("nvme").directory / "file").read_bytes() == data
 
 
@@ -255,7 +255,7 @@ def test_file_moves_if_its_access_time_cannot_be_kept(manager: TierManager) -> N
 
     run_move(manager, "file", reply=refuse, calls="fcntl")
     assert refused_flags == [os.O_NOATIME]
-    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+    assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
 def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Configuration) -> None:
@@ -300,7 +300,7 @@ def test_short_reads_are_continued(manager: TierManager) -> None:
 
     run_move(manager, "file", reply=read_300_bytes, calls=READ_CALLS)
     assert reads == [(of_copy, offset_bytes) for of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)]
-    assert (manager.find("file").tier, contents(manager, "file")) == ("nvme", data)
+    assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
 @needs(host.capability("CAP_SYS_ADMIN"))
@@ -330,14 +330,14 @@ def test_hole_with_data_in_the_copy_is_an_error(
             with copy.open("r+b") as file:
                 os.pwrite(file.fileno(), b"x", offset_bytes)
 
-    data = contents(manager, "sparse")
+    data = read_contents(manager, "sparse")
     with pytest.raises(ApiError) as raised:
         manager.move("sparse", "nvme", observe=write_into_hole)
     error = raised.value
     assert (error.errno, error.reason, error.operation) == (errno.EIO, Reason.IO_ERROR, "read")
     assert 0 <= offset_bytes - error.arguments["offset_bytes"] < 4 * MIB  # type: ignore[operator] # a number.
-    assert contents(manager, "sparse") == data
-    assert not unrepaired(manager.check())
+    assert read_contents(manager, "sparse") == data
+    assert not select_errors(manager.check())
 
 
 @pytest.mark.parametrize(("error_number", "is_moved"), [(errno.EINVAL, True), (errno.EIO, False)])
@@ -351,6 +351,6 @@ def test_copy_without_seek_data_is_read_completely(manager: TierManager, error_n
 
     if is_moved:
         run_move(manager, "sparse", reply=refuse, calls="lseek")
-        assert contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
+        assert read_contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
     else:
         assert error_of_failed_move(manager, "sparse", reply=refuse, calls="lseek").errno == error_number

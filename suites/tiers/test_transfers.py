@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support import udev
-from support.tier_world import configuration_of, contents, create_file
+from support.tier_world import create_file, make_configuration, read_contents
 
 from gdrkit import gds, pattern
 from gdrkit.cufile import RouteState
@@ -59,7 +59,7 @@ def test_write_creates_a_file(manager: TierManager) -> None:
     data = pattern.payload(300 * KIB, seed=2)
     assert manager.write_from("folder/new", data).bytes == 300 * KIB
     assert manager.write_from("folder/new", b"end", file_offset_bytes=300 * KIB).bytes == 3
-    assert contents(manager, "folder/new") == data + b"end"
+    assert read_contents(manager, "folder/new") == data + b"end"
     assert manager.find("folder/new").size_bytes == 300 * KIB + 3
     assert not manager.check()
 
@@ -111,7 +111,7 @@ def test_route_to_device_memory_is_reported(manager: TierManager, device: Device
         assert memory.read() == data
         memory.fill(7)
         manager.write_from("file", memory)
-    assert contents(manager, "file") == bytes([7]) * MIB
+    assert read_contents(manager, "file") == bytes([7]) * MIB
     nvme, *others = manager.status()
     assert nvme.route.state in OBSERVED_STATES
     assert nvme.route.route == result.route.value
@@ -174,8 +174,8 @@ def test_bench_reports_the_route_and_status_repeats_it(configuration: Configurat
 @pytest.fixture
 def configuration_on_disk() -> Iterator[Configuration]:
     """Yield the configuration of three tiers in folders of a disk whose files libcufile registers."""
-    with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.entry_present(Path(folder)):
-        yield configuration_of(Path(folder))
+    with tempfile.TemporaryDirectory(prefix="gdrkit-tiers-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
+        yield make_configuration(Path(folder))
 
 
 def fault_environ(folder: Path, *rules: str) -> dict[str, str]:

@@ -88,7 +88,7 @@ class _Fuzzer:
         (self._mount / "input").touch()
         with (self._mount / "input").open("rb") as file:
             for slot_index in range(4):
-                if 0 <= self._ring.index(0) < self._ring.slots:
+                if 0 <= self._ring.index(0) < self._ring.slot_count:
                     inode = os.fstat(file.fileno()).st_ino
                     self._ring.prepare(self._iov.id.bytes, inode=inode, length=4 * KIB, file_offset=slot_index * KIB)
             written = data[2:][: len(self._ring.memory) - offset]
@@ -146,7 +146,12 @@ def _valid_inputs() -> list[bytes]:
 
 
 TARGET = fuzz.FuzzTarget(
-    check, _valid_inputs(), (link_names,), alphabet=b"0123456789abcdef.-/rwpthlbg", changes=(0, 6), length_max=8192
+    check,
+    _valid_inputs(),
+    (link_names,),
+    alphabet=b"0123456789abcdef.-/rwpthlbg",
+    change_count_range=(0, 6),
+    length_max_bytes=8192,
 )
 
 if __name__ == "__main__":

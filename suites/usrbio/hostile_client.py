@@ -66,7 +66,7 @@ def _poll_completions(ring: RawRing, count: int) -> None:
     end_s = time.monotonic() + _COMPLETION_TIMEOUT_S
     while (
         ring.index(_COMPLETION_HEAD) - ring.index(_COMPLETION_TAIL)
-    ) % ring.slots < count and time.monotonic() < end_s:
+    ) % ring.slot_count < count and time.monotonic() < end_s:
         _pause(0.0005)
 
 

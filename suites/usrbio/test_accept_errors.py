@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from support.failing_calls import STRACE, failing_call
+from support.failing_calls import STRACE, fail_next_call
 from support.raw_usrbio import AgentProcess, RawClient
 
 from gdrkit.harness.needs import needs, verbs
@@ -17,7 +17,7 @@ pytestmark = needs(STRACE, verbs.nic())
 
 def test_agent_accepts_again_after_an_unexpected_error(tmp_path: Path) -> None:
     with AgentProcess(tmp_path) as agent:
-        with failing_call(agent.process.pid, "accept4", "EPROTO"), RawClient(tmp_path) as client:
+        with fail_next_call(agent.process.pid, "accept4", "EPROTO"), RawClient(tmp_path) as client:
             client.hello()
         with RawClient(tmp_path) as client:
             client.hello()

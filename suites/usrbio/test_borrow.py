@@ -82,8 +82,8 @@ def test_owner_and_borrower_use_memory_until_the_owner_ends(agent: AgentProcess,
         owner.application.fill(0xA5)
         assert borrower.call("read", 4097, 2 * MIB) == 2 * MIB
         owner.application.check(4097, 2 * MIB, seed=seed, file_offset=4097)
-        assert owner.application.peek(0, 4097) == b"\xa5" * 4097
-        assert owner.application.peek(4097 + 2 * MIB, 64) == b"\xa5" * 64
+        assert owner.application.read_memory(0, 4097) == b"\xa5" * 4097
+        assert owner.application.read_memory(4097 + 2 * MIB, 64) == b"\xa5" * 64
         owner.application.close()
         assert borrower.call("read", 0, 4096) == -errno.EACCES
         assert borrower.call("close") == 0

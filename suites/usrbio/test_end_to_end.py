@@ -97,7 +97,7 @@ def test_every_byte_of_a_file_is_read_and_written_back(
         assert application.read((source_fd, memory_offset, file_offset, length_bytes)) == [length_bytes]
         application.check(memory_offset, length_bytes, seed=seed, file_offset=file_offset)
         for begin, length in ((0, memory_offset), (memory_offset + length_bytes, 64)):
-            assert application.peek(begin, length) == bytes([CANARY_BYTE]) * length, (
+            assert application.read_memory(begin, length) == bytes([CANARY_BYTE]) * length, (
                 "bytes outside of the transfer have changed"
             )
         assert application.write((copy_fd, memory_offset, 5, length_bytes)) == [length_bytes]
@@ -124,8 +124,8 @@ def test_read_at_the_end_of_a_file_is_short(
         assert application.read(*transfers, (fd, 512 * KIB, file_bytes + MIB, 1)) == [file_bytes, 1, 0, 0]
         application.check(0, file_bytes, seed=seed, file_offset=0)
         application.check(128 * KIB, 1, seed=seed, file_offset=file_bytes - 1)
-        assert application.peek(file_bytes, 100) == bytes([CANARY_BYTE]) * 100
-        assert application.peek(256 * KIB, 4096) == bytes([CANARY_BYTE]) * 4096
+        assert application.read_memory(file_bytes, 100) == bytes([CANARY_BYTE]) * 100
+        assert application.read_memory(256 * KIB, 4096) == bytes([CANARY_BYTE]) * 4096
 
 
 @pytest.mark.qualify
@@ -142,9 +142,9 @@ def test_hole_of_a_file_is_read_as_zeros(
     with Application(agent.mount, memory_kind=memory_kind, length_bytes=2 * MIB) as application:
         application.fill(CANARY_BYTE)
         assert application.read((fd, 1, 0, MIB), (fd, MIB + 7, 2000, 64 * KIB)) == [MIB, 64 * KIB]
-        assert application.peek(1, MIB) == expected
-        assert application.peek(MIB + 7, 64 * KIB) == expected[2000 : 2000 + 64 * KIB]
-        assert application.peek(0, 1) == bytes([CANARY_BYTE])
+        assert application.read_memory(1, MIB) == expected
+        assert application.read_memory(MIB + 7, 64 * KIB) == expected[2000 : 2000 + 64 * KIB]
+        assert application.read_memory(0, 1) == bytes([CANARY_BYTE])
 
 
 def test_hole_is_enodata_if_holes_are_forbidden(
@@ -167,7 +167,9 @@ def test_64_rings_read_their_own_parts_at_once(
 ) -> None:
     make_file(agent.mount / "file", 4 * MIB, seed=seed)
     fd, bytes_per_ring = open_file("file"), 64 * KIB
-    with Application(agent.mount, memory_kind=memory_kind, length_bytes=4 * MIB, entries=16, rings=64) as application:
+    with Application(
+        agent.mount, memory_kind=memory_kind, length_bytes=4 * MIB, entries=16, ring_count=64
+    ) as application:
         for index, ring in enumerate(application.readers):
             for offset in range(index * bytes_per_ring, (index + 1) * bytes_per_ring, 8 * KIB):
                 ring.prepare(application.iov[offset : offset + 8 * KIB], True, fd, offset)  # noqa: FBT003

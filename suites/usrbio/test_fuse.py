@@ -20,7 +20,7 @@ from support.application import Application
 from support.other_user import folder_for_all_users, run_program
 from support.processes import wait_until
 from support.raw_usrbio import AgentProcess
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import cuda, host, needs, verbs
@@ -123,7 +123,7 @@ def test_files_of_a_remote_server_are_read_and_written(
     folders: tuple[Path, Path], tmp_path: Path, memory_kind: str
 ) -> None:
     mount, store = folders
-    with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         token = store / ".gdrkit" / "token"
         with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
             (mount / "file").write_bytes(pattern.payload(MIB, seed=4))
@@ -146,7 +146,7 @@ def test_files_of_a_remote_server_are_read_and_written(
 
 def test_agent_ends_although_its_server_was_killed(folders: tuple[Path, Path], tmp_path: Path) -> None:
     mount, store = folders
-    with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
+    with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0") as service:
         token = store / ".gdrkit" / "token"
         with AgentProcess(mount, "--server", service.address, "--token-file", str(token)) as agent:
             (mount / "file").write_bytes(bytes(KIB))

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import pytest
-from support.ledger import calls
+from support.ledger import read_call_counts
 from support.processes import wait_until
 from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, RawClient, Refusal
@@ -84,12 +84,12 @@ def client_process(mount: Path, count: int, seed: int, *options: str) -> subproc
 def test_iovs_of_mixed_sizes_need_few_registrations(tmp_path: Path, seed: int) -> None:
     # The agent is in this process, so that its calls can be counted here.
     with plain_agent(tmp_path, tmp_path) as agent:
-        before = calls(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
+        before = read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
         with client_process(tmp_path, IOVS, seed) as process:
             output, _ = process.communicate(timeout=500)
         assert process.returncode == 0
         statistics = json.loads(output)
-        assert 0 < calls(Api.VERBS)["ibv_reg_dmabuf_mr"] - before <= REGISTRATIONS_MAX, statistics
+        assert 0 < read_call_counts(Api.VERBS)["ibv_reg_dmabuf_mr"] - before <= REGISTRATIONS_MAX, statistics
         assert statistics["hits"] + statistics["misses"] == IOVS
         assert statistics["misses"] == agent.statistics()["registrations"]
         assert links(tmp_path) == set()

@@ -78,7 +78,7 @@ def open_unnamed_file(folder: Path = SHM_FOLDER, *, length_bytes: int = 1, flags
     return descriptor
 
 
-def open_descriptors() -> set[str]:
+def list_open_descriptors() -> set[str]:
     """Return the descriptors of this process."""
     return set(os.listdir("/proc/self/fd"))  # noqa: PTH208 - the names are enough.
 
@@ -252,9 +252,9 @@ def test_shared_memory_is_opened_with_its_attributes(memory: Path) -> None:
     fd = shared.fd
     shared.close()
     assert not is_open(fd)
-    descriptors = open_descriptors()
+    descriptors = list_open_descriptors()
     shared.close()
-    assert open_descriptors() == descriptors
+    assert list_open_descriptors() == descriptors
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_target_outside_of_dev_shm_is_einval(target: str) -> None:
 
 
 def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
-    descriptors = open_descriptors()
+    descriptors = list_open_descriptors()
 
     def error_number() -> int:
         return errno_of(lambda: open_shared(str(memory), uid=os.geteuid()))
@@ -283,13 +283,13 @@ def test_target_that_is_not_memory_is_refused(memory: Path) -> None:
     memory.mkdir()
     assert error_number() == errno.EISDIR
     memory.rmdir()
-    assert open_descriptors() == descriptors
+    assert list_open_descriptors() == descriptors
 
 
 def test_memory_of_another_user_is_eacces(memory: Path) -> None:
-    descriptors = open_descriptors()
+    descriptors = list_open_descriptors()
     assert errno_of(lambda: open_shared(str(memory), uid=OTHER_UID)) == errno.EACCES
-    assert open_descriptors() == descriptors
+    assert list_open_descriptors() == descriptors
 
 
 def test_only_the_same_memory_of_an_iov_is_removed(memory: Path) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.memory_kinds import DMABUF
-from support.pci_tree import PCI_PATHS, SWITCH, pci_paths_with_gpu, tree_at
+from support.pci_tree import PCI_PATHS, SWITCH, create_pci_tree, move_gpu
 from support.python_child import suites_environ
 
 from gdrkit import pattern
@@ -35,16 +35,16 @@ from gdrkit.errors import Api
 from gdrkit.host import HostTree
 from gdrkit.registration import Placement
 from gdrkit.usrbio.agent.agent import plain_agent
-from support.ledger import traffic
+from support.ledger import read_traffic
 from support.python_child import module_command
 
 mount, tree, seed = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
 with plain_agent(mount, mount, placement=Placement(HostTree(tree))):
     # The agent has measured which NICs reach the GPUs, which moved bytes, too.
-    before = traffic(Api.VERBS)
+    before = read_traffic(Api.VERBS)
     command = module_command("support.application", mount, mount / "file", mount / "copy", "--kind", sys.argv[4])
     subprocess.run([*command, "--seed", seed, "--rounds", "1"], check=True, stdout=subprocess.DEVNULL, timeout=60)
-    after, key = traffic(Api.VERBS), "served_write_bytes"
+    after, key = read_traffic(Api.VERBS), "served_write_bytes"
     print(json.dumps({name: row[key] - before[name][key] for name, row in after.items()}))
 """
 
@@ -91,8 +91,8 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
         "twin2": "0000:04:00.0",
         "twin3": "0000:41:00.0",
     }
-    paths = pci_paths_with_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
-    tree_at(tree, nics, pci_paths=paths)
+    paths = move_gpu(device.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
+    create_pci_tree(tree, nics, pci_paths=paths)
     served_bytes = bytes_by_nic(mount, tree, seed=seed, memory_kind="device")
     assert {name for name, count in served_bytes.items() if count} == nearest
 
@@ -100,7 +100,7 @@ def test_device_memory_is_accessed_by_the_nearest_nics(
 def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], device: Device, seed: int) -> None:
     mount, tree = folders
     nics = {"twin0": "0000:81:00.0", "twin1": "0000:06:00.0", "twin2": "0000:04:00.0", "twin3": "0000:41:00.0"}
-    tree_at(tree, nics, pci_paths=pci_paths_with_gpu(device.pci_bus_id))
+    create_pci_tree(tree, nics, pci_paths=move_gpu(device.pci_bus_id))
     # twin2, the nearest NIC, registers memory and moves nothing. twin1 is the next one.
     rules = "wc.rdma_write call=* status=12 nic=twin2\nwc.rdma_read call=* status=12 nic=twin2\n"
     served_bytes = bytes_by_nic(mount, tree, seed=seed, memory_kind="device", rules=rules)
@@ -110,6 +110,6 @@ def test_nearest_nic_that_moves_nothing_is_not_used(folders: tuple[Path, Path], 
 def test_host_memory_is_accessed_by_all_nics(folders: tuple[Path, Path], seed: int) -> None:
     mount, tree = folders
     nics = ["0000:81:00.0", "0000:06:00.0", "0000:04:00.0", "0000:41:00.0"]
-    tree_at(tree, {f"twin{index}": address for index, address in enumerate(nics)}, pci_paths=PCI_PATHS)
+    create_pci_tree(tree, {f"twin{index}": address for index, address in enumerate(nics)}, pci_paths=PCI_PATHS)
     served_bytes = bytes_by_nic(mount, tree, seed=seed, memory_kind="host")
     assert all(served_bytes.values()), served_bytes

@@ -19,7 +19,7 @@ from support.fuzz import run_fuzzer
 from support.processes import wait_until
 from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, LinkClient, RawClient, RawIov, RawRing
-from support.storage import storage_server
+from support.storage import run_storage_server
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -46,7 +46,7 @@ def mount(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     with contextlib.ExitStack() as stack:
         options = ["--store", str(store), "--fuse"]
         if request.param == "remote":
-            service = stack.enter_context(storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
+            service = stack.enter_context(run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
             options = ["--server", service.address, "--token-file", str(store / ".gdrkit" / "token")]
         agent = stack.enter_context(AgentProcess(folder, *options))
         yield folder

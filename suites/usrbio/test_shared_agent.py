@@ -14,7 +14,7 @@ import pytest
 from support.other_user import folder_for_all_users
 from support.processes import wait_until
 from support.raw_usrbio import AgentProcess, RawIov, RawRing, shared_memory_files
-from support.storage import storage_server
+from support.storage import run_storage_server
 from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, published, read_on_demand, transfer
 
 from gdrkit import pattern, usrbio
@@ -54,7 +54,7 @@ def mount(mode: str, tmp_path: Path) -> Iterator[Path]:
         store.chmod(0o1777)
         options = {"plain": [], "fuse": ["--store", str(store), "--fuse"]}.get(mode)
         if options is None:
-            server = stack.enter_context(storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
+            server = stack.enter_context(run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0"))
             options = ["--server", server.address, "--token-file", str(store / ".gdrkit" / "token")]
         agent = stack.enter_context(AgentProcess(path, *options, "--shared", "--user-memory-mib", "8"))
         yield path

@@ -16,7 +16,7 @@ import pytest
 from support.other_user import folder_for_all_users
 from support.processes import wait_until
 from support.raw_usrbio import AgentProcess, LinkClient, RawIov, RawRing
-from support.storage import storage_server
+from support.storage import run_storage_server
 from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, shared_mount, transfer
 
 from gdrkit import pattern
@@ -342,7 +342,7 @@ def test_server_that_cannot_change_its_user_is_refused(tmp_path: Path, prctl: st
     store, mount = tmp_path / "store", tmp_path / "mount"
     mount.mkdir()
     program = [sys.executable, "-c", SERVER.format(prctl)]
-    with storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0", program=program) as server:
+    with run_storage_server(store, tmp_path / "log", "--listen", "127.0.0.1:0", program=program) as server:
         options = ("--server", server.address, "--token-file", str(store / ".gdrkit" / "token"), "--shared")
         with pytest.raises(AssertionError, match=r"cannot serve several users: .*user 65534"):
             AgentProcess(mount, *options)

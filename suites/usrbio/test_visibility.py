@@ -30,7 +30,7 @@ import json, os, sys
 from gdrkit import usrbio
 from gdrkit.errors import Api
 from support.application import Application
-from support.ledger import calls
+from support.ledger import read_call_counts
 
 mount, seed, length = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 source, copy = os.open(f"{mount}/file", os.O_RDONLY), os.open(f"{mount}/copy", os.O_RDWR | os.O_CREAT, 0o600)
@@ -38,7 +38,7 @@ for fd in (source, copy):
     usrbio.register_fd(fd)
 
 def flushes():
-    return calls(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+    return read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
 
 counts = [0]  # the library of CUDA is not loaded yet
 with Application(mount, memory_kind="device", length_bytes=length) as application:
