@@ -1,4 +1,4 @@
-"""Run cases from a given source text in a child process, by pytest with the plugin of gdrkit.harness."""
+"""Function that runs cases in a child process, by pytest with the plugin of gdrkit.harness."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ __all__ = ["ChildRun", "run_cases"]
 
 @dataclass(frozen=True)
 class ChildRun:
-    """The exit code and the output of the child, and its records by the name of the case."""
+    """The exit code and the output of the child process, and its records by the name of the case."""
 
-    code: int
+    exit_code: int
     output: str
     records: dict[str, Record]
 
 
 def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRun:
-    """Run the cases in `source` with these options of pytest. The harness uses `facts` and queries no API."""
+    """Run the cases in the Python text `source` with these options of pytest.
+
+    The harness uses `facts` and queries no API.
+    """
     (folder / "test_cases.py").write_text(textwrap.dedent(source), encoding="utf-8")
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p no:cacheprovider\nfilterwarnings = error\n")
     records = folder / "records.jsonl"
@@ -46,7 +49,7 @@ def run_cases(folder: Path, facts: Facts, source: str, *options: str) -> ChildRu
         text=True,
         check=False,
     )
-    record_of_case = {
+    records_by_case = {
         record.case.partition("::")[2]: record for record in (read_records(records) if records.exists() else ())
     }
-    return ChildRun(code=process.returncode, output=process.stdout + process.stderr, records=record_of_case)
+    return ChildRun(exit_code=process.returncode, output=process.stdout + process.stderr, records=records_by_case)

@@ -1,6 +1,6 @@
-"""A program that uses the CUDA runtime in one process and in a second one. Its argument is the name of the library.
+"""A program that uses the CUDA runtime in two processes. Its argument is the name of the runtime library.
 
-It prints ``done`` at its end. The second process maps the memory of the first one and waits for its event.
+The second process maps the memory of the first process and waits for its event. The program prints ``done`` at its end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LENGTH_BYTES = 5000
 IMPORTER = "importer"
 
 
-class Handle(ctypes.Structure):
+class IpcHandle(ctypes.Structure):
     """A handle of IPC, which is passed by value."""
 
     _fields_ = (("reserved", ctypes.c_char * 64),)
@@ -30,65 +30,65 @@ class Dimensions(ctypes.Structure):
     _fields_ = (("x", ctypes.c_uint), ("y", ctypes.c_uint), ("z", ctypes.c_uint))
 
 
-class Attributes(ctypes.Structure):
+class PointerAttributes(ctypes.Structure):
     """The first members of the structure cudaPointerAttributes, and space for the others."""
 
     _fields_ = (("type", ctypes.c_int), ("device", ctypes.c_int), ("others", ctypes.c_byte * 80))
 
 
-def check(error: int, expected: int = SUCCESS) -> None:
-    """Check the return value of a function of the runtime."""
+def require_status(error: int, expected: int = SUCCESS) -> None:
+    """Require that a function of the runtime has returned the expected status."""
     assert error == expected, f"{runtime.cudaGetErrorName(error)}, not {expected}"
 
 
 def allocate() -> ctypes.c_void_p:
     """Return device memory of LENGTH_BYTES."""
     memory = ctypes.c_void_p()
-    check(runtime.cudaMalloc(ctypes.byref(memory), ctypes.c_size_t(LENGTH_BYTES)))
+    require_status(runtime.cudaMalloc(ctypes.byref(memory), ctypes.c_size_t(LENGTH_BYTES)))
     return memory
 
 
-def write(memory: ctypes.c_void_p, data: bytes) -> None:
+def write_memory(memory: ctypes.c_void_p, data: bytes) -> None:
     """Copy bytes to the beginning of device memory."""
-    check(runtime.cudaMemcpy(memory, data, ctypes.c_size_t(len(data)), HOST_TO_DEVICE))
+    require_status(runtime.cudaMemcpy(memory, data, ctypes.c_size_t(len(data)), HOST_TO_DEVICE))
 
 
-def read(memory: ctypes.c_void_p) -> bytes:
+def read_memory(memory: ctypes.c_void_p) -> bytes:
     """Return the bytes of device memory."""
     buffer = ctypes.create_string_buffer(LENGTH_BYTES)
-    check(runtime.cudaMemcpy(buffer, memory, ctypes.c_size_t(LENGTH_BYTES), DEVICE_TO_HOST))
+    require_status(runtime.cudaMemcpy(buffer, memory, ctypes.c_size_t(LENGTH_BYTES), DEVICE_TO_HOST))
     return buffer.raw
 
 
 def move_memory() -> None:
-    """Copy both ways, and fill memory in a stream."""
+    """Copy to and from the device, and fill memory in a stream."""
     data = bytes(range(250)) * (LENGTH_BYTES // 250)
-    memory, stream, event, attributes = allocate(), ctypes.c_void_p(), ctypes.c_void_p(), Attributes()
-    write(memory, data)
-    assert read(memory) == data
-    check(runtime.cudaPointerGetAttributes(ctypes.byref(attributes), memory))
+    memory, stream, event, attributes = allocate(), ctypes.c_void_p(), ctypes.c_void_p(), PointerAttributes()
+    write_memory(memory, data)
+    assert read_memory(memory) == data
+    require_status(runtime.cudaPointerGetAttributes(ctypes.byref(attributes), memory))
     assert (attributes.type, attributes.device) == (DEVICE_MEMORY, 0)
-    check(runtime.cudaStreamCreate(ctypes.byref(stream)))
-    check(runtime.cudaEventCreate(ctypes.byref(event)))
-    check(runtime.cudaMemsetAsync(memory, 7, ctypes.c_size_t(LENGTH_BYTES), stream))
-    check(runtime.cudaEventRecord(event, stream))
-    check(runtime.cudaEventSynchronize(event))
-    assert read(memory) == bytes([7]) * LENGTH_BYTES
-    check(runtime.cudaEventDestroy(event))
-    check(runtime.cudaStreamDestroy(stream))
-    check(runtime.cudaFree(memory))
+    require_status(runtime.cudaStreamCreate(ctypes.byref(stream)))
+    require_status(runtime.cudaEventCreate(ctypes.byref(event)))
+    require_status(runtime.cudaMemsetAsync(memory, 7, ctypes.c_size_t(LENGTH_BYTES), stream))
+    require_status(runtime.cudaEventRecord(event, stream))
+    require_status(runtime.cudaEventSynchronize(event))
+    assert read_memory(memory) == bytes([7]) * LENGTH_BYTES
+    require_status(runtime.cudaEventDestroy(event))
+    require_status(runtime.cudaStreamDestroy(stream))
+    require_status(runtime.cudaFree(memory))
 
 
 def check_errors_of_threads() -> None:
-    """An error belongs to the thread of the failed call."""
-    check(runtime.cudaSetDevice(99), INVALID_DEVICE)
+    """Check that the last error is stored for each thread."""
+    require_status(runtime.cudaSetDevice(99), INVALID_DEVICE)
     errors_of_thread: list[int] = []
     thread = threading.Thread(target=lambda: errors_of_thread.append(runtime.cudaGetLastError()))
     thread.start()
     thread.join()
     assert errors_of_thread == [SUCCESS]
-    check(runtime.cudaGetLastError(), INVALID_DEVICE)
-    check(runtime.cudaGetLastError())
+    require_status(runtime.cudaGetLastError(), INVALID_DEVICE)
+    require_status(runtime.cudaGetLastError())
 
 
 def launch_kernel() -> None:
@@ -98,20 +98,20 @@ def launch_kernel() -> None:
     register_binary.restype = ctypes.c_void_p
     binary = ctypes.c_void_p(register_binary(bytes(16)))
     register_function(binary, ctypes.byref(kernel), None, b"_Z5scalePff", -1, None, None, None, None, None)
-    check(
+    require_status(
         runtime.cudaLaunchKernel(ctypes.byref(kernel), one, one, None, ctypes.c_size_t(0), None), expected=NOT_SUPPORTED
     )
-    check(runtime.cudaGetLastError(), NOT_SUPPORTED)
+    require_status(runtime.cudaGetLastError(), NOT_SUPPORTED)
 
 
 def share_memory() -> None:
     """Let another process write to memory of this process, and wait for its event."""
     memory, event = allocate(), ctypes.c_void_p()
-    memory_handle, event_handle = Handle(), Handle()
-    write(memory, bytes([1]) * LENGTH_BYTES)
-    check(runtime.cudaEventCreateWithFlags(ctypes.byref(event), EVENT_INTERPROCESS_FLAGS))
-    check(runtime.cudaIpcGetMemHandle(ctypes.byref(memory_handle), memory))
-    check(runtime.cudaIpcGetEventHandle(ctypes.byref(event_handle), event))
+    memory_handle, event_handle = IpcHandle(), IpcHandle()
+    write_memory(memory, bytes([1]) * LENGTH_BYTES)
+    require_status(runtime.cudaEventCreateWithFlags(ctypes.byref(event), EVENT_INTERPROCESS_FLAGS))
+    require_status(runtime.cudaIpcGetMemHandle(ctypes.byref(memory_handle), memory))
+    require_status(runtime.cudaIpcGetEventHandle(ctypes.byref(event_handle), event))
     command = [sys.executable, __file__, sys.argv[1], IMPORTER]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as importer:
         assert importer.stdin is not None
@@ -119,26 +119,26 @@ def share_memory() -> None:
         importer.stdin.write(bytes(memory_handle) + bytes(event_handle))
         importer.stdin.flush()
         assert importer.stdout.readline() == b"recorded\n"
-        check(runtime.cudaEventSynchronize(event))
-        assert read(memory) == bytes([2]) * LENGTH_BYTES
+        require_status(runtime.cudaEventSynchronize(event))
+        assert read_memory(memory) == bytes([2]) * LENGTH_BYTES
     assert importer.returncode == 0
-    check(runtime.cudaFree(memory))
+    require_status(runtime.cudaFree(memory))
 
 
 def import_memory() -> None:
     """Write to the memory of the other process, and record its event."""
-    handles = sys.stdin.buffer.read(2 * ctypes.sizeof(Handle))
-    memory_handle, event_handle = Handle.from_buffer_copy(handles), Handle.from_buffer_copy(handles[64:])
+    handles = sys.stdin.buffer.read(2 * ctypes.sizeof(IpcHandle))
+    memory_handle, event_handle = IpcHandle.from_buffer_copy(handles), IpcHandle.from_buffer_copy(handles[64:])
     memory, event = ctypes.c_void_p(), ctypes.c_void_p()
-    check(runtime.cudaIpcOpenMemHandle(ctypes.byref(memory), memory_handle, 1))
-    check(runtime.cudaIpcOpenEventHandle(ctypes.byref(event), event_handle))
-    assert read(memory) == bytes([1]) * LENGTH_BYTES
-    check(runtime.cudaMemsetAsync(memory, 2, ctypes.c_size_t(LENGTH_BYTES), None))
-    check(runtime.cudaEventRecord(event, None))
+    require_status(runtime.cudaIpcOpenMemHandle(ctypes.byref(memory), memory_handle, 1))
+    require_status(runtime.cudaIpcOpenEventHandle(ctypes.byref(event), event_handle))
+    assert read_memory(memory) == bytes([1]) * LENGTH_BYTES
+    require_status(runtime.cudaMemsetAsync(memory, 2, ctypes.c_size_t(LENGTH_BYTES), None))
+    require_status(runtime.cudaEventRecord(event, None))
     sys.stdout.write("recorded\n")
     sys.stdout.flush()
-    check(runtime.cudaDeviceSynchronize())
-    check(runtime.cudaIpcCloseMemHandle(memory))
+    require_status(runtime.cudaDeviceSynchronize())
+    require_status(runtime.cudaIpcCloseMemHandle(memory))
 
 
 runtime = ctypes.CDLL(sys.argv[1])

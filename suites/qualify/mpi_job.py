@@ -42,7 +42,7 @@ class MpiJob:
     marker: str
 
     def wait_for_line(self, text: str) -> str:
-        """Read the output up to the next line that contains `text`, and return that line."""
+        """Read the output until a line contains `text`, and return the line."""
         assert self.process.stdout is not None
         lines = []
         for line in self.process.stdout:
@@ -53,7 +53,7 @@ class MpiJob:
         raise AssertionError(message)
 
     def wait(self) -> int:
-        """Read the rest of the output, and return the exit code of mpirun."""
+        """Read the output until its end, and return the exit code of mpirun."""
         assert self.process.stdout is not None
         self.process.stdout.read()
         return self.process.wait()
@@ -61,12 +61,12 @@ class MpiJob:
     def wait_for_all_processes(self, *, limit_s: float) -> None:
         """Wait until every process of the job has ended. mpirun does not wait for all of them."""
         end_s = time.monotonic() + limit_s
-        while remaining := self.processes():
+        while remaining := self.list_processes():
             assert time.monotonic() < end_s, f"these processes still run: {sorted(remaining)}"
             # Most of these processes are not children of this process, so it is not notified when they end.
             select.select([], [], [], 0.1)
 
-    def processes(self) -> dict[int, dict[str, str]]:
+    def list_processes(self) -> dict[int, dict[str, str]]:
         """Return the environments of the running processes of the job, by process id."""
         processes = {}
         for folder in Path("/proc").iterdir():
@@ -77,18 +77,18 @@ class MpiJob:
                     processes[int(folder.name)] = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         return processes
 
-    def measuring_process(self, rank: int) -> int:
+    def find_measuring_process(self, rank: int) -> int:
         """Return the id of the process that measures for a rank."""
-        return self._process_of(rank, b"ranks.measure")
+        return self._find_process(rank, b"ranks.measure")
 
-    def rank_process(self, rank: int) -> int:
+    def find_rank_process(self, rank: int) -> int:
         """Return the id of the process of a rank."""
-        return self._process_of(rank, b"qualify\0")
+        return self._find_process(rank, b"qualify\0")
 
-    def _process_of(self, rank: int, command_part: bytes) -> int:
-        # MPI has started the parent of the process that measures. The parent has the lower id.
-        for process_id, environment in sorted(self.processes().items(), reverse=True):
-            # A process may have ended since processes() returned.
+    def _find_process(self, rank: int, command_part: bytes) -> int:
+        # The measuring process is a child of the process that mpirun started. It has the higher id, so it comes first.
+        for process_id, environment in sorted(self.list_processes().items(), reverse=True):
+            # A process may have ended since list_processes() returned.
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{process_id}/cmdline").read_bytes()
                 if environment.get("OMPI_COMM_WORLD_RANK") == str(rank) and command_part in command:
@@ -98,7 +98,7 @@ class MpiJob:
 
     def kill(self) -> None:
         """Kill every process of the job."""
-        while processes := self.processes():
+        while processes := self.list_processes():
             for process_id in processes:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process_id, signal.SIGKILL)
@@ -113,10 +113,10 @@ def run_job_on_two_machines(output: Path) -> Iterator[MpiJob]:
     """Run ``gdrkit qualify --mpi`` with two ranks in each of two namespaces, and remove everything at the end."""
     hosts = [f"gk{secrets.token_hex(4)}{index}" for index in (1, 2)]
     try:
-        _connect(hosts)
-        # Every completion is late, so that a job is still measuring when a case kills it.
-        twins = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24", "GDRKIT_TWINS_LATE_SHARE": "100"}
-        with _job_on(hosts, GDRKIT, output, ranks_per_host=2, variables=twins) as job:
+        _create_connected_hosts(hosts)
+        # Delayed completions make a job slow, so that it still measures when a case kills it.
+        twin_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24,10.78.0.0/24", "GDRKIT_TWINS_LATE_SHARE": "100"}
+        with _run_job(hosts, GDRKIT, output, ranks_per_host=2, variables=twin_variables) as job:
             yield job
     finally:
         for host in hosts:
@@ -131,18 +131,18 @@ def run_job_on_four_machines(
     prefix = f"gk{secrets.token_hex(4)}"
     hosts, switch = [f"{prefix}{index}" for index in range(1, 5)], f"{prefix}0"
     try:
-        _ip("netns", "add", switch)
-        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch, "link", "set", "bridge", "up")
+        _run_ip("netns", "add", switch)
+        _run_ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run_ip("-n", switch, "link", "set", "bridge", "up")
         for index, host in enumerate(hosts, start=1):
-            _ip("netns", "add", host)
-            _ip("-n", host, "link", "set", "lo", "up")
-            _ip("link", "add", host, "netns", host, "type", "veth", "peer", "name", host, "netns", switch)
-            _ip("-n", switch, "link", "set", host, "master", "bridge", "up")
-            _ip("-n", host, "addr", "add", f"10.77.0.{index}/24", "dev", host)
-            _ip("-n", host, "link", "set", host, "up")
-        twins = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24", "GDRKIT_TWINS_GPUS": "1", **(variables or {})}
-        with _job_on(hosts, command, output, ranks_per_host=1, variables=twins) as job:
+            _run_ip("netns", "add", host)
+            _run_ip("-n", host, "link", "set", "lo", "up")
+            _run_ip("link", "add", host, "netns", host, "type", "veth", "peer", "name", host, "netns", switch)
+            _run_ip("-n", switch, "link", "set", host, "master", "bridge", "up")
+            _run_ip("-n", host, "addr", "add", f"10.77.0.{index}/24", "dev", host)
+            _run_ip("-n", host, "link", "set", host, "up")
+        twin_variables = {"GDRKIT_TWINS_FABRIC": "tcp://10.77.0.0/24", "GDRKIT_TWINS_GPUS": "1", **(variables or {})}
+        with _run_job(hosts, command, output, ranks_per_host=1, variables=twin_variables) as job:
             yield job
     finally:
         for host in (*hosts, switch):
@@ -150,7 +150,7 @@ def run_job_on_four_machines(
 
 
 @contextlib.contextmanager
-def _job_on(
+def _run_job(
     hosts: Sequence[str], command: Sequence[str], output: Path, *, ranks_per_host: int, variables: Mapping[str, str]
 ) -> Iterator[MpiJob]:
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
@@ -160,7 +160,7 @@ def _job_on(
         options = ["--mca", "plm_rsh_agent", str(remote_shell), "--mca", "plm_rsh_no_tree_spawn", "1"]
         slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
         ranks = ["--host", slots, "-np", str(len(hosts) * ranks_per_host)]
-        line = shlex.join(_mpirun(Path(folder), [*options, *ranks, *_qualify(command, output)]))
+        line = shlex.join(_mpirun_command(Path(folder), [*options, *ranks, *_qualify_command(command, output)]))
         set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
         fabric = {"GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16), **variables}
         with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
@@ -171,35 +171,43 @@ def _job_on(
 def run_job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = GDRKIT) -> Iterator[MpiJob]:
     """Run ``gdrkit qualify --mpi`` with two ranks. Rank 1 runs the command `command_of_rank_1` instead of gdrkit."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-", ignore_cleanup_errors=True) as folder:
-        ranks = ["-np", "1", *_qualify(GDRKIT, output), ":", "-np", "1", *_qualify(command_of_rank_1, output)]
-        with _start_job(_mpirun(Path(folder), ranks), {}) as job:
+        ranks = [
+            "-np",
+            "1",
+            *_qualify_command(GDRKIT, output),
+            ":",
+            "-np",
+            "1",
+            *_qualify_command(command_of_rank_1, output),
+        ]
+        with _start_job(_mpirun_command(Path(folder), ranks), {}) as job:
             yield job
 
 
-def _connect(hosts: list[str]) -> None:
+def _create_connected_hosts(hosts: list[str]) -> None:
     """Create a network namespace for each host, and a veth pair between the two."""
     for host in hosts:
-        _ip("netns", "add", host)
-        _ip("-n", host, "link", "set", "lo", "up")
+        _run_ip("netns", "add", host)
+        _run_ip("-n", host, "link", "set", "lo", "up")
     first_host, second_host = hosts
     # The first network interface of each machine has the name of the machine. Each interface is one NIC of the twins.
     for suffix, network in (("", "10.77.0"), ("b", "10.78.0")):
         peer = ["peer", "name", second_host + suffix, "netns", second_host]
-        _ip("link", "add", first_host + suffix, "netns", first_host, "type", "veth", *peer)
+        _run_ip("link", "add", first_host + suffix, "netns", first_host, "type", "veth", *peer)
         for index, host in enumerate(hosts, start=1):
-            _ip("-n", host, "addr", "add", f"{network}.{index}/24", "dev", host + suffix)
-            _ip("-n", host, "link", "set", host + suffix, "up")
+            _run_ip("-n", host, "addr", "add", f"{network}.{index}/24", "dev", host + suffix)
+            _run_ip("-n", host, "link", "set", host + suffix, "up")
 
 
-def _ip(*words: str) -> None:
+def _run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def _mpirun(folder: Path, options: Sequence[str]) -> list[str]:
+def _mpirun_command(folder: Path, options: Sequence[str]) -> list[str]:
     return ["mpirun", "--mca", "orte_tmpdir_base", str(folder), "--oversubscribe", *options]
 
 
-def _qualify(gdrkit: Sequence[str], output: Path) -> list[str]:
+def _qualify_command(gdrkit: Sequence[str], output: Path) -> list[str]:
     return [*gdrkit, "qualify", "--software", "--mpi", "--output", str(output)]
 
 

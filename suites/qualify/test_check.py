@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 pytestmark = [needs(software(Api.VERBS), software(Api.CUDA)), pytest.mark.timeout(240)]
 
-# For each cause: the rule of the fault plan, the exit code, and a part of the line.
+# Each cause with the rule of the fault plan, the exit code, and a part of the printed line.
 CAUSES = {
     "no dma-buf regions": ("ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP", 1, "no dma-buf regions on twin0"),
     "no peer memory": ("ibv_reg_mr call=* errno=EFAULT", 1, "ibv_reg_mr"),
@@ -33,7 +33,7 @@ CAUSES = {
 }
 
 
-def run_check(tmp_path: Path, rules: str, *options: str) -> subprocess.CompletedProcess[str]:
+def run_gdrkit_check(tmp_path: Path, rules: str, *options: str) -> subprocess.CompletedProcess[str]:
     plan = tmp_path / "plan"
     plan.write_text(f"gdrkit-faults 1\n{rules}\n")
     return subprocess.run(
@@ -47,7 +47,7 @@ def run_check(tmp_path: Path, rules: str, *options: str) -> subprocess.Completed
 
 
 def test_check_without_a_fault_is_one_line_and_exit_0(tmp_path: Path) -> None:
-    result = run_check(tmp_path, "", "--budget", "120")
+    result = run_gdrkit_check(tmp_path, "", "--budget", "120")
     assert (result.returncode, result.stderr) == (0, "")
     (line,) = result.stdout.splitlines()
     assert ": software only: The code passed on software twins [" in line
@@ -56,7 +56,7 @@ def test_check_without_a_fault_is_one_line_and_exit_0(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cause", CAUSES)
 def test_check_names_the_cause_in_one_line(tmp_path: Path, cause: str) -> None:
     rule, code, text = CAUSES[cause]
-    result = run_check(tmp_path, rule, "--budget", "120")
+    result = run_gdrkit_check(tmp_path, rule, "--budget", "120")
     (line,) = result.stdout.splitlines()
     assert text in line
     assert ". To do: " in line
@@ -67,7 +67,7 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
     hold_file = tmp_path / "held"
     hold_file.touch()
     started_s = time.monotonic()
-    result = run_check(tmp_path, f"ibv_modify_qp call=* hold={hold_file}", "--budget", "30")
+    result = run_gdrkit_check(tmp_path, f"ibv_modify_qp call=* hold={hold_file}", "--budget", "30")
     duration_s = time.monotonic() - started_s
     hold_file.unlink()
     assert result.returncode == 1
@@ -76,6 +76,6 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
 
 
 def test_check_with_an_impossible_budget_is_refused(tmp_path: Path) -> None:
-    result = run_check(tmp_path, "", "--budget", "3")
+    result = run_gdrkit_check(tmp_path, "", "--budget", "3")
     assert result.returncode == 2
     assert "10" in result.stderr

@@ -91,8 +91,8 @@ def run_qualify(folder: Path, source: str, *options: str, **variables: str) -> s
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, check=False)
 
 
-def first_line(text: str) -> str:
-    """Return the first line that is not a progress line. A progress line is indented, and says what runs."""
+def find_first_result_line(text: str) -> str:
+    """Return the first line that is not indented. The indented lines report the progress."""
     return next(line for line in text.splitlines() if not line.startswith("    "))
 
 
@@ -103,7 +103,7 @@ def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
     output = json.loads(process.stdout)
     assert output["run"]["verdict"] == "The code passed on software twins"
     assert {status["state"] for status in output["routes"]} <= {"unproven", "not_possible"}
-    assert first_line(process.stderr) == "software twins: this proves the code, not this machine"
+    assert find_first_result_line(process.stderr) == "software twins: this proves the code, not this machine"
     report = tmp_path / "report"
     assert {path.name for path in report.iterdir()} >= REPORT_FILES
     (record,) = read_records(report / "records.jsonl")
@@ -116,7 +116,7 @@ def test_passing_software_run_exits_with_0(tmp_path: Path) -> None:
 def test_case_that_aborts_fails_and_the_others_still_run(tmp_path: Path) -> None:
     process = run_qualify(tmp_path, FAILING_CASES, "--software")
     assert process.returncode == 1, process.stdout
-    assert first_line(process.stdout) == "software twins: this proves the code, not this machine"
+    assert find_first_result_line(process.stdout) == "software twins: this proves the code, not this machine"
     assert "2 of 4 cases failed" in process.stdout
     records = {record.case.partition("::")[2]: record for record in read_records(tmp_path / "report" / "records.jsonl")}
     assert [record.verdict for record in records.values()] == [
@@ -178,19 +178,19 @@ def test_damaged_twins_exit_with_3_and_write_a_report(tmp_path: Path) -> None:
 @pytest.fixture
 def default_signal(request: pytest.FixtureRequest) -> Iterator[signal.Signals]:
     """Set a signal to its default action. Under nohup, child processes would otherwise inherit it as ignored."""
-    old_handler = signal.getsignal(request.param)
-    if old_handler is signal.SIG_IGN:
+    original_handler = signal.getsignal(request.param)
+    if original_handler is signal.SIG_IGN:
         signal.signal(request.param, signal.SIG_DFL)
     yield request.param
-    signal.signal(request.param, old_handler)
+    signal.signal(request.param, original_handler)
 
 
 @pytest.fixture
 def ignored_sigint() -> Iterator[None]:
     """Ignore SIGINT in this process and its children, as a shell does for background processes."""
-    old_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    original_handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     yield
-    signal.signal(signal.SIGINT, old_handler)
+    signal.signal(signal.SIGINT, original_handler)
 
 
 def check_signal_ends_all(tmp_path: Path, signal_number: signal.Signals) -> None:
@@ -224,7 +224,7 @@ def test_signal_ends_the_case_and_its_children(tmp_path: Path, default_signal: s
 def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_signal: signal.Signals) -> None:
     command = [*qualify_command(tmp_path, PASSING_CASES + SLOW_CASE), "--software", "--seed", "3"]
     os.mkfifo(tmp_path / "suites" / "alive")
-    earliest = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    start_time_min = dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     with (
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process,
         (tmp_path / "suites" / "alive").open("rb", buffering=0) as alive,
@@ -241,7 +241,7 @@ def test_interrupted_run_is_reported_as_interrupted(tmp_path: Path, default_sign
     assert (report_data["state"], report_data["exit_code"]) == ("interrupted", 1)
     assert report_data["verdict"] == "The run did not end"
     assert (report_data["seed"], report_data["profile"] != "", report_data["host"]) == (3, True, os.uname().nodename)
-    assert earliest <= report_data["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    assert start_time_min <= report_data["started"] <= dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     assert (
         any("of 2 cases have no record" in cause for cause in report_data["causes"])
         or report_data["counts"]["fail"] == 1

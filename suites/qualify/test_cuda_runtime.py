@@ -17,14 +17,14 @@ from gdrkit.harness.needs import needs, software
 
 pytestmark = needs(software(Api.CUDA))
 
-RUN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--apis", "cuda", "--"]
+RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--apis", "cuda", "--"]
 PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
 RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
 CALLS = Path(__file__).with_name("cuda_runtime_calls.py")
 GRAPH_CALLS = Path(__file__).with_name("cuda_runtime_graph_calls.py")
-# The titles of those calls whose result on an H200 is not recorded yet.
-NOT_RECORDED = GRAPH_CALLS.with_name("cuda_runtime_graph_calls_not_recorded.json")
-# The calls whose result on the twin is another one than on an H200, and why.
+# A file with the titles of the calls that were not yet made on an H200.
+NOT_RECORDED_FILE = GRAPH_CALLS.with_name("cuda_runtime_graph_calls_not_recorded.json")
+# Calls that have another result on the twin than on an H200, each with the reason.
 DIFFERENCES = {
     "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
     "cudaDeviceGetAttribute: value of 119": "the machine of the twins has no fabric, by which an H200 shares pools too",
@@ -37,7 +37,12 @@ PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/se
 
 def run(*command: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*RUN, sys.executable, *command], capture_output=True, text=True, check=False, timeout=60, env=environment
+        [*RUN_COMMAND, sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+        env=environment,
     )
 
 
@@ -45,27 +50,29 @@ def run(*command: str, environment: dict[str, str] | None = None) -> subprocess.
 def test_results_and_errors_are_those_of_a_real_runtime(runtime: str) -> None:
     process = run(str(CALLS), runtime)
     assert process.returncode == 0, process.stderr
-    on_twin, on_gpu = json.loads(process.stdout), json.loads(CALLS.with_suffix(".json").read_text())
-    assert on_twin.keys() == on_gpu.keys()
-    different = {title for title, result in on_gpu.items() if on_twin[title] != result}
-    assert different == DIFFERENCES.keys(), {title: (on_twin[title], on_gpu[title]) for title in different}
+    twin_results, gpu_results = json.loads(process.stdout), json.loads(CALLS.with_suffix(".json").read_text())
+    assert twin_results.keys() == gpu_results.keys()
+    different_titles = {title for title, result in gpu_results.items() if twin_results[title] != result}
+    assert different_titles == DIFFERENCES.keys(), {
+        title: (twin_results[title], gpu_results[title]) for title in different_titles
+    }
 
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 def test_results_for_graphs_are_recorded_or_listed(runtime: str) -> None:
-    """The same calls are made with both runtimes. A call without a record must be in the list."""
+    """The twin makes all calls of the program. A call without a result from an H200 must be in NOT_RECORDED_FILE."""
     environment = {**os.environ, "PYTHONPATH": str(GRAPH_CALLS.parents[1])}
     process = run(str(GRAPH_CALLS), runtime, environment=environment)
     assert process.returncode == 0, process.stderr
-    on_twin, on_gpu = json.loads(process.stdout), json.loads(GRAPH_CALLS.with_suffix(".json").read_text())
-    not_recorded = set(json.loads(NOT_RECORDED.read_text()))
-    assert not on_gpu.keys() & not_recorded
-    assert on_twin.keys() == on_gpu.keys() | not_recorded
-    assert {title for title, result in on_gpu.items() if on_twin[title] != result} == set()
+    twin_results, gpu_results = json.loads(process.stdout), json.loads(GRAPH_CALLS.with_suffix(".json").read_text())
+    titles_not_recorded = set(json.loads(NOT_RECORDED_FILE.read_text()))
+    assert not gpu_results.keys() & titles_not_recorded
+    assert twin_results.keys() == gpu_results.keys() | titles_not_recorded
+    assert {title for title, result in gpu_results.items() if twin_results[title] != result} == set()
 
 
-def copy_of_twin(name: str, target: Path) -> Path:
-    """Copy a twin to a path at which a program has its own library."""
+def copy_twin(name: str, target: Path) -> Path:
+    """Copy a twin to the path `target`, where it stands for a program's own library."""
     environment = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base={})
     (twin,) = [path for path in environment["GDRKIT_TWINS_LIBRARIES"].split(":") if Path(path).name == name]
     target.write_bytes(Path(twin).read_bytes())
@@ -91,11 +98,11 @@ def test_program_moves_memory_and_kernel_is_refused(runtime: str) -> None:
     [
         ("libcudart.so.12", "libcudart.so.12"),
         ("libcudart-c3a75b33.so.13.0.96", "libcudart.so.13"),
-        ("libcudart.so", "libcudart.so.13"),  # its SONAME says so
+        ("libcudart.so", "libcudart.so.13"),  # The SONAME has the version.
     ],
 )
 def test_twin_of_the_same_version_replaces_a_runtime(name: str, runtime: str, tmp_path: Path) -> None:
-    copy = copy_of_twin("libcudart.so.13", tmp_path / name)
+    copy = copy_twin("libcudart.so.13", tmp_path / name)
     process = run("-c", PRINT_MAPS, str(copy))
     assert process.returncode == 0, process.stderr
     assert f"/{runtime}\n" in process.stdout
@@ -103,15 +110,15 @@ def test_twin_of_the_same_version_replaces_a_runtime(name: str, runtime: str, tm
 
 
 def test_link_to_a_runtime_tells_its_version(tmp_path: Path) -> None:
-    """The links of a toolkit end at a file whose name has the version."""
-    copy_of_twin("libcudart.so.12", tmp_path / "libcudart.so.13.0.96")
+    """In a CUDA toolkit, the link libcudart.so leads to a file whose name has the version."""
+    copy_twin("libcudart.so.12", tmp_path / "libcudart.so.13.0.96")
     (tmp_path / "libcudart.so.13").symlink_to("libcudart.so.13.0.96")
     (tmp_path / "libcudart.so").symlink_to("libcudart.so.13")
     (tmp_path / "empty").mkdir()
-    by_path = run("-c", PRINT_MAPS, str(tmp_path / "libcudart.so"))
-    searched = {**os.environ, "LD_LIBRARY_PATH": f"{tmp_path / 'empty'}:{tmp_path}"}
-    by_name = run("-c", PRINT_MAPS, "libcudart.so", environment=searched)
-    for process in (by_path, by_name):
+    process_by_path = run("-c", PRINT_MAPS, str(tmp_path / "libcudart.so"))
+    environment = {**os.environ, "LD_LIBRARY_PATH": f"{tmp_path / 'empty'}:{tmp_path}"}
+    process_by_name = run("-c", PRINT_MAPS, "libcudart.so", environment=environment)
+    for process in (process_by_path, process_by_name):
         assert process.returncode == 0, process.stderr
         assert "/libcudart.so.13\n" in process.stdout
         assert str(tmp_path) not in process.stdout
@@ -128,7 +135,7 @@ def test_runtime_of_unknown_version_is_replaced(content: bytes | None, tmp_path:
 
 
 def test_runtime_of_another_version_is_not_replaced(tmp_path: Path) -> None:
-    copy = copy_of_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
+    copy = copy_twin("libcudart.so.12", tmp_path / "libcudart.so.11.0")
     process = run("-c", PRINT_MAPS, str(copy))
     assert process.returncode == 0, process.stderr
     assert str(copy) in process.stdout

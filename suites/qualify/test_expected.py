@@ -55,7 +55,7 @@ def test_latency_above_its_tolerance_fails() -> None:
     assert verdicts == [Verdict.PASS, Verdict.PASS, Verdict.FAIL]
 
 
-def topology_and_facts(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
+def make_topology_and_facts(*, virtual_machine: str | None = None) -> tuple[Topology, Facts]:
     gpu = TopologyDevice("GPU0", "gpu", "0000:41:00.0", 0, ("0000:40",), "32.0 GT/s PCIe x16")
     nic = TopologyDevice("mlx5_0", "nic", "0000:42:00.0", 0, ("0000:40",), "8.0 GT/s PCIe x8")
     topology = Topology(1, (gpu, nic), {}, {}, virtual_machine)
@@ -63,26 +63,30 @@ def topology_and_facts(*, virtual_machine: str | None = None) -> tuple[Topology,
 
 
 def test_path_limit_is_the_limit_of_its_slowest_link() -> None:
-    topology, facts = topology_and_facts()
-    gpu, gpu_and_nic = path_limit(topology, facts, ["GPU0"]), path_limit(topology, facts, ["GPU0", "mlx5_0"])
-    assert gpu is not None
-    assert gpu_and_nic is not None
-    assert (round(gpu.gb_per_s, 2), round(gpu_and_nic.gb_per_s, 2)) == (63.02, 7.88)
-    assert "mlx5_0" in gpu_and_nic.why
+    topology, facts = make_topology_and_facts()
+    gpu_limit, gpu_and_nic_limit = (
+        path_limit(topology, facts, ["GPU0"]),
+        path_limit(topology, facts, ["GPU0", "mlx5_0"]),
+    )
+    assert gpu_limit is not None
+    assert gpu_and_nic_limit is not None
+    assert (round(gpu_limit.gb_per_s, 2), round(gpu_and_nic_limit.gb_per_s, 2)) == (63.02, 7.88)
+    assert "mlx5_0" in gpu_and_nic_limit.why
 
 
 def test_path_limit_is_unknown_for_an_unknown_device() -> None:
-    topology, facts = topology_and_facts()
+    topology, facts = make_topology_and_facts()
     assert path_limit(topology, facts, ["GPU7"]) is None
 
 
 def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
-    topology, facts = topology_and_facts(virtual_machine="kvm")
+    topology, facts = make_topology_and_facts(virtual_machine="kvm")
     assert path_limit(topology, facts, ["GPU0"]) is None
 
 
 @pytest.mark.parametrize(
-    # Verdicts of two checks: the rate is not above the limit of the link, and it is not far below it (profile "any").
+    # Two checks have a verdict: the rate must not exceed the limit of the link, and must not be far below the limit
+    # (profile "any").
     ("rate", "expected_verdicts"),
     [
         (56.0, [Verdict.PASS, Verdict.PASS]),
@@ -92,7 +96,7 @@ def test_path_limit_is_unknown_in_a_virtual_machine() -> None:
     ],
 )
 def test_rate_without_an_expectation_is_checked_by_link_limits(rate: float, expected_verdicts: list[Verdict]) -> None:
-    topology, facts = topology_and_facts()
+    topology, facts = make_topology_and_facts()
     limit = path_limit(topology, facts, ["GPU0"])
     assert limit is not None
     checks = check_numbers(COPY_CASE, {RATE_NAME: rate}, profile=load_profile("any"), limits={"rate": limit})

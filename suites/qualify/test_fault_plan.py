@@ -1,4 +1,4 @@
-"""The grammar of fault plans. gdrkit checks a plan before a command starts. The twins must accept the same plans.
+"""The grammar of fault plans. gdrkit and the software twins have a parser each, which must accept the same plans.
 
 Software twins are libraries that emulate the hardware below an API. A fault plan is a file that tells them which calls
 must fail.
@@ -34,7 +34,7 @@ VALID_PLANS = {
     "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
     "of one NIC": "ibv_reg_dmabuf_mr call=* errno=14 nic=twin1\nwc.rdma_read nic=twin0 call=* delay_us=5\n",
 }
-# For each plan: its rules, and the line of the error. The header is line 1.
+# Each plan with its rules and the line number of the error. The header is line 1.
 MALFORMED_PLANS = {
     "code missing": ("ibv_reg_mr call=1\n", 2),
     "call missing": ("ibv_reg_mr errno=14\n", 2),
@@ -98,16 +98,16 @@ def test_function_without_a_twin_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("point", "minimum", "maximum"),
+    ("fault_point", "minimum", "maximum"),
     [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
 )
-def test_status_limits_are_those_in_the_error(point: str, minimum: int, maximum: int) -> None:
-    """An earlier error text named 4095 as the maximum for cuFile, but the values of CUfileOpError go up to 5050."""
+def test_status_limits_are_those_in_the_error(fault_point: str, minimum: int, maximum: int) -> None:
+    """The maximum differs: an errno is at most 4095, and a CUfileOpError is at most 5050."""
     for status in (minimum, maximum):
-        assert parse_plan(f"{HEADER}{point} call=1 status={status}\n")[0].code == status
+        assert parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")[0].code == status
     for status in (minimum - 1, maximum + 1):
         with pytest.raises(ApiError, match=f"expected a number from {minimum} to {maximum} after status="):
-            parse_plan(f"{HEADER}{point} call=1 status={status}\n")
+            parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")
 
 
 def test_rules_have_the_calls_and_codes_of_their_lines() -> None:

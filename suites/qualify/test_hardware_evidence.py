@@ -1,7 +1,7 @@
-"""Attempts to fake hardware evidence: twins without their ELF note, and files that claim that devices exist.
+"""Attempts to fake hardware evidence: twins without their ELF note, and mounted files that describe devices.
 
-Each attempt runs in a new user and mount namespace, in which any user may mount over /proc, /sys and /dev. Twins are
-libraries that emulate the hardware below an API.
+Each attempt runs in a new user and mount namespace, where every user may mount files over /proc, /sys and /dev. Twins
+are libraries that emulate the hardware below an API.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def run_in_namespaces(script: str, command: list[str], **variables: str) -> subp
     )
 
 
-def twins_without_notes(folder: Path) -> str:
+def copy_twins_without_notes(folder: Path) -> str:
     """Copy the twins, remove the ELF notes that identify them, and return the library path of the copies."""
     environment = launch.environment(launch.Launch(software=frozenset(SONAME_OF_API)), base={})
     twin_folders = environment["LD_LIBRARY_PATH"].split(os.pathsep)
@@ -74,7 +74,7 @@ def twins_without_notes(folder: Path) -> str:
     return os.pathsep.join(copies)
 
 
-def mount_fake_devices(root: Path) -> str:
+def make_mount_commands(root: Path) -> str:
     """Return shell commands that mount files of an NVIDIA driver and of two NICs over the files of the kernel."""
     shell_lines = ["mount -t tmpfs none /proc/driver", "mkdir -p /proc/driver/nvidia"]
     shell_lines += [f"echo {shlex.quote(DRIVER_VERSION_LINE)} > /proc/driver/nvidia/version"]
@@ -82,25 +82,27 @@ def mount_fake_devices(root: Path) -> str:
     (pci_folder / "driver" / "mlx5_core").mkdir(parents=True)
     shell_lines += ["mount -t tmpfs none /sys/class"]
     for index in range(2):
-        function = pci_folder / f"0000:1{index}:00.0"
-        function.mkdir()
-        (function / "driver").symlink_to(pci_folder / "driver" / "mlx5_core")
-        (function / "vendor").write_text("0x15b3\n")
+        pci_function = pci_folder / f"0000:1{index}:00.0"
+        pci_function.mkdir()
+        (pci_function / "driver").symlink_to(pci_folder / "driver" / "mlx5_core")
+        (pci_function / "vendor").write_text("0x15b3\n")
         folder = f"/sys/class/infiniband/twin{index}"
-        shell_lines += [f"mkdir -p {folder}/ports/1", f"ln -s {function} {folder}/device"]
+        shell_lines += [f"mkdir -p {folder}/ports/1", f"ln -s {pci_function} {folder}/device"]
         shell_lines += [f"echo b83f:d203:00a1:7c5{index} > {folder}/node_guid"]
     return "\n".join(shell_lines)
 
 
 @NEEDS_NAMESPACES
 def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
-    """In gdrkit 0.1.0 this run exited with 0 and the verdict "Every required route is proven on hardware"."""
+    """gdrkit 0.1.0 exited with 0 and the verdict "Every required route is proven on hardware" here."""
     (tmp_path / "suites").mkdir()
     (tmp_path / "suites" / "test_routes.py").write_text(CASE_WITH_ROUTES)
     output = tmp_path / "report"
     command = [sys.executable, "-m", "gdrkit", "qualify", "--suites", str(tmp_path / "suites")]
     command += ["--profile", "any", "--output", str(output)]
-    process = run_in_namespaces(mount_fake_devices(tmp_path), command, LD_LIBRARY_PATH=twins_without_notes(tmp_path))
+    process = run_in_namespaces(
+        make_mount_commands(tmp_path), command, LD_LIBRARY_PATH=copy_twins_without_notes(tmp_path)
+    )
     run = json.loads((output / "run.json").read_text())
     # The copied libraries were loaded, and the case passed.
     (record,) = (json.loads(line) for line in (output / "records.jsonl").read_text().splitlines())
@@ -111,8 +113,8 @@ def test_twins_without_notes_prove_nothing(tmp_path: Path) -> None:
     assert run["substrate"]["cuda"] == run["substrate"]["verbs"] == "unknown"
 
 
-def evidence_after(script: str) -> dict[str, Any]:
-    """Return the kernel evidence as JSON data, in new namespaces in which a shell script has mounted files."""
+def query_evidence_after(script: str) -> dict[str, Any]:
+    """Run a shell script that mounts files in new namespaces, and return the kernel evidence in them as JSON data."""
     process = run_in_namespaces(script, [sys.executable, "-c", PRINT_EVIDENCE])
     assert process.returncode == 0, process.stderr
     evidence: dict[str, Any] = json.loads(process.stdout)
@@ -130,7 +132,7 @@ def test_device_file_of_another_type_is_not_a_gpu() -> None:
     ):
         script = "mount -t tmpfs none /mnt; mkdir /mnt/old; touch /mnt/old/null\n"
         script += "mount --bind /dev/null /mnt/old/null; mount -t tmpfs none /dev\n"
-        evidence = evidence_after(script + commands.replace("/old", "/mnt/old"))
+        evidence = query_evidence_after(script + commands.replace("/old", "/mnt/old"))
         assert (evidence["gpus"], evidence["nvidia_version"]) == ([], None)
         assert error in evidence["nvidia_missing"][0]
 
@@ -138,7 +140,7 @@ def test_device_file_of_another_type_is_not_a_gpu() -> None:
 @NEEDS_NAMESPACES
 def test_device_list_outside_procfs_is_not_evidence(tmp_path: Path) -> None:
     (tmp_path / "devices").write_text("Character devices:\n  1 nvidia\n  1 infiniband_verbs\n\nBlock devices:\n")
-    evidence = evidence_after(f"mount --bind {tmp_path / 'devices'} /proc/devices")
+    evidence = query_evidence_after(f"mount --bind {tmp_path / 'devices'} /proc/devices")
     for missing in (evidence["nvidia_missing"], evidence["rdma_missing"]):
         assert "/proc/devices is not on procfs: something is mounted there" in missing[0]
     assert (evidence["gpus"], evidence["rdma"]) == ([], [])

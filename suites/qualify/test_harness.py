@@ -144,7 +144,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
     return run_cases(tmp_path_factory.mktemp("harness"), facts, CASES, "--seed=11", "--profile=any")
 
 
-def reason_texts(run: ChildRun, name: str) -> list[str]:
+def get_reason_texts(run: ChildRun, name: str) -> list[str]:
     """Return the reasons in the record of a case."""
     return [reason.text for reason in run.records[name].reasons]
 
@@ -173,23 +173,23 @@ def test_record_of_a_passed_case_has_its_evidence(run: ChildRun) -> None:
 def test_record_of_a_failed_case_has_the_reason_and_no_numbers(run: ChildRun) -> None:
     record = run.records["test_fail"]
     assert record.verdict is Verdict.FAIL
-    assert "assert" in reason_texts(run, "test_fail")[0]
+    assert "assert" in get_reason_texts(run, "test_fail")[0]
     assert "test_cases.py" in str(record.evidence["traceback"])
     assert record.numbers == {}
-    assert run.code == 1
+    assert run.exit_code == 1
 
 
 @NEEDS_TWINS
 def test_case_that_declares_itself_unproven_is_unproven(run: ChildRun) -> None:
     assert run.records["test_unproven"].verdict is Verdict.UNPROVEN
-    assert reason_texts(run, "test_unproven") == ["no counter moved"]
+    assert get_reason_texts(run, "test_unproven") == ["no counter moved"]
     assert "2 unproven" in run.output
 
 
 @NEEDS_TWINS
 def test_claim_about_hardware_is_unproven_on_twins(run: ChildRun) -> None:
     assert run.records["test_claims_something_about_hardware"].verdict is Verdict.UNPROVEN
-    assert reason_texts(run, "test_claims_something_about_hardware") == ["ran on software twins"]
+    assert get_reason_texts(run, "test_claims_something_about_hardware") == ["ran on software twins"]
 
 
 @NEEDS_TWINS
@@ -231,7 +231,7 @@ def test_record_has_all_unmet_needs_of_its_case(run: ChildRun) -> None:
 )
 def test_case_that_breaks_a_rule_fails(run: ChildRun, name: str, text: str) -> None:
     assert run.records[name].verdict is Verdict.FAIL
-    assert text in reason_texts(run, name)[0]
+    assert text in get_reason_texts(run, name)[0]
 
 
 @NEEDS_TWINS
@@ -242,7 +242,7 @@ def test_leak_fails_only_the_case_that_leaked(run: ChildRun, name: str) -> None:
 
 @NEEDS_TWINS
 def test_leak_is_also_detected_by_the_ledger_of_the_twin(run: ChildRun) -> None:
-    assert "verbs twin: ibv_context" in reason_texts(run, "test_leaks_a_nic")[0]
+    assert "verbs twin: ibv_context" in get_reason_texts(run, "test_leaks_a_nic")[0]
 
 
 @NEEDS_TWINS
@@ -298,7 +298,7 @@ def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Fa
     def test_many(): ...
     """
     run = run_cases(tmp_path, facts, source, "--profile=bare")
-    assert run.code == 1
+    assert run.exit_code == 1
     assert run.records["test_many"].verdict is Verdict.NOT_RUN
     assert run.records["test_many"].is_failure
     assert "NOT FORESEEN by profile bare" in run.output
@@ -307,7 +307,7 @@ def test_unmet_need_that_is_not_foreseen_fails_the_run(tmp_path: Path, facts: Fa
 @NEEDS_TWINS
 def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", "--substrate=verbs=hardware,cuda=twin")
-    assert run.code == 4
+    assert run.exit_code == 4
     assert "verbs must run on hardware, but runs on twin" in run.output
     assert run.records == {}
 
@@ -322,14 +322,14 @@ def test_run_on_another_substrate_than_required_is_refused(tmp_path: Path, facts
 )
 def test_invalid_option_is_an_error_and_runs_no_case(tmp_path: Path, facts: Facts, option: str, text: str) -> None:
     run = run_cases(tmp_path, facts, "def test_pass(): ...", option)
-    assert run.code == 4
+    assert run.exit_code == 4
     assert text in run.output
     assert run.records == {}
 
 
 def test_module_that_skips_itself_fails_the_run(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, facts, "import pytest\npytest.skip('no', allow_module_level=True)", "--profile=any")
-    assert run.code != 0
+    assert run.exit_code != 0
     assert "skips itself at its import" in run.output
 
 

@@ -30,28 +30,33 @@ def run_gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 
 @NEEDS_TWINS
 def test_library_path_begins_with_the_selected_twins() -> None:
-    with_all = launch.environment(launch.Launch(software=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"})
-    folders = with_all["LD_LIBRARY_PATH"].split(":")
-    count = len(launch.TWINNED)
-    assert folders[count:] == ["/opt/lib"]
-    assert {Path(folder).name for folder in folders[:count]} >= {"cuda", "hlthunk", "ibverbs"}
-    with_cuda = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base=with_all)
-    assert [Path(folder).name for folder in with_cuda["LD_LIBRARY_PATH"].split(":")] == ["cuda", "lib"]
-    assert launch.environment(launch.Launch(), base=with_all)["LD_LIBRARY_PATH"] == "/opt/lib"
+    environment_with_all_twins = launch.environment(
+        launch.Launch(software=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"}
+    )
+    folders = environment_with_all_twins["LD_LIBRARY_PATH"].split(":")
+    twin_count = len(launch.TWINNED)
+    assert folders[twin_count:] == ["/opt/lib"]
+    assert {Path(folder).name for folder in folders[:twin_count]} >= {"cuda", "hlthunk", "ibverbs"}
+    environment_with_cuda_twin = launch.environment(
+        launch.Launch(software=frozenset({Api.CUDA})), base=environment_with_all_twins
+    )
+    assert [Path(folder).name for folder in environment_with_cuda_twin["LD_LIBRARY_PATH"].split(":")] == ["cuda", "lib"]
+    assert launch.environment(launch.Launch(), base=environment_with_all_twins)["LD_LIBRARY_PATH"] == "/opt/lib"
     assert "LD_LIBRARY_PATH" not in launch.environment(launch.Launch(), base={})
 
 
 @NEEDS_TWINS
 def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
-    shared = launch.Launch(software=launch.TWINNED)
-    assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(shared, base={})
-    environment_with_domain = launch.environment(shared, base={"GDRKIT_TWINS_DOMAIN": "lab"})
+    default_launch = launch.Launch(software=launch.TWINNED)
+    assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(default_launch, base={})
+    environment_with_domain = launch.environment(default_launch, base={"GDRKIT_TWINS_DOMAIN": "lab"})
     assert environment_with_domain["GDRKIT_TWINS_DOMAIN"] == "lab"
     launch_with_domain = launch.Launch(software=launch.TWINNED, domain="job")
     assert launch.environment(launch_with_domain, base={})["GDRKIT_TWINS_DOMAIN"] == "job"
-    isolated = launch.Launch(software=launch.TWINNED, isolated=True)
+    isolated_launch = launch.Launch(software=launch.TWINNED, isolated=True)
     domains = {
-        launch.environment(isolated, base={"GDRKIT_TWINS_DOMAIN": "lab"})["GDRKIT_TWINS_DOMAIN"] for _ in range(3)
+        launch.environment(isolated_launch, base={"GDRKIT_TWINS_DOMAIN": "lab"})["GDRKIT_TWINS_DOMAIN"]
+        for _ in range(3)
     }
     assert len(domains - {"lab"}) == 3
     assert all(len(domain) <= 32 for domain in domains)
@@ -61,8 +66,8 @@ def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
 
 @NEEDS_TWINS
 def test_seed_is_random_unless_it_is_given() -> None:
-    with_seed = launch.Launch(software=launch.TWINNED, seed=7)
-    assert launch.environment(with_seed, base={})["GDRKIT_TWINS_SEED"] == "7"
+    launch_with_seed = launch.Launch(software=launch.TWINNED, seed=7)
+    assert launch.environment(launch_with_seed, base={})["GDRKIT_TWINS_SEED"] == "7"
     random_seed = launch.environment(launch.Launch(software=launch.TWINNED), base={})["GDRKIT_TWINS_SEED"]
     assert 0 <= int(random_seed) < 2**64
     with pytest.raises(UsageError):
@@ -101,7 +106,7 @@ def test_run_executes_the_command_with_the_twins() -> None:
     assert process.returncode == 0
 
 
-# perftest opens libcuda by this name.
+# perftest opens libcuda by the name libcuda.so.
 OPEN_LIBCUDA = """
 import ctypes
 libraries = [ctypes.CDLL(name) for name in ("libcuda.so", "libcuda.so.1")]
@@ -118,7 +123,7 @@ def test_libcuda_without_a_version_is_the_twin() -> None:
 
 @NEEDS_TWINS
 @pytest.mark.parametrize(
-    ("command", "code", "error"),
+    ("command", "exit_code", "error"),
     [
         (["sh", "-c", "exit 9"], 9, ""),
         (["sh", "-c", "kill -TERM $$"], -signal.SIGTERM, ""),
@@ -126,9 +131,9 @@ def test_libcuda_without_a_version_is_the_twin() -> None:
         (["/proc/self/status"], 126, "Permission denied (EACCES)"),
     ],
 )
-def test_exit_code_is_that_of_the_command(command: list[str], code: int, error: str) -> None:
+def test_exit_code_is_that_of_the_command(command: list[str], exit_code: int, error: str) -> None:
     process = run_gdrkit("run", "--software", "--quiet", "--", *command)
-    assert process.returncode == code
+    assert process.returncode == exit_code
     assert error in process.stderr
     lines = [line for line in process.stderr.splitlines() if "leaves" not in line]
     assert len(lines) == (1 if error else 0)

@@ -57,18 +57,18 @@ HARDWARE_FACTS = make_hardware_facts()
 CUFILE_LIBRARY = make_library("libcufile.so.0")
 
 
-def with_nic(**fields: object) -> Facts:
+def make_facts_with_nic(**fields: object) -> Facts:
     """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the NIC differ."""
     (nic,) = EVIDENCE.rdma
-    changed = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
-    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, rdma=(changed,)))
+    changed_nic = dataclasses.replace(nic, **fields)  # type: ignore[arg-type]
+    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, rdma=(changed_nic,)))
 
 
-def with_gpu(**fields: object) -> Facts:
+def make_facts_with_gpu(**fields: object) -> Facts:
     """Return facts of a machine with hardware, in which these fields of the kernel's evidence for the GPU differ."""
     (gpu,) = EVIDENCE.gpus
-    changed = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
-    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, gpus=(changed,)))
+    changed_gpu = dataclasses.replace(gpu, **fields)  # type: ignore[arg-type]
+    return make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, gpus=(changed_gpu,)))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def with_gpu(**fields: object) -> Facts:
         # The process has loaded a twin and a library of the vendor.
         ([TWIN, VENDOR_LIBRARIES[0]], HARDWARE_FACTS, {"verbs": "unknown"}),
         ([VENDOR_LIBRARIES[0], TWIN], HARDWARE_FACTS, {"verbs": "unknown"}),
-        # Files claim that the devices exist, but there is no evidence from the kernel.
+        # Files describe the devices, but there is no evidence from the kernel.
         (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
         # The kernel has neither a GPU nor a NIC.
@@ -93,16 +93,24 @@ def with_gpu(**fields: object) -> Facts:
         # The devices exist, but the library had none of them open.
         (VENDOR_LIBRARIES, make_hardware_facts(is_cuda_open=False), {"verbs": "hardware", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, make_hardware_facts(is_verbs_open=False), {"verbs": "unknown", "cuda": "hardware"}),
-        (VENDOR_LIBRARIES[:1], with_nic(name="mlx5_1"), {"verbs": "unknown"}),
-        (VENDOR_LIBRARIES[:1], with_nic(missing=("the device node is of another NIC",)), {"verbs": "unknown"}),
-        (VENDOR_LIBRARIES[:1], with_nic(driver=None), {"verbs": "unknown"}),
-        (VENDOR_LIBRARIES[:1], with_nic(pci_driver=None), {"verbs": "unknown"}),
-        (VENDOR_LIBRARIES[:1], with_nic(node=None), {"verbs": "unknown"}),
+        (VENDOR_LIBRARIES[:1], make_facts_with_nic(name="mlx5_1"), {"verbs": "unknown"}),
+        (
+            VENDOR_LIBRARIES[:1],
+            make_facts_with_nic(missing=("the device node is of another NIC",)),
+            {"verbs": "unknown"},
+        ),
+        (VENDOR_LIBRARIES[:1], make_facts_with_nic(driver=None), {"verbs": "unknown"}),
+        (VENDOR_LIBRARIES[:1], make_facts_with_nic(pci_driver=None), {"verbs": "unknown"}),
+        (VENDOR_LIBRARIES[:1], make_facts_with_nic(node=None), {"verbs": "unknown"}),
         # rxe and siw have no PCI function, whatever sysfs shows.
-        (VENDOR_LIBRARIES[:1], with_nic(driver="rxe", pci_driver=None, pci_address=None), {"verbs": "kernel_software"}),
-        (VENDOR_LIBRARIES[:1], with_nic(driver="siw"), {"verbs": "kernel_software"}),
-        (VENDOR_LIBRARIES[1:], with_gpu(missing=("the driver is not nvidia",)), {"cuda": "unknown"}),
-        (VENDOR_LIBRARIES[1:], with_gpu(pci_address="0000:99:00.0"), {"cuda": "unknown"}),
+        (
+            VENDOR_LIBRARIES[:1],
+            make_facts_with_nic(driver="rxe", pci_driver=None, pci_address=None),
+            {"verbs": "kernel_software"},
+        ),
+        (VENDOR_LIBRARIES[:1], make_facts_with_nic(driver="siw"), {"verbs": "kernel_software"}),
+        (VENDOR_LIBRARIES[1:], make_facts_with_gpu(missing=("the driver is not nvidia",)), {"cuda": "unknown"}),
+        (VENDOR_LIBRARIES[1:], make_facts_with_gpu(pci_address="0000:99:00.0"), {"cuda": "unknown"}),
         (
             VENDOR_LIBRARIES[1:],
             make_hardware_facts(evidence=dataclasses.replace(EVIDENCE, nvidia_missing=("versions differ",))),
@@ -137,10 +145,10 @@ def test_substrate_of_a_nic_unknown_to_the_kernel_is_unknown() -> None:
 
 def test_substrate_of_facts_has_the_apis_with_libraries() -> None:
     assert HARDWARE_FACTS.cuda is not None
-    with_cuda = dataclasses.replace(
+    facts_with_cuda = dataclasses.replace(
         HARDWARE_FACTS, cuda=dataclasses.replace(HARDWARE_FACTS.cuda, libraries=(VENDOR_LIBRARIES[1],))
     )
-    assert substrates_of_facts(with_cuda) == {"cuda": Substrate.HARDWARE}
+    assert substrates_of_facts(facts_with_cuda) == {"cuda": Substrate.HARDWARE}
     assert substrates_of_facts(HARDWARE_FACTS) == {}
 
 
@@ -148,12 +156,12 @@ def test_open_devices_of_a_process_precede_those_of_facts() -> None:
     assert substrate_of(VENDOR_LIBRARIES, HARDWARE_FACTS, nodes=()) == dict.fromkeys(
         ("verbs", "cuda"), Substrate.UNKNOWN
     )
-    without_cuda = dataclasses.replace(HARDWARE_FACTS, cuda=None)
-    assert substrate_of(VENDOR_LIBRARIES[1:], without_cuda) == {"cuda": Substrate.UNKNOWN}
-    assert substrate_of(VENDOR_LIBRARIES[1:], without_cuda, nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {
+    facts_without_cuda = dataclasses.replace(HARDWARE_FACTS, cuda=None)
+    assert substrate_of(VENDOR_LIBRARIES[1:], facts_without_cuda) == {"cuda": Substrate.UNKNOWN}
+    assert substrate_of(VENDOR_LIBRARIES[1:], facts_without_cuda, nodes=[DeviceNode("/dev/nvidia0", 195, 0)]) == {
         "cuda": Substrate.HARDWARE
     }
-    assert substrate_of(VENDOR_LIBRARIES[1:], without_cuda, nodes=[DeviceNode("/dev/null", 1, 3)]) == {
+    assert substrate_of(VENDOR_LIBRARIES[1:], facts_without_cuda, nodes=[DeviceNode("/dev/null", 1, 3)]) == {
         "cuda": Substrate.UNKNOWN
     }
 
@@ -252,21 +260,21 @@ def test_path_of_a_route_is_wire_if_a_passed_case_used_two_nics() -> None:
 
 
 def test_failed_case_outweighs_a_passed_one() -> None:
-    passed = make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
-    failed = make_record(
+    passed_record = make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
+    failed_record = make_record(
         Verdict.FAIL, reasons=(CaseReason("x"),), routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES, case="b.py::t"
     )
-    (status,) = route_statuses(make_facts(), [passed, failed])
+    (status,) = route_statuses(make_facts(), [passed_record, failed_record])
     assert (status.state, status.cases) == (RouteOutcome.UNPROVEN, ("suite/test_a.py::test_a", "b.py::t"))
 
 
 def test_route_that_registration_refuses_is_not_possible() -> None:
-    refused, allowed = route_statuses(
+    refused_route, possible_route = route_statuses(
         make_facts(routes=[make_route_facts("peer_memory", possible=False), make_route_facts("dmabuf")]), []
     )[::-1]
     cause = "ibv_reg_mr failed: Bad address (EFAULT); load a module"
-    assert (refused.state, refused.cause) == (RouteOutcome.NOT_POSSIBLE, cause)
-    assert (allowed.state, allowed.cause) == (RouteOutcome.UNPROVEN, "no case used this route")
+    assert (refused_route.state, refused_route.cause) == (RouteOutcome.NOT_POSSIBLE, cause)
+    assert (possible_route.state, possible_route.cause) == (RouteOutcome.UNPROVEN, "no case used this route")
 
 
 def test_unknown_registration_method_keeps_its_name() -> None:
@@ -286,7 +294,7 @@ API_FAILURE = ApiFailure(
 PASSED_RECORD = make_record(substrate=HARDWARE_SUBSTRATES)
 PROVEN_RECORD = make_record(routes=(DIRECT_ROUTE,), substrate=HARDWARE_SUBSTRATES)
 FAILED_RECORD = make_record(Verdict.FAIL, reasons=(CaseReason("differs"),))
-MISSED_RECORD = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
+UNFORESEEN_RECORD = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=False),))
 FORESEEN_RECORD = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="cuda.vmm", foreseen=True),))
 FALLBACK_RECORD = make_record(
     routes=(dataclasses.replace(DIRECT_ROUTE, fell_back="through the host"),), substrate=HARDWARE_SUBSTRATES
@@ -313,7 +321,7 @@ FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
         (BARE_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
         (
             BARE_PROFILE,
-            [PASSED_RECORD, PASSED_RECORD, MISSED_RECORD],
+            [PASSED_RECORD, PASSED_RECORD, UNFORESEEN_RECORD],
             make_facts(),
             True,
             1,
@@ -384,8 +392,8 @@ def test_slow_link_fails_a_machine_with_proven_routes() -> None:
     links = (ExpectedLink("nic_gbit_per_s", 400, 1, "https://example.com"),)
     profile = dataclasses.replace(ANY_PROFILE, links=links)
     assert decide(facts, profile, [PROVEN_RECORD], software_asked=False).code is ExitCode.PROVEN
-    faster = dataclasses.replace(profile, links=(dataclasses.replace(links[0], at_least=800),))
-    outcome = decide(facts, faster, [PROVEN_RECORD], software_asked=False)
+    profile_with_faster_link = dataclasses.replace(profile, links=(dataclasses.replace(links[0], at_least=800),))
+    outcome = decide(facts, profile_with_faster_link, [PROVEN_RECORD], software_asked=False)
     assert (outcome.code, outcome.verdict) == (ExitCode.FAILED, "The links differ from the links in profile any")
     assert outcome.causes[0].startswith("nic_gbit_per_s: 0 of 1 have 800 (mlx5_0 port 1 has 400)")
     assert outcome.to_do

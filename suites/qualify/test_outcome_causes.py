@@ -1,4 +1,4 @@
-"""The causes that an outcome lists: which ones, how many, and their texts. The cases construct the records."""
+"""The causes in the outcome of a run: their selection, number and texts. The cases construct the records."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ PROVEN_BY_PEER = make_record(routes=(make_proven_route(0, "mlx5_0", "peer_memory
 CAUSES_MAX = 5
 
 
-def fallback_record(index: int) -> Record:
+def make_fallback_record(index: int) -> Record:
     claimed_route = ClaimedRoute(index, "mlx5_0", "dmabuf", fell_back="through the host")
     return make_record(routes=(claimed_route,), substrate=HARDWARE_SUBSTRATES, case=f"a.py::test_{index}")
 
 
-def missed_record(need: str) -> Record:
+def make_unforeseen_record(need: str) -> Record:
     """Return a record of a case that did not run, because of an unmet need that the profile does not foresee."""
     return make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need=need, foreseen=False),))
 
 
-def failed_record(index: int) -> Record:
+def make_failed_record(index: int) -> Record:
     return make_record(Verdict.FAIL, case=f"a.py::test_{index}", reasons=(CaseReason(f"differs {index}"),))
 
 
@@ -62,7 +62,7 @@ def test_machine_without_routes_has_a_cause_and_advice() -> None:
 
 
 def test_failed_cases_are_listed_with_their_reason() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD, failed_record(0)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [PASSED_RECORD, make_failed_record(0)], software_asked=True)
     assert outcome.verdict == "1 of 2 cases failed"
     assert outcome.causes == ("a.py::test_0: differs 0",)
 
@@ -75,18 +75,22 @@ def test_failed_case_without_a_reason_is_listed_by_name() -> None:
 def test_cases_that_did_not_run_are_not_counted_as_run() -> None:
     foreseen = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
     assert (
-        decide(make_facts(), BARE_PROFILE, [failed_record(0), PASSED_RECORD, foreseen], software_asked=True).verdict
+        decide(
+            make_facts(), BARE_PROFILE, [make_failed_record(0), PASSED_RECORD, foreseen], software_asked=True
+        ).verdict
         == "1 of 2 cases failed"
     )
 
 
 def test_first_five_failures_are_listed() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [failed_record(index) for index in range(7)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_failed_record(index) for index in range(7)], software_asked=True)
     assert outcome.causes == tuple(f"a.py::test_{index}: differs {index}" for index in range(CAUSES_MAX))
 
 
 def test_first_five_fallbacks_are_listed() -> None:
-    outcome = decide(make_facts(), STRICT_PROFILE, [fallback_record(index) for index in range(7)], software_asked=False)
+    outcome = decide(
+        make_facts(), STRICT_PROFILE, [make_fallback_record(index) for index in range(7)], software_asked=False
+    )
     assert outcome.code is ExitCode.FAILED
     assert outcome.causes == tuple(
         f"GPU {index} <- NIC mlx5_0 by dma-buf: through the host (a.py::test_{index})" for index in range(CAUSES_MAX)
@@ -94,17 +98,17 @@ def test_first_five_fallbacks_are_listed() -> None:
 
 
 def test_fallback_fails_a_software_run() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [fallback_record(0)], software_asked=True)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0)], software_asked=True)
     assert outcome.verdict == "A route fell back where direct was required"
 
 
 def test_fallback_on_a_route_not_required_is_no_failure() -> None:
-    outcome = decide(make_facts(), BARE_PROFILE, [fallback_record(0), PASSED_RECORD], software_asked=False)
+    outcome = decide(make_facts(), BARE_PROFILE, [make_fallback_record(0), PASSED_RECORD], software_asked=False)
     assert outcome.code is ExitCode.NOTHING_PROVEN
 
 
 def test_unforeseen_needs_are_listed_once_each() -> None:
-    records = [PASSED_RECORD, *(missed_record(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
+    records = [PASSED_RECORD, *(make_unforeseen_record(need) for need in ("a", "a", "b", "c", "d", "e", "f"))]
     outcome = decide(make_facts(), BARE_PROFILE, records, software_asked=True)
     assert outcome.verdict == "7 cases did not run, and profile bare does not foresee that"
     assert outcome.causes == ("a: none", "b: none", "c: none", "d: none", "e: none")
@@ -232,14 +236,14 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             Outcome(ExitCode.PROVEN, "Every required route is proven on hardware", (), (), ()),
         ),
         (
-            [failed_record(0)],
+            [make_failed_record(0)],
             ["dmabuf"],
             None,
             False,
             Outcome(ExitCode.FAILED, "1 of 1 case failed", ("a.py::test_0: differs 0",), (), ()),
         ),
         (
-            [fallback_record(0)],
+            [make_fallback_record(0)],
             [],
             None,
             False,
@@ -252,7 +256,7 @@ ADVICE = "run it where a GPU and an RDMA NIC are, or add --software to qualify t
             ),
         ),
         (
-            [missed_record("a")],
+            [make_unforeseen_record("a")],
             [],
             None,
             False,
@@ -293,9 +297,9 @@ def test_first_five_causes_of_unproven_routes_are_listed() -> None:
     )
 
 
-@pytest.mark.parametrize(("count", "passes"), [(1, False), (2, True), (3, True)])
-def test_minimum_number_of_cases_counts(count: int, *, passes: bool) -> None:
+@pytest.mark.parametrize(("count", "is_passing"), [(1, False), (2, True), (3, True)])
+def test_minimum_number_of_cases_counts(count: int, *, is_passing: bool) -> None:
     profile = dataclasses.replace(BARE_PROFILE, cases_min=2)
     foreseen = make_record(Verdict.NOT_RUN, reasons=(CaseReason("none", need="x", foreseen=True),))
     outcome = decide(make_facts(), profile, [PASSED_RECORD] * count + [foreseen] * 2, software_asked=True)
-    assert (outcome.code is ExitCode.PROVEN) == passes
+    assert (outcome.code is ExitCode.PROVEN) == is_passing

@@ -74,9 +74,9 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
     receiver.close()
 
 
-def fields_of(error: BaseException) -> dict[str, object]:
-    """Return the class, the text and every field of an error, and the same of each of its causes."""
-    causes = [fields_of(cause) for cause in getattr(error, "causes", ())]
+def collect_fields(error: BaseException) -> dict[str, object]:
+    """Return the class, the text and the fields of an error, and recursively of each of its causes."""
+    causes = [collect_fields(cause) for cause in getattr(error, "causes", ())]
     return {**vars(error), "causes": causes, "class": type(error), "text": str(error)}
 
 
@@ -86,12 +86,12 @@ def test_error_keeps_its_class_and_its_fields(error: GdrkitError) -> None:
     error_with_note.add_note("a note")
     for original in (error, error_with_note):
         restored = error_from_json_data(json.loads(json.dumps(error_to_json_data(original))))
-        assert fields_of(restored) == fields_of(original)
+        assert collect_fields(restored) == collect_fields(original)
 
 
 def test_error_of_an_unknown_class_keeps_its_text() -> None:
     class PeerOnlyError(GdrkitError):
-        """An error class that only the peer process has."""
+        """An error class that only the peer process knows."""
 
     restored = error_from_json_data(error_to_json_data(PeerOnlyError("gone", reason=Reason.TIMEOUT, what_to_do="wait")))
     fields = (type(restored), restored.message, restored.reason, restored.what_to_do)
@@ -115,8 +115,8 @@ def test_messages_that_arrive_together_are_received_in_order(channels: tuple[Cha
 
 @pytest.mark.parametrize("text", [b"[]\n", b"7\n", b"null\n"])
 def test_message_that_is_not_an_object_is_refused(text: bytes) -> None:
-    sender, right_socket = socket.socketpair()
-    with sender, contextlib.closing(Channel(right_socket)) as receiver:
+    sender, receiver_socket = socket.socketpair()
+    with sender, contextlib.closing(Channel(receiver_socket)) as receiver:
         sender.sendall(text + b'{"id": 1}\n')
         with pytest.raises(UsageError) as caught:
             receiver.receive(timeout_s=5)

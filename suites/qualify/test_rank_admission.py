@@ -1,4 +1,4 @@
-"""Admission of ranks at the open port of rank 0: untrusted peers neither delay a rank nor end the job."""
+"""Admission of ranks at the port of rank 0. Untrusted peers that connect to the port must not delay or end the job."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from gdrkit.inventory import Facts
 
-# Time limit of steps that must succeed.
-LONG_S = 20.0
-# Time limit that is shorter than the time after which rank 0 disconnects a peer that sends nothing.
-SOON_S = 5.0
+# Timeout of each step.
+STEP_TIMEOUT_S = 20.0
+# Rank 0 waits longer than this time before it disconnects a peer that sends nothing.
+DISCONNECT_TIME_MIN_S = 5.0
 TOKEN = "token of the job"  # noqa: S105 - it protects nothing here.
 
 
@@ -48,13 +48,13 @@ class Admission:
             self.listener,
             count=count,
             token=TOKEN,
-            timeout_s=LONG_S,
+            timeout_s=STEP_TIMEOUT_S,
             should_stop=lambda: self._is_over,
         )
 
     def connect(self, data: bytes = b"") -> socket.socket:
         """Connect as an untrusted peer, and send `data`."""
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=LONG_S)
+        connection = socket.create_connection(("127.0.0.1", self.port), timeout=STEP_TIMEOUT_S)
         connection.sendall(data)
         return connection
 
@@ -62,13 +62,13 @@ class Admission:
         """Start a rank in another thread. It serves until the connection is closed."""
         self._threads.submit(lambda: serve(join(self.address, rank_hello), facts, {}))
 
-    def result(self) -> AdmittedRanks:
+    def wait_for_ranks(self) -> AdmittedRanks:
         """Wait for the end of the admission, and return the ranks that were admitted."""
-        return self._future.result(LONG_S)
+        return self._future.result(STEP_TIMEOUT_S)
 
     def close(self) -> None:
         self._is_over = True
-        for connection in self.result().connections:
+        for connection in self.wait_for_ranks().connections:
             connection.close()
         self._threads.shutdown()
         self.listener.close()
@@ -82,7 +82,7 @@ def admission() -> Iterator[Admission]:
     two_ranks.close()
 
 
-def rank_hello_line(**changes: object) -> bytes:
+def pack_rank_hello(**changes: object) -> bytes:
     return json.dumps({**dataclasses.asdict(rank_hello(1)), **changes}).encode() + b"\n"
 
 
@@ -91,29 +91,29 @@ INVALID_HELLOS = {
     "HTTP request": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
     "not UTF-8": b"\xff\xfe\x00\n",
     "too long without an end": b"x" * 5000,
-    "too long": rank_hello_line(host="x" * 5000),
+    "too long": pack_rank_hello(host="x" * 5000),
     "nested too deep": b"[" * 4000 + b"\n",
     "list": b"[]\n",
     "empty object": b"{}\n",
-    "wrong token": rank_hello_line(**WRONG_TOKEN),
-    "surrogate in the token": rank_hello_line(**LONE_SURROGATE),
-    "token in a list": rank_hello_line(token=[TOKEN]),
-    "rank too large": rank_hello_line(rank=2),
-    "rank below 0": rank_hello_line(rank=-1),
-    "rank as a text": rank_hello_line(rank="1"),
-    "unknown field": rank_hello_line(facts="{}"),
+    "wrong token": pack_rank_hello(**WRONG_TOKEN),
+    "surrogate in the token": pack_rank_hello(**LONE_SURROGATE),
+    "token in a list": pack_rank_hello(token=[TOKEN]),
+    "rank too large": pack_rank_hello(rank=2),
+    "rank below 0": pack_rank_hello(rank=-1),
+    "rank as a text": pack_rank_hello(rank="1"),
+    "unknown field": pack_rank_hello(facts="{}"),
 }
 
 
 def test_untrusted_peers_do_not_delay_the_ranks(admission: Admission, facts: Facts) -> None:
     silent_peers = [admission.connect() for _ in range(100)]
     invalid_peers = [admission.connect(data) for data in INVALID_HELLOS.values()]
-    peer_with_incomplete_hello = admission.connect(rank_hello_line()[:-1])
+    peer_with_incomplete_hello = admission.connect(pack_rank_hello()[:-1])
     start_s = time.monotonic()
     for rank in (1, 0):
         admission.start_rank(rank_hello(rank), facts)
-    admitted_ranks = admission.result()
-    assert time.monotonic() - start_s < SOON_S
+    admitted_ranks = admission.wait_for_ranks()
+    assert time.monotonic() - start_s < DISCONNECT_TIME_MIN_S
     assert (list(admitted_ranks.ranks), admitted_ranks.rejected) == ([0, 1], {})
     assert {proxy.rank_facts.facts.digest for proxy in admitted_ranks.ranks.values()} == {facts.digest}
     for peer in (*silent_peers, *invalid_peers, peer_with_incomplete_hello):
@@ -126,7 +126,7 @@ def test_peer_with_an_invalid_hello_is_disconnected_at_once(admission: Admission
         start_s = time.monotonic()
         with admission.connect(data) as peer:
             wait_for_close(peer)
-        assert time.monotonic() - start_s < SOON_S, name
+        assert time.monotonic() - start_s < DISCONNECT_TIME_MIN_S, name
 
 
 def test_silent_peer_is_disconnected_within_seconds(admission: Admission) -> None:
@@ -148,21 +148,21 @@ def test_second_connection_of_a_rank_is_closed(admission: Admission, facts: Fact
     admission.start_rank(rank_hello(1), facts)
     is_admitted = False
     while not is_admitted:
-        with admission.connect(rank_hello_line()) as second:
-            is_admitted = second.recv(100) == b""
+        with admission.connect(pack_rank_hello()) as second_connection:
+            is_admitted = second_connection.recv(100) == b""
     admission.start_rank(rank_hello(0), facts)
-    assert list(admission.result().ranks) == [0, 1]
+    assert list(admission.wait_for_ranks().ranks) == [0, 1]
 
 
 def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts) -> None:
     admission.start_rank(rank_hello(0), facts)
     rejected_rank = join(admission.address, rank_hello(1, version="0.0.9"))
-    admitted_ranks = admission.result()
+    admitted_ranks = admission.wait_for_ranks()
     assert list(admitted_ranks.ranks) == [0]
     text = f"rank 1 (near): it has gdrkit 0.0.9, and rank 0 has {gdrkit.__version__}: install one version on all hosts"
     assert admitted_ranks.rejected == {1: text}
     admitted_ranks.send_exit_code(1)
-    assert rejected_rank.receive(timeout_s=LONG_S) == {"exit_code": 1}
+    assert rejected_rank.receive(timeout_s=STEP_TIMEOUT_S) == {"exit_code": 1}
     rejected_rank.close()
 
 
@@ -170,8 +170,8 @@ def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts)
 def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Facts, message: dict[str, object]) -> None:
     admission.start_rank(rank_hello(0), facts)
     rejected_rank = join(admission.address, rank_hello(1))
-    rejected_rank.send(message, timeout_s=LONG_S)
-    admitted_ranks = admission.result()
+    rejected_rank.send(message, timeout_s=STEP_TIMEOUT_S)
+    admitted_ranks = admission.wait_for_ranks()
     assert (list(admitted_ranks.ranks), list(admitted_ranks.rejected)) == ([0], [1])
     assert admitted_ranks.rejected[1].startswith("rank 1 (near): its message is malformed: ")
     rejected_rank.close()
@@ -181,7 +181,7 @@ def test_rank_that_disconnects_before_its_facts_may_reconnect(admission: Admissi
     join(admission.address, rank_hello(1)).close()
     for rank in (0, 1):
         admission.start_rank(rank_hello(rank), facts)
-    assert list(admission.result().ranks) == [0, 1]
+    assert list(admission.wait_for_ranks().ranks) == [0, 1]
 
 
 def test_rank_skips_an_address_where_another_program_answers(admission: Admission, facts: Facts) -> None:
@@ -193,10 +193,10 @@ def test_rank_skips_an_address_where_another_program_answers(admission: Admissio
         admission.address["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
         admission.start_rank(rank_hello(1), facts)
         with contextlib.closing(MessageSocket(echo_listener.accept()[0])) as echo:
-            echo.send(echo.receive(timeout_s=LONG_S), timeout_s=LONG_S)
+            echo.send(echo.receive(timeout_s=STEP_TIMEOUT_S), timeout_s=STEP_TIMEOUT_S)
             admission.address["addresses"] = ["127.0.0.1"]
             admission.start_rank(rank_hello(0), facts)
-            assert list(admission.result().ranks) == [0, 1]
+            assert list(admission.wait_for_ranks().ranks) == [0, 1]
 
 
 def test_rank_that_cannot_connect_reports_all_addresses() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 from qualify.mpi_job import GDRKIT, run_job_on_four_machines
-from qualify.test_ranks import NEEDS_TWO_MACHINES, rank_with
+from qualify.test_ranks import NEEDS_TWO_MACHINES, make_rank_facts
 
 from gdrkit.qualify.ranks.pairs import plan_rounds
 from gdrkit.report import Record, RunFolder, Verdict, read_records
@@ -20,14 +20,20 @@ if TYPE_CHECKING:
 SLOW_RANK = 2
 
 
-def ranks_of(record: Record) -> tuple[int, int]:
+def get_rank_pair(record: Record) -> tuple[int, int]:
     """Return the initiator and the target of the pair of a record."""
     pair = cast("dict[str, int]", record.evidence["pair"])
     return pair["initiator"], pair["target"]
 
 
 def test_each_host_is_initiator_and_target_once_in_a_round() -> None:
-    ranks = [rank_with(0, "a"), rank_with(1, "a"), rank_with(2, "b"), rank_with(3, "c"), rank_with(4, "d", nics=1)]
+    ranks = [
+        make_rank_facts(0, "a"),
+        make_rank_facts(1, "a"),
+        make_rank_facts(2, "b"),
+        make_rank_facts(3, "c"),
+        make_rank_facts(4, "d", nics=1),
+    ]
     rounds = {plan.name: [(pair.initiator, pair.target) for pair in plan.pairs] for plan in plan_rounds(ranks)}
     assert rounds == {
         "ring-rail0": [(0, 2), (2, 3), (3, 4), (4, 0)],
@@ -36,13 +42,13 @@ def test_each_host_is_initiator_and_target_once_in_a_round() -> None:
 
 
 def test_two_hosts_have_no_balance() -> None:
-    assert plan_rounds([rank_with(0, "a"), rank_with(1, "b"), rank_with(2, "c", gpus=0)]) == ()
+    assert plan_rounds([make_rank_facts(0, "a"), make_rank_facts(1, "b"), make_rank_facts(2, "c", gpus=0)]) == ()
 
 
 @NEEDS_TWO_MACHINES
 @pytest.mark.timeout(300)
 def test_slow_pair_among_four_hosts_is_named(tmp_path: Path) -> None:
-    """Delays of completions decide the rates of all ranks, so that the rates do not depend on the speed of the CPUs."""
+    """Delayed completions limit the rates of all ranks, so that the rates do not depend on the speed of the CPUs."""
     for name, delay_us in (("plan", 1000), ("slow", 8000)):
         rules = [f"wc.{request} call=* delay_us={delay_us}" for request in ("rdma_write", "rdma_read")]
         (tmp_path / name).write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
@@ -62,10 +68,10 @@ exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKI
     folder = RunFolder(tmp_path / "out")
     records = [record for record in read_records(folder.records) if record.case.startswith("balance/")]
     assert (code, len(records)) == (0, 8)
-    slow = [record for record in records if record.verdict is Verdict.UNPROVEN]
-    assert {ranks_of(record) for record in slow} == {(SLOW_RANK, 3), (SLOW_RANK, 0)}
-    assert all(f"slow pair: rank {SLOW_RANK} (gk" in record.reasons[0].text for record in slow)
-    assert all(record.verdict is Verdict.PASS for record in records if record not in slow)
+    slow_records = [record for record in records if record.verdict is Verdict.UNPROVEN]
+    assert {get_rank_pair(record) for record in slow_records} == {(SLOW_RANK, 3), (SLOW_RANK, 0)}
+    assert all(f"slow pair: rank {SLOW_RANK} (gk" in record.reasons[0].text for record in slow_records)
+    assert all(record.verdict is Verdict.PASS for record in records if record not in slow_records)
     for record in records:
         growth = cast("dict[str, dict[str, int]]", record.evidence["port_growth"])
         expected = cast("dict[str, int]", record.evidence["port_bytes_expected"])
@@ -82,7 +88,7 @@ exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKI
 def test_dead_rank_fails_only_its_own_pairs(tmp_path: Path) -> None:
     with run_job_on_four_machines(tmp_path / "out") as job:
         job.wait_for_line("4 of 4 ranks")
-        os.kill(job.rank_process(rank=SLOW_RANK), signal.SIGKILL)
+        os.kill(job.find_rank_process(rank=SLOW_RANK), signal.SIGKILL)
         # mpirun ends at once, and the ranks go on without it.
         assert job.wait() == 128 + signal.SIGKILL
         job.wait_for_all_processes(limit_s=120)
@@ -90,5 +96,5 @@ def test_dead_rank_fails_only_its_own_pairs(tmp_path: Path) -> None:
     records = read_records(folder.records)
     verdicts: dict[str, Any] = {record.case: record.verdict is Verdict.FAIL for record in records}
     assert len(verdicts) == 4 + 8
-    assert verdicts == {record.case: SLOW_RANK in ranks_of(record) for record in records}
+    assert verdicts == {record.case: SLOW_RANK in get_rank_pair(record) for record in records}
     assert folder.index.is_file()

@@ -1,4 +1,4 @@
-"""The child process in which a rank measures: one timeout covers its start and its reply. It ends with the rank."""
+"""The child process in which a rank measures. One timeout covers its start and its reply, and it ends with the rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.tracer import trace_process
 
 from gdrkit.qualify.ranks.rank import MeasuringChild
 
-LONG_S = 60.0
+TIMEOUT_S = 60.0
 # Programs that the child runs first, as its sitecustomize module.
 SLOW_START = "import time; time.sleep(30)"
 INVALID_REPLY = (
@@ -31,13 +31,13 @@ signal.pause()
 """
 
 
-def environment_with(folder: Path, source: str) -> dict[str, str]:
+def make_environment(folder: Path, source: str) -> dict[str, str]:
     """Return an environment in which Python runs `source` at its start."""
     (folder / "sitecustomize.py").write_text(source)
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def children_of_this_process() -> set[int]:
+def list_children() -> set[int]:
     """Return the process ids of the children that the main thread has started."""
     return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
 
@@ -52,13 +52,13 @@ def request_once(child: MeasuringChild, *, timeout_s: float) -> dict[str, object
 
 def test_timeout_of_a_step_includes_the_start_of_the_child(tmp_path: Path) -> None:
     start_s = time.monotonic()
-    reply = request_once(MeasuringChild(environment_with(tmp_path, SLOW_START)), timeout_s=1.0)
+    reply = request_once(MeasuringChild(make_environment(tmp_path, SLOW_START)), timeout_s=1.0)
     assert time.monotonic() - start_s < 10
     assert reply == {"lost": "it did not reply within 1 s and was killed"}
 
 
 def test_child_with_an_invalid_reply_is_killed(tmp_path: Path) -> None:
-    reply = request_once(MeasuringChild(environment_with(tmp_path, INVALID_REPLY)), timeout_s=LONG_S)
+    reply = request_once(MeasuringChild(make_environment(tmp_path, INVALID_REPLY)), timeout_s=TIMEOUT_S)
     assert str(reply["lost"]).startswith("it sent an invalid reply and was killed: a message: not JSON")
 
 
@@ -84,15 +84,15 @@ def test_child_that_hangs_ends_with_its_rank() -> None:
 
 def test_child_that_outlives_sigkill_is_abandoned(tmp_path: Path) -> None:
     """A traced child stays after SIGKILL, like a child that hangs in a driver. The rank reports this and continues."""
-    earlier_children = children_of_this_process()
-    child = MeasuringChild(environment_with(tmp_path, "import signal; signal.alarm(100)"))
-    assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=LONG_S)
-    (process_id,) = children_of_this_process() - earlier_children
+    earlier_children = list_children()
+    child = MeasuringChild(make_environment(tmp_path, "import signal; signal.alarm(100)"))
+    assert "result" in child.request({"do": "libraries", "with": {}}, timeout_s=TIMEOUT_S)
+    (process_id,) = list_children() - earlier_children
     with trace_process(process_id):
         start_s = time.monotonic()
         os.kill(process_id, signal.SIGSTOP)
         reply = child.request({"do": "libraries", "with": {}}, timeout_s=0.5)
         child.close()
-        assert time.monotonic() - start_s < LONG_S / 2
+        assert time.monotonic() - start_s < TIMEOUT_S / 2
     assert "and was killed; process" in str(reply["lost"])
     assert "was left behind" in str(reply["lost"])

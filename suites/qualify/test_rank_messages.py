@@ -1,4 +1,4 @@
-"""Messages between the ranks of a job, and the errors of rank 0 for late, invalid and missing replies."""
+"""Messages between the ranks of a job, and the errors that rank 0 reports for late, invalid and missing replies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
         yield local, remote
 
 
-def proxy_of(connected: socket.socket, *, step_timeout_s: float = SHORT_S) -> RankProxy:
+def make_proxy(connected: socket.socket, *, step_timeout_s: float = SHORT_S) -> RankProxy:
     """Return the proxy of rank 7."""
     rank_facts = RankFacts(7, "far 01234567 1", cast("Any", None))
     return RankProxy(rank_facts, MessageSocket(connected), step_timeout_s=step_timeout_s, transit_timeout_s=SHORT_S)
@@ -36,7 +36,7 @@ def proxy_of(connected: socket.socket, *, step_timeout_s: float = SHORT_S) -> Ra
 
 def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket.socket, socket.socket]) -> None:
     local, remote = sockets
-    proxy, rank = proxy_of(local), MessageSocket(remote)
+    proxy, rank = make_proxy(local), MessageSocket(remote)
     with pytest.raises(StepFailed, match=r"^open_target on rank 7 \(far\): the rank did not reply in time$"):
         proxy.request("open_target", {})
     assert rank.receive(timeout_s=LONG_S)["request"] == 1
@@ -47,7 +47,7 @@ def test_late_reply_is_not_taken_for_that_of_the_next_step(sockets: tuple[socket
 
 def test_rank_with_an_outstanding_reply_gets_no_request(sockets: tuple[socket.socket, socket.socket]) -> None:
     local, remote = sockets
-    proxy, rank = proxy_of(local), MessageSocket(remote)
+    proxy, rank = make_proxy(local), MessageSocket(remote)
     with pytest.raises(StepFailed, match="did not reply in time"):
         proxy.request("open_target", {})
     for _ in range(2):
@@ -73,7 +73,7 @@ def test_invalid_reply_is_an_error_that_names_the_rank(
     sockets: tuple[socket.socket, socket.socket], reply: object
 ) -> None:
     local, remote = sockets
-    proxy = proxy_of(local, step_timeout_s=LONG_S)
+    proxy = make_proxy(local, step_timeout_s=LONG_S)
     remote.sendall(json.dumps(reply).encode() + b"\n" + b'{"answer": 1, "result": null}\n')
     with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank sent an invalid reply: "):
         proxy.request("run", {})
@@ -86,7 +86,7 @@ def test_invalid_reply_is_an_error_that_names_the_rank(
 
 def test_rank_that_has_ended_is_an_error(sockets: tuple[socket.socket, socket.socket]) -> None:
     local, remote = sockets
-    proxy = proxy_of(local)
+    proxy = make_proxy(local)
     remote.close()
     with pytest.raises(StepFailed, match=r"^run on rank 7 \(far\): the rank has closed its connection$"):
         proxy.request("run", {})
@@ -127,7 +127,7 @@ def test_message_may_arrive_in_parts(sockets: tuple[socket.socket, socket.socket
 
 
 def test_connection_is_closed_after_a_message_was_cut_off(sockets: tuple[socket.socket, socket.socket]) -> None:
-    """Before the timeout, a part of the message was sent. The peer would take the next message for the missing part."""
+    """The timeout cut off a message. The peer would read a further message as the missing part of the first one."""
     local, _ = sockets
     sender = MessageSocket(local)
     with pytest.raises(TimeoutError):

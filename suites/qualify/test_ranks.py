@@ -30,7 +30,7 @@ NEEDS_TWO_MACHINES = needs(
 NEEDS_MPI = needs(*MPI_NEEDS)
 
 
-def rank_with(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> RankFacts:
+def make_rank_facts(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> RankFacts:
     """Return the facts of a rank on a machine with these numbers of NICs and GPUs."""
     facts = SimpleNamespace(
         verbs=SimpleNamespace(nics=[SimpleNamespace(name=f"n{index}", active_ports=(1,)) for index in range(nics)]),
@@ -40,7 +40,7 @@ def rank_with(number: int, machine: str, *, nics: int = 2, gpus: int = 2) -> Ran
 
 
 def test_gpu_and_nic_combinations_are_planned_once_each() -> None:
-    ranks = [rank_with(0, "a"), rank_with(1, "a"), rank_with(2, "b"), rank_with(3, "b")]
+    ranks = [make_rank_facts(0, "a"), make_rank_facts(1, "a"), make_rank_facts(2, "b"), make_rank_facts(3, "b")]
     pairs = plan_pairs(ranks, within_hosts=False)
     hosts = {rank_facts.rank: rank_facts.host for rank_facts in ranks}
     assert len({(hosts[pair.target], pair.target_nic, pair.device) for pair in pairs}) == len(pairs) == 8
@@ -51,7 +51,7 @@ def test_gpu_and_nic_combinations_are_planned_once_each() -> None:
 
 @pytest.mark.parametrize("machines", [("a", "a"), ("a", "a", "b", "b")])
 def test_pairs_within_hosts_have_both_ranks_on_one_machine(machines: tuple[str, ...]) -> None:
-    ranks = [rank_with(number, machine) for number, machine in enumerate(machines)]
+    ranks = [make_rank_facts(number, machine) for number, machine in enumerate(machines)]
     pairs = plan_pairs(ranks, within_hosts=True)
     assert len(pairs) == 4 * len(set(machines))
     assert all(machines[pair.initiator] == machines[pair.target] for pair in pairs)
@@ -59,8 +59,8 @@ def test_pairs_within_hosts_have_both_ranks_on_one_machine(machines: tuple[str, 
 
 
 def test_machine_without_a_nic_has_no_pairs() -> None:
-    assert plan_pairs([rank_with(0, "a", nics=0), rank_with(1, "b", nics=0)], within_hosts=False) == ()
-    assert plan_pairs([rank_with(0, "a", nics=0), rank_with(1, "b")], within_hosts=False) == ()
+    assert plan_pairs([make_rank_facts(0, "a", nics=0), make_rank_facts(1, "b", nics=0)], within_hosts=False) == ()
+    assert plan_pairs([make_rank_facts(0, "a", nics=0), make_rank_facts(1, "b")], within_hosts=False) == ()
 
 
 @NEEDS_TWO_MACHINES
@@ -69,7 +69,7 @@ def test_killed_measuring_process_fails_one_pair_only(tmp_path: Path) -> None:
     with run_job_on_two_machines(tmp_path / "out") as job:
         job.wait_for_line("pass  ")
         kill_time_s = time.monotonic()
-        os.kill(job.measuring_process(rank=0), signal.SIGKILL)
+        os.kill(job.find_measuring_process(rank=0), signal.SIGKILL)
         job.wait_for_line("SIGKILL")
         assert time.monotonic() - kill_time_s < 60
         code = job.wait()
@@ -122,10 +122,10 @@ def test_rank_that_hangs_fails_one_pair_only(tmp_path: Path) -> None:
     with run_job_on_this_machine(tmp_path / "out") as job:
         job.wait_for_line("2 of 2 ranks")
         stop_time_s = time.monotonic()
-        os.kill(job.rank_process(rank=1), signal.SIGSTOP)
+        os.kill(job.find_rank_process(rank=1), signal.SIGSTOP)
         job.wait_for_line("FAIL  ")
         assert time.monotonic() - stop_time_s < 60
-        os.kill(job.rank_process(rank=1), signal.SIGCONT)
+        os.kill(job.find_rank_process(rank=1), signal.SIGCONT)
         code = job.wait()
     records = read_records(tmp_path / "out" / "records.jsonl")
     assert (code, [record.verdict for record in records]) == (1, [Verdict.FAIL] + [Verdict.PASS] * 3)
@@ -138,7 +138,7 @@ def test_rank_that_hangs_fails_one_pair_only(tmp_path: Path) -> None:
 def test_killed_rank_fails_its_pairs_and_the_report_exists(tmp_path: Path) -> None:
     with run_job_on_this_machine(tmp_path / "out") as job:
         assert str(tmp_path / "out" / "index.html") in job.wait_for_line("2 of 2 ranks")
-        os.kill(job.rank_process(rank=1), signal.SIGKILL)
+        os.kill(job.find_rank_process(rank=1), signal.SIGKILL)
         # The exit code comes from mpirun, which waits only a second or two for the other ranks.
         assert job.wait() == 128 + signal.SIGKILL
         job.wait_for_all_processes(limit_s=120)

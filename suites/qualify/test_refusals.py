@@ -1,9 +1,8 @@
 """Expected refusals: a profile can state with which errors a registration is refused if a need is unmet.
 
-A case with such an unmet need runs nevertheless. It must end with exactly these errors, otherwise it fails. A child
-pytest runs the cases in CASES. Its facts describe a machine with Soft-RoCE, so that the profile `lab` fits. A fault
-plan makes the verbs twin return the errors that such a kernel returns, or other errors. A twin is a library that
-emulates the hardware below an API.
+A case with such an unmet need runs, and passes only if it ends with exactly these errors. A child pytest runs the cases
+in CASES on the facts of a machine with Soft-RoCE, for which the profile `lab` is made. A fault plan makes the verbs
+twin (a library that emulates the hardware) return the errors of the Soft-RoCE driver, or other errors.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def cause(operation, number, api=Api.VERBS):
     return Unsupported(api=api, operation=operation, status=number, status_name=errno.errorcode[number], errno=number)
 
 def refuse(*causes, reason=Reason.NO_ROUTE):
-    raise RegistrationFailed("refused", causes=causes, reason=reason)
+    raise RegistrationFailed("refusal", causes=causes, reason=reason)
 
 DMABUF = cause("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP)
 ADDRESS = cause("ibv_reg_mr", errno.EFAULT)
@@ -146,8 +145,8 @@ def test_another_reason():
 
 @REGISTRATION
 def test_one_of_two_devices_has_one_cause():
-    complete = RegistrationFailed("refused", causes=(DMABUF, ADDRESS), reason=Reason.NO_ROUTE)
-    incomplete = RegistrationFailed("refused", causes=(DMABUF,), reason=Reason.NO_ROUTE)
+    complete = RegistrationFailed("refusal", causes=(DMABUF, ADDRESS), reason=Reason.NO_ROUTE)
+    incomplete = RegistrationFailed("refusal", causes=(DMABUF,), reason=Reason.NO_ROUTE)
     refuse(complete, incomplete)
 
 @REGISTRATION
@@ -189,14 +188,14 @@ def test_lacks_no_need_and_is_refused():
 @needs(verbs.nic())
 def test_lacks_no_need(): ...
 '''
-REFUSED = ("test_register", "test_lease_of_a_cache", "test_manager_of_every_gpu", "test_register_in_a_fixture")
+REFUSED_CASES = ("test_register", "test_lease_of_a_cache", "test_manager_of_every_gpu", "test_register_in_a_fixture")
 CAUSES = [
     {"api": "verbs", "operation": "ibv_reg_dmabuf_mr", "status": 95, "status_name": "EOPNOTSUPP", "errno": 95},
     {"api": "verbs", "operation": "ibv_reg_mr", "status": 14, "status_name": "EFAULT", "errno": 14},
 ]
 
 
-def soft_roce_facts(facts: Facts) -> Facts:
+def make_soft_roce_facts(facts: Facts) -> Facts:
     """Return `facts` as if all NICs were Soft-RoCE devices."""
     assert facts.verbs is not None
     libraries = tuple(replace(library, notes=()) for library in facts.verbs.libraries)
@@ -241,10 +240,12 @@ def soft_roce_facts(facts: Facts) -> Facts:
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
     """The run of all cases in CASES with the profile `lab`."""
-    return run_cases(tmp_path_factory.mktemp("refusals"), soft_roce_facts(facts), CASES, "--seed=11", "--profile=lab")
+    return run_cases(
+        tmp_path_factory.mktemp("refusals"), make_soft_roce_facts(facts), CASES, "--seed=11", "--profile=lab"
+    )
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_CASES)
 def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> None:
     record = run.records[name]
     assert (record.verdict, record.refused, record.is_failure) == (Verdict.NOT_RUN, True, False)
@@ -263,7 +264,7 @@ def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> No
 
 
 @JSONSCHEMA
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", REFUSED_CASES)
 def test_record_of_a_refusal_conforms_to_the_schema(run: ChildRun, name: str) -> None:
     assert find_violations("record-1.json", json.loads(json.dumps(to_json_data(run.records[name])))) == []
 
@@ -296,7 +297,7 @@ def test_case_without_the_expected_refusal_fails(run: ChildRun, name: str, text:
     record = run.records[name]
     assert (record.verdict, record.refused, record.is_failure) == (Verdict.FAIL, False, True)
     assert text in record.reasons[0].text
-    assert run.code == 1
+    assert run.exit_code == 1
 
 
 def test_case_with_another_unmet_need_does_not_run(run: ChildRun) -> None:
@@ -308,28 +309,28 @@ def test_case_with_another_unmet_need_does_not_run(run: ChildRun) -> None:
 def test_refused_cases_are_counted_separately(run: ChildRun) -> None:
     assert run.records["test_lacks_no_need"].verdict is Verdict.PASS
     # Two more cases were refused but failed in their tear-down.
-    assert f"{len(REFUSED) + 2} refused as expected" in run.output
+    assert f"{len(REFUSED_CASES) + 2} refused as expected" in run.output
     assert "1 not run" in run.output
 
 
 def test_expected_refusals_do_not_fail_a_run(tmp_path: Path, facts: Facts) -> None:
-    run = run_cases(tmp_path, soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED))
-    assert {name for name, record in run.records.items() if record.refused} >= set(REFUSED)
+    run = run_cases(tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED_CASES))
+    assert {name for name, record in run.records.items() if record.refused} >= set(REFUSED_CASES)
     selected_run = run_cases(
-        tmp_path, soft_roce_facts(facts), CASES, "--profile=lab", "-k", "lease_of_a_cache or manager_of_every_gpu"
+        tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", "lease_of_a_cache or manager_of_every_gpu"
     )
-    assert selected_run.code == 0, selected_run.output
+    assert selected_run.exit_code == 0, selected_run.output
 
 
 def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts) -> None:
     run_cases(
-        tmp_path, soft_roce_facts(facts), CASES, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=lab"
+        tmp_path, make_soft_roce_facts(facts), CASES, "--collect-only", f"--plan={tmp_path}/plan.json", "--profile=lab"
     )
     plan = json.loads((tmp_path / "plan.json").read_text())
-    case_of_name = {case["case"].partition("::")[2]: case for case in plan["cases"]}
-    assert case_of_name["test_register"]["refused"]
-    assert not case_of_name["test_lacks_another_need_as_well"]["refused"]
-    assert not case_of_name["test_lacks_no_need"]["refused"]
+    cases_by_name = {case["case"].partition("::")[2]: case for case in plan["cases"]}
+    assert cases_by_name["test_register"]["refused"]
+    assert not cases_by_name["test_lacks_another_need_as_well"]["refused"]
+    assert not cases_by_name["test_lacks_no_need"]["refused"]
 
 
 def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
@@ -342,7 +343,7 @@ def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
 
 
 @pytest.mark.parametrize(
-    "refused",
+    "refusal",
     [
         'need = "a"\ncauses = [{ operation = "ibv_reg_mr", errno = "ENOSUCH" }]',
         'need = "a"\ncauses = [{ operation = "ibv_reg_mr", errno = "ENOTSUP" }]',
@@ -350,8 +351,8 @@ def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
         'need = "a"',
     ],
 )
-def test_malformed_refusal_of_a_profile_is_refused(tmp_path: Path, refused: str) -> None:
-    (tmp_path / "malformed.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refused}\n')
+def test_malformed_refusal_of_a_profile_is_refused(tmp_path: Path, refusal: str) -> None:
+    (tmp_path / "malformed.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refusal}\n')
     with pytest.raises(UsageError) as raised:
         load_profile("malformed", folder=tmp_path)
     assert raised.value.reason is Reason.MALFORMED

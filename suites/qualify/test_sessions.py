@@ -12,21 +12,21 @@ from gdrkit.qualify import fitting_sessions
 GPU_HARDWARE, NIC_HARDWARE = {Api.CUDA: "NVIDIA GPUs 0000:1b:00.0"}, {Api.VERBS: "RDMA devices mlx5_0"}
 
 
-def names_of_fitting_sessions(hardware: dict[Api, str]) -> set[str]:
+def find_fitting_sessions(hardware: dict[Api, str]) -> set[str]:
     sessions = fitting_sessions(hardware, TWINNED)
     assert all(session["why"] for session in sessions.values())
     return {name for name, session in sessions.items() if session["fits"]}
 
 
 def test_machine_without_hardware_has_the_sessions_on_twins() -> None:
-    assert names_of_fitting_sessions({}) == {"qualify", "suites"}
+    assert find_fitting_sessions({}) == {"qualify", "suites"}
     assert fitting_sessions({}, TWINNED)["qualify"]["arguments"] == ["--software"]
 
 
 def test_lab_does_not_fit_a_machine_without_a_nic() -> None:
-    assert names_of_fitting_sessions(GPU_HARDWARE) == {"qualify", "direct", "suites"}
+    assert find_fitting_sessions(GPU_HARDWARE) == {"qualify", "direct", "suites"}
     assert "no RDMA device here" in str(fitting_sessions(GPU_HARDWARE, TWINNED)["lab"]["why"])
-    assert names_of_fitting_sessions(GPU_HARDWARE | NIC_HARDWARE) == {"qualify", "direct", "lab", "suites"}
+    assert find_fitting_sessions(GPU_HARDWARE | NIC_HARDWARE) == {"qualify", "direct", "lab", "suites"}
 
 
 def test_fitting_sessions_exist_in_the_noxfile() -> None:

@@ -23,9 +23,9 @@ from gdrkit.harness.needs import needs, software
 
 pytestmark = needs(software(Api.VERBS), software(Api.CUDA))
 
-RUN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
-# The command opens the twin and creates a queue pair.
-USE_VERBS = """
+RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
+# The program opens a NIC of the twin and connects a queue pair.
+CONNECT_QUEUE_PAIR = """
 import contextlib
 from gdrkit.verbs import Nic
 stack = contextlib.ExitStack()
@@ -34,10 +34,10 @@ queue = stack.enter_context(nic.completion_queue())
 pair = stack.enter_context(nic.queue_pair(queue))
 pair.connect(pair.endpoint())
 """
-# The command creates a queue pair and does not connect it, as UCX does on every device, also if it then uses TCP.
-TRY_VERBS = USE_VERBS.replace("pair.connect(pair.endpoint())", "")
-# The command writes 1 MiB from one queue pair to another, and prints four port counters before and after.
-MOVE_BYTES = """
+# The program creates a queue pair and does not connect it. UCX does this on every device, even if it then uses TCP.
+CREATE_QUEUE_PAIR = CONNECT_QUEUE_PAIR.replace("pair.connect(pair.endpoint())", "")
+# The program writes 1 MiB from one queue pair to another, and prints four port counters before and after.
+WRITE_AND_PRINT_COUNTERS = """
 import contextlib
 from pathlib import Path
 from gdrkit.verbs import Nic
@@ -62,31 +62,31 @@ show()
 
 def run(*command: str, options: tuple[str, ...] = (), text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*RUN, *options, "--", *command], input=text, capture_output=True, text=True, check=False, timeout=60
+        [*RUN_COMMAND, *options, "--", *command], input=text, capture_output=True, text=True, check=False, timeout=60
     )
 
 
 def start(*command: str) -> subprocess.Popen[str]:
-    # A shell with job control, or nohup, may have started the cases with these signals ignored.
+    # If a shell with job control or nohup started the cases, these signals may be ignored.
     default_signals = ["env", "--default-signal=INT,HUP"]
     return subprocess.Popen(
-        [*default_signals, *RUN, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*default_signals, *RUN_COMMAND, "--", *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
 def test_report_names_process_queue_pairs_and_unused_apis() -> None:
-    process = run(sys.executable, "-c", USE_VERBS)
+    process = run(sys.executable, "-c", CONNECT_QUEUE_PAIR)
     assert process.returncode == 0, process.stderr
-    first, *rest = process.stderr.splitlines()
-    assert re.fullmatch(r"gdrkit: verbs: twin opened by \S+ \(pid \d+\); 1 queue pair", first)
-    assert rest == ["gdrkit: not used: cuda, cufile, hlthunk"]
-    assert run(sys.executable, "-c", USE_VERBS, options=("--quiet",)).stderr == ""
+    first_line, *other_lines = process.stderr.splitlines()
+    assert re.fullmatch(r"gdrkit: verbs: twin opened by \S+ \(pid \d+\); 1 queue pair", first_line)
+    assert other_lines == ["gdrkit: not used: cuda, cufile, hlthunk"]
+    assert run(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--quiet",)).stderr == ""
 
 
 def test_report_file_has_the_bytes_and_the_exit_code(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     options = ("--quiet", f"--report={report}")
-    process = run(sys.executable, "-c", f"{MOVE_BYTES}\nraise SystemExit(3)", options=options)
+    process = run(sys.executable, "-c", f"{WRITE_AND_PRINT_COUNTERS}\nraise SystemExit(3)", options=options)
     assert process.returncode == 3, process.stderr
     document = json.loads(report.read_text())
     verbs = document["apis"]["verbs"]
@@ -102,14 +102,14 @@ def test_listing_devices_is_not_a_use() -> None:
 
 
 def test_queue_pair_that_is_not_connected_is_no_use() -> None:
-    process = run(sys.executable, "-c", TRY_VERBS, options=("--require", "verbs"))
+    process = run(sys.executable, "-c", CREATE_QUEUE_PAIR, options=("--require", "verbs"))
     assert process.returncode == 125
     assert "but not used: no queue pair reached the state RTR" in process.stderr
 
 
 def test_killed_grandchild_is_in_the_report() -> None:
-    killed = f"{USE_VERBS}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
-    process = run("sh", "-c", f'"{sys.executable}" -c "$1"; "{sys.executable}" -c "$1"; exit 0', "sh", killed)
+    killed_program = f"{CONNECT_QUEUE_PAIR}\nimport os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
+    process = run("sh", "-c", f'"{sys.executable}" -c "$1"; "{sys.executable}" -c "$1"; exit 0', "sh", killed_program)
     assert process.returncode == 0
     assert re.search(r"verbs: twin opened by \S+ \(pid \d+, \d+\); 2 queue pairs", process.stderr)
 
@@ -122,7 +122,7 @@ def test_unused_required_api_changes_only_success(code: int, expected: int) -> N
 
 
 def test_used_required_api_keeps_success() -> None:
-    assert run(sys.executable, "-c", USE_VERBS, options=("--require", "verbs")).returncode == 0
+    assert run(sys.executable, "-c", CONNECT_QUEUE_PAIR, options=("--require", "verbs")).returncode == 0
 
 
 def test_required_api_without_a_twin_is_a_usage_error() -> None:
@@ -184,13 +184,13 @@ print(os.waitstatus_to_exitcode(supervise(command, os.environ, end, signal_mask=
 def test_kill_of_gdrkit_kills_the_command() -> None:
     process = start("sh", "-c", "echo $$; exec sleep 60")
     assert process.stdout is not None
-    command = int(process.stdout.readline())
+    command_id = int(process.stdout.readline())
     process.kill()
     process.communicate(timeout=30)
-    wait_until(lambda: state_of(command) in {"Z", ""}, "the end of the command")
+    wait_until(lambda: read_process_state(command_id) in {"Z", ""}, "the end of the command")
 
 
-def state_of(process_id: int) -> str:
+def read_process_state(process_id: int) -> str:
     try:
         return Path(f"/proc/{process_id}/stat").read_text("utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
@@ -198,12 +198,12 @@ def state_of(process_id: int) -> str:
 
 
 def test_stopped_command_continues_without_gdrkit() -> None:
-    """A fault plan can stop a process, and a test continues it by its process id."""
+    """A fault plan can stop the command. Another process then continues it by SIGCONT, without help of gdrkit."""
     process = start("sh", "-c", "echo $$; kill -STOP $$; exit 6")
     assert process.stdout is not None
-    command = int(process.stdout.readline())
-    wait_until(lambda: state_of(command) == "T", "the stop of the command")
-    os.kill(command, signal.SIGCONT)
+    command_id = int(process.stdout.readline())
+    wait_until(lambda: read_process_state(command_id) == "T", "the stop of the command")
+    os.kill(command_id, signal.SIGCONT)
     process.communicate(timeout=30)
     assert process.returncode == 6
 
@@ -225,7 +225,7 @@ def test_interrupt_of_the_terminal_arrives_once() -> None:
     )
     child, terminal = pty.fork()
     if child == 0:
-        os.execv(sys.executable, [*RUN, "--quiet", "--", sys.executable, "-c", script])  # noqa: S606 - no shell.
+        os.execv(sys.executable, [*RUN_COMMAND, "--quiet", "--", sys.executable, "-c", script])  # noqa: S606 - no shell.
     text = read_until(terminal, "True")
     os.write(terminal, b"\x03")
     text += read_until(terminal, "interrupts")
@@ -245,7 +245,7 @@ def read_until(terminal: int, expected: str) -> str:
     return text
 
 
-def twin_copy(folder: Path, api: Api, name: str) -> Path:
+def copy_twin(folder: Path, api: Api, name: str) -> Path:
     """Copy a twin to another path, where it stands for a real library."""
     environment = launch.environment(launch.Launch(software=frozenset({api})), base={})
     library = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
@@ -267,7 +267,7 @@ PRINT_MAPS = "import ctypes, sys; ctypes.CDLL(sys.argv[1]); print(open('/proc/se
     ],
 )
 def test_twin_replaces_a_library_that_is_opened_by_path(api: Api, name: str, tmp_path: Path) -> None:
-    copy = twin_copy(tmp_path, api, name)
+    copy = copy_twin(tmp_path, api, name)
     process = run(sys.executable, "-c", PRINT_MAPS, str(copy))
     assert process.returncode == 0, process.stderr
     assert str(copy) not in process.stdout
@@ -307,10 +307,10 @@ def test_library_without_version_is_the_same_twin() -> None:
 
 
 def test_real_library_is_named(tmp_path: Path) -> None:
-    copy = twin_copy(tmp_path, Api.CUDA, "libcuda.so.1")
+    copy = copy_twin(tmp_path, Api.CUDA, "libcuda.so.1")
     script = f"import ctypes, time; ctypes.CDLL({str(copy)!r}); time.sleep(1)"
-    cleared = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
-    process = run(*cleared, sys.executable, "-c", script)
+    without_loader_variables = ("env", "-u", "LD_AUDIT", "-u", "LD_LIBRARY_PATH", "-u", "LD_PRELOAD")
+    process = run(*without_loader_variables, sys.executable, "-c", script)
     assert process.returncode == 0, process.stderr
     assert re.search(
         rf"gdrkit: cuda: {re.escape(str(copy))}, not the twin, was loaded by \S+ \(pid \d+\)", process.stderr
@@ -336,7 +336,7 @@ def test_devices_in_sysfs_agree_with_verbs() -> None:
 
 
 def test_port_counters_grow_by_the_bytes_that_pass() -> None:
-    process = run(sys.executable, "-c", MOVE_BYTES)
+    process = run(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS)
     assert process.returncode == 0, process.stderr
     before, after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
     packets = (1 << 20) // 4096
@@ -357,12 +357,12 @@ def test_domain_leaves_no_state() -> None:
     folder = Path(process.stdout.splitlines()[0])
     assert {"counters", "tree"} <= set(process.stdout.split())
     assert not folder.exists()
-    # The next gdrkit run removes the folder of a killed one.
-    killed = start("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
-    assert killed.stdout is not None
-    folder = Path(killed.stdout.readline().strip())
+    # The next `gdrkit run` removes the folder of a killed `gdrkit run`.
+    killed_process = start("sh", "-c", 'echo "$GDRKIT_TWINS_STATE"; exec sleep 60')
+    assert killed_process.stdout is not None
+    folder = Path(killed_process.stdout.readline().strip())
     assert folder.is_dir()
-    killed.kill()
-    killed.communicate(timeout=30)
+    killed_process.kill()
+    killed_process.communicate(timeout=30)
     run("true")
     assert not folder.exists()

@@ -1,4 +1,4 @@
-"""The usage file of a `gdrkit run`, which every process of the run can write, and the lines that are made from it."""
+"""The usage file, to which every process of a `gdrkit run` writes, and the report lines that gdrkit makes from it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HEADER_BYTES, SLOT_BYTES = 64, 120
-READY = 2
+SLOT_COMPLETE = 2
 
 
 def write_slot(path: Path, index: int, *fields: object) -> None:
-    """Write a slot: state, API number, process id, 0, objects, moved bytes, program name, three present counts."""
+    """Write a slot.
+
+    The fields are the state, the number of the API, the process id, 0, the number of objects, the moved bytes, the
+    program name, and three counts of present objects.
+    """
     with path.open("r+b") as file:
         file.seek(HEADER_BYTES + index * SLOT_BYTES)
         file.write(struct.pack("<IIIIQQ64sqqq", *fields))
@@ -28,10 +32,10 @@ def test_slots_that_no_process_completed_are_left_out(tmp_path: Path) -> None:
     path = tmp_path / "run"
     create_usage_file(path)
     assert read_usage(path) == []
-    write_slot(path, 0, READY, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw", 2, 3, 4096)
+    write_slot(path, 0, SLOT_COMPLETE, 1, 12, 0, 2, 1_300_000_000, b"ib_write_bw", 2, 3, 4096)
     write_slot(path, 1, 1, 2, 13, 0, 1, 1, b"claimed", 0, 0, 0)
-    write_slot(path, 2, READY, 99, 14, 0, 1, 1, b"unknown API", 0, 0, 0)
-    write_slot(path, 3, READY, 2, 15, 0, 0, 0, b"\xff" * 64, 0, -1, -4096)
+    write_slot(path, 2, SLOT_COMPLETE, 99, 14, 0, 1, 1, b"unknown API", 0, 0, 0)
+    write_slot(path, 3, SLOT_COMPLETE, 2, 15, 0, 0, 0, b"\xff" * 64, 0, -1, -4096)
     assert read_usage(path) == [
         ProcessUse(Api.VERBS, 12, "ib_write_bw", 2, 1_300_000_000, 2, 3, 4096),
         ProcessUse(Api.CUDA, 15, r"\xff" * 64, 0, 0),
@@ -41,9 +45,9 @@ def test_slots_that_no_process_completed_are_left_out(tmp_path: Path) -> None:
 def test_cuda_runtime_has_a_slot_of_its_own(tmp_path: Path) -> None:
     path = tmp_path / "run"
     create_usage_file(path)
-    write_slot(path, 0, READY, 5, 12, 0, 0, 0, b"torch", 0, 0, 0)
-    write_slot(path, 1, READY, 2, 12, 0, 7, 4096, b"torch", 0, 0, 0)
-    write_slot(path, 2, READY, 6, 13, 0, 0, 0, b"nixl", 0, 0, 0)
+    write_slot(path, 0, SLOT_COMPLETE, 5, 12, 0, 0, 0, b"torch", 0, 0, 0)
+    write_slot(path, 1, SLOT_COMPLETE, 2, 12, 0, 7, 4096, b"torch", 0, 0, 0)
+    write_slot(path, 2, SLOT_COMPLETE, 6, 13, 0, 0, 0, b"nixl", 0, 0, 0)
     uses, runtimes = read_usage(path), read_runtimes(path)
     assert uses == [ProcessUse(Api.CUDA, 12, "torch", 7, 4096)]
     assert runtimes == [RuntimeUse("libcudart.so.12", 12, "torch"), RuntimeUse("libcudart.so.13", 13, "nixl")]
