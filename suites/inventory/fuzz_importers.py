@@ -55,7 +55,7 @@ _LSPCI_OUTPUT = b"""0000:00:01.0 PCI bridge [0604]: Intel Corporation Device 352
 \tCapabilities: <access denied>
 """
 # A copied folder of sysfs: each line has the path of a file or a link, a blank, and its contents or @ and its target.
-_TREE = b"""mlx5_0/ports/1/state 4: ACTIVE
+_COPIED_TREE = b"""mlx5_0/ports/1/state 4: ACTIVE
 mlx5_0/ports/1/phys_state 5: LinkUp
 mlx5_0/ports/1/rate 400 Gb/sec (4X NDR)
 mlx5_0/ports/1/link_layer InfiniBand
@@ -129,10 +129,10 @@ def _write_tree(root: Path, data: bytes) -> None:
             elif not os.path.lexists(path):
                 Path(os.fsdecode(path)).write_bytes(content)
         except OSError:
-            continue  # The path needs a folder where a file exists, or the reverse. The tree then lacks this path.
+            continue  # The path needs a folder where a file exists, or the reverse. The tree is written without it.
 
 
-def _target(import_capture: Callable[[bytes], Capture], valid_input: bytes) -> fuzz.FuzzTarget:
+def _make_target(import_capture: Callable[[bytes], Capture], valid_input: bytes) -> fuzz.FuzzTarget:
     return fuzz.FuzzTarget(
         partial(_import_and_examine, import_capture),
         [valid_input],
@@ -145,10 +145,10 @@ def _target(import_capture: Callable[[bytes], Capture], valid_input: bytes) -> f
 
 
 TARGETS = {
-    "nccl": _target(parse_capture, _TOPOLOGY_XML),
-    "lspci": _target(parse_capture, _LSPCI_OUTPUT),
-    "folder": _target(_import_folder, _TREE),
-    "capture": _target(parse_capture, _CAPTURE),
+    "nccl": _make_target(parse_capture, _TOPOLOGY_XML),
+    "lspci": _make_target(parse_capture, _LSPCI_OUTPUT),
+    "folder": _make_target(_import_folder, _COPIED_TREE),
+    "capture": _make_target(parse_capture, _CAPTURE),
 }
 
 if __name__ == "__main__":

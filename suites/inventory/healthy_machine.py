@@ -39,9 +39,9 @@ __all__ = [
     "NIC",
     "NVME",
     "SWITCH_PORT",
-    "config",
-    "gpu_processes",
-    "machine",
+    "make_config_space",
+    "make_gpu_processes",
+    "make_machine",
 ]
 
 GPU, NIC, NVME = "0000:03:00.0", "0000:04:00.0", "0000:05:00.0"
@@ -52,13 +52,13 @@ SWITCH_PORT = PORTS[GPU]
 ACS_REDIRECT = 0x1D
 
 _SWITCH_PATH = f"pci0000:00/{ROOT_PORT}/{SWITCH}"
-# For each PCI address: path below /sys/devices, vendor, device, class, driver, link width.
+# Each PCI address with its path below /sys/devices, vendor, device, class, driver and link width.
 _FUNCTIONS = {
     ROOT_PORT: (f"pci0000:00/{ROOT_PORT}", 0x8086, 0x352A, 0x060400, "pcieport", 16),
     SWITCH: (_SWITCH_PATH, 0x1000, 0xC030, 0x060400, "pcieport", 16),
     **{
-        port: (f"{_SWITCH_PATH}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if end == NVME else 16)
-        for end, port in PORTS.items()
+        port: (f"{_SWITCH_PATH}/{port}", 0x1000, 0xC030, 0x060400, "pcieport", 4 if device == NVME else 16)
+        for device, port in PORTS.items()
     },
     GPU: (f"{_SWITCH_PATH}/{PORTS[GPU]}/{GPU}", 0x10DE, 0x2335, 0x030200, "nvidia", 16),
     NIC: (f"{_SWITCH_PATH}/{PORTS[NIC]}/{NIC}", 0x15B3, 0x1021, 0x020000, "mlx5_core", 16),
@@ -77,10 +77,10 @@ _CUFILE = """{
 """
 
 
-def config(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
+def make_config_space(*, acs: int | None = None, ats: bool | None = None, read_request_bytes: int = 4096) -> bytes:
     """Return a configuration space of 4 KiB with the PCIe capability, and with ACS and ATS unless they are None."""
     data = bytearray(4096)
-    # The status register says that there are capabilities: power management at 0x40, then PCIe at 0x60.
+    # The status register announces a list of capabilities: power management at 0x40, and PCIe at 0x60.
     struct.pack_into("<H", data, 0x06, 0x10)
     data[0x34], data[0x40], data[0x41] = 0x40, 0x01, 0x60
     data[0x60] = 0x10
@@ -96,7 +96,7 @@ def config(*, acs: int | None = None, ats: bool | None = None, read_request_byte
     return bytes(data)
 
 
-def _functions() -> dict[str, str | bytes]:
+def _make_function_files() -> dict[str, str | bytes]:
     files: dict[str, str | bytes] = {}
     for address, (path, vendor, device, class_code, _, width) in _FUNCTIONS.items():
         folder = f"/sys/devices/{path}"
@@ -110,7 +110,9 @@ def _functions() -> dict[str, str | bytes]:
             f"{folder}/max_link_speed": "32.0 GT/s PCIe\n",
             f"{folder}/current_link_width": f"{width}\n",
             f"{folder}/max_link_width": f"{width}\n",
-            f"{folder}/config": config(acs=0x01 if is_bridge else None, ats=True if address == NIC else None),
+            f"{folder}/config": make_config_space(
+                acs=0x01 if is_bridge else None, ats=True if address == NIC else None
+            ),
         }
     return files
 
@@ -122,7 +124,7 @@ _ZONEINFO = (
     "Node 0, zone   Device\n        spanned  0\n        present  0\n"
 )
 HEALTHY_FILES: dict[str, str | bytes] = {
-    **_functions(),
+    **_make_function_files(),
     "/sys/kernel/iommu_groups/7/type": "identity\n",
     "/sys/class/infiniband/mlx5_0/hca_type": "MT4129\n",
     "/sys/class/infiniband/mlx5_0/fw_ver": "28.41.1000\n",
@@ -229,10 +231,10 @@ def _write(root: Path, files: Mapping[str, str | bytes | None], links: Mapping[s
             path.symlink_to(target)
 
 
-def gpu_processes(*changes: Mapping[str, Any], gap: str = "") -> dict[str, Observation]:
-    """Return the observation of as many processes of one job as there are mappings of changed fields.
+def make_gpu_processes(*changes: Mapping[str, Any], unreadable: str = "") -> dict[str, Observation]:
+    """Return the observation of the processes of one job: one process for each mapping of changed fields.
 
-    `gap` says what could not be read; empty if everything could.
+    `unreadable` states what could not be read, and is empty if everything was read.
     """
     process = GpuProcess(
         process_id=4711,
@@ -251,11 +253,11 @@ def gpu_processes(*changes: Mapping[str, Any], gap: str = "") -> dict[str, Obser
     processes = [
         replace(process, process_id=process.process_id + index, **change) for index, change in enumerate(changes)
     ]
-    seen = {process.title: json.dumps(serialization.to_json_data(process)) for process in processes}
-    return {GPU_PROCESSES: Observation(GPU_PROCESSES, seen=seen | ({NOT_READABLE: gap} if gap else {}))}
+    texts = {process.title: json.dumps(serialization.to_json_data(process)) for process in processes}
+    return {GPU_PROCESSES: Observation(GPU_PROCESSES, seen=texts | ({NOT_READABLE: unreadable} if unreadable else {}))}
 
 
-def machine(
+def make_machine(
     root: Path,
     *,
     files: Mapping[str, str | bytes | None] | None = None,
@@ -322,5 +324,5 @@ def machine(
         facts=replace(facts_of_files, **(api_facts | dict(facts or {}))),
         kernel_log=KernelLog(lines=kernel_log_lines, unreadable=None),
         environment=dict(environment or {}),
-        observations=gpu_processes({}, {}) | dict(observations or {}),
+        observations=make_gpu_processes({}, {}) | dict(observations or {}),
     )

@@ -1,4 +1,4 @@
-"""Changes of the healthy host that make each rule of the doctor fail, and changes with which a rule still passes.
+"""Changes of the healthy host by which each rule of the doctor fails, and changes with which a rule still passes.
 
 Rules that need an experiment on devices are tested in test_experiments.py.
 """
@@ -13,8 +13,8 @@ from inventory.healthy_machine import (
     HEALTHY_FILES,
     NIC,
     SWITCH_PORT,
-    config,
-    gpu_processes,
+    make_config_space,
+    make_gpu_processes,
 )
 
 from gdrkit.errors import Reason
@@ -24,16 +24,16 @@ from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.units import GIB, MIB
 
 __all__ = [
-    "CLIENT",
+    "CLIENT_FILE",
     "EXPANDABLE_SEGMENTS",
     "FAILING_EXAMPLES",
     "HCA_FOLDER",
-    "JOB",
+    "JOB_VARIABLES",
     "NO_PEER_MEMORY_FILES",
     "NO_RDMA_FILES",
     "PASSING_EXAMPLES",
     "PTRACE_CAPABILITY",
-    "failed_driver_open",
+    "make_failed_driver_open",
 ]
 
 _SWITCH_PATH = "pci0000:00/0000:00:01.0/0000:01:00.0"
@@ -44,8 +44,8 @@ _PORT_FOLDER = f"{HCA_FOLDER}/ports/1"
 NO_RDMA_FILES: dict[str, str | None] = {
     name: None for name in HEALTHY_FILES if name.startswith("/sys/class/infiniband/")
 }
-CLIENT = "/sys/kernel/mm/memory_peers/nv_mem/version"
-NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, CLIENT: None}
+CLIENT_FILE = "/sys/kernel/mm/memory_peers/nv_mem/version"
+NO_PEER_MEMORY_FILES: dict[str, str | None] = {"/sys/module/nvidia_peermem/version": None, CLIENT_FILE: None}
 _NO_NVIDIA_FS_FILES: dict[str, str | None] = {
     f"/proc/driver/nvidia-fs/{name}": None for name in ("version", "modules", "stats", "devcount")
 }
@@ -59,16 +59,16 @@ _VIRTUAL_MACHINE_FILES = {"/proc/cpuinfo": "processor\t: 0\nflags\t\t: fpu vme h
 _SLOW_LINK_FILES = {f"{_GPU_FOLDER}/current_link_speed": "2.5 GT/s PCIe\n"}
 _SMALL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * MIB, bar1_free_bytes=200 * MIB, common_ancestor={})
 _FULL_BAR1 = GpuLink(GPU, 5, 5, 16, 16, 0, bar1_bytes=256 * GIB, bar1_free_bytes=MIB, common_ancestor={})
-JOB = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
+JOB_VARIABLES = {"SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0,1"}
 PTRACE_CAPABILITY = {"/proc/self/status": "CapEff:\t0000000000080000\n"}
 EXPANDABLE_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _mountinfo(kind: str, options: str = "rw") -> dict[str, str]:
+def _make_mountinfo(kind: str, options: str = "rw") -> dict[str, str]:
     return {"/proc/self/mountinfo": f"22 1 259:1 / / rw - {kind} /dev/nvme0n1p1 {options}\n"}
 
 
-def failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
+def make_failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, Observation]:
     """Return the observation of cuFileDriverOpen with an error."""
     failure = ApiFailure(
         api="cufile",
@@ -83,7 +83,7 @@ def failed_driver_open(reason: Reason, status: int | None = None) -> dict[str, O
     return {"driver_open": Observation("driver_open", failure=failure)}
 
 
-def _with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remapping_pending: bool = False) -> GpuLink:
+def _make_link_with_errors(*, corrected: int = 0, uncorrected: int = 0, is_remapping_pending: bool = False) -> GpuLink:
     health = GpuHealth(
         serial="1650023000000",
         vbios="96.00.A0.00.01",
@@ -104,7 +104,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("peermem-symbols", "refused by the kernel"): {
         "kernel_log_lines": ("nvidia_peermem: disagrees about version of symbol ib_register_peer_memory_client",)
     },
-    ("peermem-refused", "no client"): {"files": {CLIENT: None}, "working_routes": ()},
+    ("peermem-refused", "no client"): {"files": {CLIENT_FILE: None}, "working_routes": ()},
     ("peermem-refused", "a registered module"): {"working_routes": ()},
     ("no-dmabuf-region", "the NIC refuses"): {"dmabuf": False, "working_routes": (), "files": NO_PEER_MEMORY_FILES},
     ("no-dmabuf-region", "an old kernel"): {
@@ -156,9 +156,11 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "kernel_log_lines": ("mlx5_core 0000:04:00.0: Driver cmdif rev(5) differs from firmware's(4)",)
     },
     ("acs-redirect", "a port of the switch"): {
-        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": config(acs=ACS_REDIRECT)}
+        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": make_config_space(acs=ACS_REDIRECT)}
     },
-    ("ats-off-in-vm", "ATS off"): {"files": _VIRTUAL_MACHINE_FILES | {f"{_NIC_FOLDER}/config": config(ats=False)}},
+    ("ats-off-in-vm", "ATS off"): {
+        "files": _VIRTUAL_MACHINE_FILES | {f"{_NIC_FOLDER}/config": make_config_space(ats=False)}
+    },
     ("iommu-translates", "the group is translated"): {"files": {"/sys/kernel/iommu_groups/7/type": "DMA-FQ\n"}},
     ("iommu-translates", "pass-through on Arm"): {
         "files": {"/proc/sys/kernel/osrelease": "6.8.0-60-generic\n"},
@@ -182,13 +184,17 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "files": _SLOW_LINK_FILES,
         "observations": {"load": Observation("load", seen={GPU: "8.0 GT/s PCIe"})},
     },
-    ("small-read-request", "128 bytes"): {"files": {f"{_NIC_FOLDER}/config": config(ats=True, read_request_bytes=128)}},
+    ("small-read-request", "128 bytes"): {
+        "files": {f"{_NIC_FOLDER}/config": make_config_space(ats=True, read_request_bytes=128)}
+    },
     ("gpu-errors", "fallen off the bus"): {
         "kernel_log_lines": ("NVRM: Xid (PCI:0000:03:00): 79, pid='<unknown>', GPU has fallen off the bus.",)
     },
-    ("gpu-errors", "uncorrected errors"): {"facts": {"nvml": NvmlFacts("580.159.04", (_with_errors(uncorrected=2),))}},
+    ("gpu-errors", "uncorrected errors"): {
+        "facts": {"nvml": NvmlFacts("580.159.04", (_make_link_with_errors(uncorrected=2),))}
+    },
     ("gpu-errors", "a row to be replaced"): {
-        "facts": {"nvml": NvmlFacts("580.159.04", (_with_errors(is_remapping_pending=True),))}
+        "facts": {"nvml": NvmlFacts("580.159.04", (_make_link_with_errors(is_remapping_pending=True),))}
     },
     ("port-down", "no cable"): {
         "files": {f"{_PORT_FOLDER}/state": "1: DOWN\n", f"{_PORT_FOLDER}/phys_state": "3: Disabled\n"}
@@ -198,9 +204,9 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("memlock-low", "8 MiB"): {
         "files": {"/proc/self/limits": "Max locked memory         8388608              8388608              bytes\n"}
     },
-    ("cuda-ipc-refused", "PID namespaces"): {"observations": gpu_processes({}, {"pid_namespace": 4026532801})},
+    ("cuda-ipc-refused", "PID namespaces"): {"observations": make_gpu_processes({}, {"pid_namespace": 4026532801})},
     ("descriptors-low", "a leak"): {
-        "observations": gpu_processes({}, {"descriptors_count": 1000, "dmabufs_count": 900})
+        "observations": make_gpu_processes({}, {"descriptors_count": 1000, "dmabufs_count": 900})
     },
     ("descriptors-low", "a small limit"): {
         "files": {"/proc/self/limits": "Max open files            256                  4096                 files\n"}
@@ -216,7 +222,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("nvidia-fs-version", "unknown symbol"): {
         "kernel_log_lines": ("nvidia_fs: Unknown symbol nvidia_p2p_get_pages (err -2)",)
     },
-    ("nvidia-fs-version", "refused by the library"): {"observations": failed_driver_open(Reason.OTHER, 5004)},
+    ("nvidia-fs-version", "refused by the library"): {"observations": make_failed_driver_open(Reason.OTHER, 5004)},
     ("p2pdma-off", "multipath"): {
         "files": _NO_NVIDIA_FS_FILES | {"/sys/module/nvme_core/parameters/multipath": "Y\n"},
     },
@@ -233,10 +239,10 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("silent-fallback", "in the log"): {
         "files": {"/var/log/cufile.log": "NOTICE cufio-drv:720 running in compatible mode\n"}
     },
-    ("file-system", "ext4 without ordered data"): {"files": _mountinfo("ext4")},
-    ("file-system", "btrfs"): {"files": _mountinfo("btrfs")},
+    ("file-system", "ext4 without ordered data"): {"files": _make_mountinfo("ext4")},
+    ("file-system", "btrfs"): {"files": _make_mountinfo("btrfs")},
     ("file-system", "device mapper"): {
-        "files": _mountinfo("xfs") | {"/sys/devices/block/nvme0n1/nvme0n1p1/dm/uuid": "LVM-abc\n"}
+        "files": _make_mountinfo("xfs") | {"/sys/devices/block/nvme0n1/nvme0n1p1/dm/uuid": "LVM-abc\n"}
     },
     ("direct-io", "large blocks"): {"files": {"/sys/class/block/nvme0n1/queue/logical_block_size": "16384\n"}},
     ("direct-io", "tmpfs alone"): {"files": {"/proc/self/mountinfo": "22 1 0:40 / / rw - tmpfs tmpfs rw\n"}},
@@ -253,7 +259,7 @@ FAILING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     },
     ("ucx-without-cuda", "no module"): {"files": {"/usr/lib/x86_64-linux-gnu/ucx/libuct_cuda.so.0": None}},
     ("driver-open", "no libcuda"): {"files": {"/usr/lib/x86_64-linux-gnu/libcuda.so.1": None}},
-    ("driver-open", "hangs"): {"observations": failed_driver_open(Reason.TIMEOUT)},
+    ("driver-open", "hangs"): {"observations": make_failed_driver_open(Reason.TIMEOUT)},
 }
 
 PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
@@ -261,11 +267,11 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("peermem-refused", "dma-buf instead"): {"working_routes": ("dmabuf",)},
     ("peermem-refused", "a registered module, and nothing was tried"): {"facts": {"routes": ()}},
     ("peermem-refused", "ib_core is used"): {
-        "files": {CLIENT: None, "/sys/module/ib_core/holders/nvidia_peermem": ""},
+        "files": {CLIENT_FILE: None, "/sys/module/ib_core/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
     ("peermem-refused", "ib_uverbs is used"): {
-        "files": {CLIENT: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
+        "files": {CLIENT_FILE: None, "/sys/module/ib_uverbs/holders/nvidia_peermem": ""},
         "facts": {"routes": ()},
     },
     ("no-dmabuf-region", "peer memory instead"): {"dmabuf": False, "working_routes": ("peer_memory",)},
@@ -284,10 +290,10 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "working_routes": (),
     },
     ("acs-redirect", "source validation alone"): {
-        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": config(acs=0x01)}
+        "files": {f"/sys/devices/{_SWITCH_PATH}/{SWITCH_PORT}/config": make_config_space(acs=0x01)}
     },
     ("acs-redirect", "above the switch"): {
-        "files": {"/sys/devices/pci0000:00/0000:00:01.0/config": config(acs=ACS_REDIRECT)}
+        "files": {"/sys/devices/pci0000:00/0000:00:01.0/config": make_config_space(acs=ACS_REDIRECT)}
     },
     ("ats-off-in-vm", "ATS on"): {"files": _VIRTUAL_MACHINE_FILES},
     ("iommu-translates", "no groups"): {"links": {f"{_GPU_FOLDER}/iommu_group": None}},
@@ -296,7 +302,7 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         "observations": {"load": Observation("load", seen={GPU: "32.0 GT/s PCIe"})},
     },
     ("gpu-errors", "corrected errors alone"): {
-        "facts": {"nvml": NvmlFacts("580.159.04", (_with_errors(corrected=9),))}
+        "facts": {"nvml": NvmlFacts("580.159.04", (_make_link_with_errors(corrected=9),))}
     },
     ("gpu-errors", "another message of the driver"): {"kernel_log_lines": ("NVRM: Xid is a word of this text",)},
     ("memlock-low", "the capability"): {
@@ -306,15 +312,16 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
         }
     },
     ("cuda-ipc-refused", "one GPU for each rank"): {
-        "observations": gpu_processes(
-            {"environment": JOB | {"CUDA_VISIBLE_DEVICES": "0"}}, {"environment": JOB | {"CUDA_VISIBLE_DEVICES": "1"}}
+        "observations": make_gpu_processes(
+            {"environment": JOB_VARIABLES | {"CUDA_VISIBLE_DEVICES": "0"}},
+            {"environment": JOB_VARIABLES | {"CUDA_VISIBLE_DEVICES": "1"}},
         )
     },
     ("cuda-ipc-refused", "a monitor in a container"): {
-        "observations": gpu_processes({}, {}, {"pid_namespace": 4026532801, "has_contexts": False})
+        "observations": make_gpu_processes({}, {}, {"pid_namespace": 4026532801, "has_contexts": False})
     },
     ("cuda-ipc-refused", "a root process beside a job"): {
-        "observations": gpu_processes({}, {}, {"user_id": 0, "environment": {}})
+        "observations": make_gpu_processes({}, {}, {"user_id": 0, "environment": {}})
     },
     ("cuda-ipc-refused", "ptrace is allowed"): {
         "environment": EXPANDABLE_SEGMENTS,
@@ -323,7 +330,7 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("cuda-ipc-refused", "the capability"): {"environment": EXPANDABLE_SEGMENTS, "files": PTRACE_CAPABILITY},
     ("cuda-ipc-refused", "expandable segments without a job"): {
         "environment": EXPANDABLE_SEGMENTS,
-        "observations": gpu_processes({"environment": {}}, {"environment": {}}),
+        "observations": make_gpu_processes({"environment": {}}, {"environment": {}}),
     },
     ("descriptors-low", "the usual limit"): {
         "files": {"/proc/self/limits": "Max open files            1024                 524288               files\n"}
@@ -353,9 +360,9 @@ PASSING_EXAMPLES: dict[tuple[str, str], dict[str, Any]] = {
     ("cufile-descriptor-0", "nvidia-fs is not loaded"): {"files": _NO_NVIDIA_FS_FILES | {"/dev/nvidia-fs0": None}},
     ("cufile-descriptor-0", "it is still open"): {
         "files": {"/dev/nvidia-fs0": None},
-        "observations": failed_driver_open(Reason.OTHER, 5001),
+        "observations": make_failed_driver_open(Reason.OTHER, 5001),
     },
-    ("file-system", "xfs"): {"files": _mountinfo("xfs")},
+    ("file-system", "xfs"): {"files": _make_mountinfo("xfs")},
     ("vmm-memory", "expandable segments"): {"environment": EXPANDABLE_SEGMENTS},
     ("driver-open", "success"): {"observations": {"driver_open": Observation("driver_open", seen={"opened": "yes"})}},
 }

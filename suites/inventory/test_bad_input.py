@@ -1,4 +1,4 @@
-"""The readers report wrong files of sysfs and procfs as unreadable. A hostile config space causes one clear error."""
+"""Wrong files of sysfs and procfs are reported as unreadable, and a hostile config space causes one clear error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import struct
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.healthy_machine import HEALTHY_FILES, NIC, config, machine
+from inventory.healthy_machine import HEALTHY_FILES, NIC, make_config_space, make_machine
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.host import HostTree, block_device, mount_of, mounts, parse_config_space, pci_devices, virtual_machine
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def config_with(offset: int, value: int, format_: str = "<I") -> bytes:
+def make_config_space_with(offset: int, value: int, format_: str = "<I") -> bytes:
     """Return a valid config space in which the value at one offset is replaced. `format_` is a format of struct."""
-    data = bytearray(config(acs=0x1D, ats=True))
+    data = bytearray(make_config_space(acs=0x1D, ats=True))
     struct.pack_into(format_, data, offset, value)
     return bytes(data)
 
@@ -29,12 +29,12 @@ def config_with(offset: int, value: int, format_: str = "<I") -> bytes:
 HOSTILE_CONFIG_SPACES = {
     "too short": (b"\0" * 63, "a header has 64"),
     "empty": (b"", "a header has 64"),
-    "capabilities loop": (config_with(0x61, 0x40, "<B"), "loops at 0x40"),
-    "a capability is its own next": (config_with(0x41, 0x40, "<B"), "loops at 0x40"),
-    "capabilities lead into the header": (config_with(0x61, 0x10, "<B"), "outside"),
-    "extended ones loop": (config_with(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
-    "an extended one is its own next": (config_with(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
-    "extended ones lead into the standard ones": (config_with(0x150, 0x000D | 0x40 << 20), "outside"),
+    "capabilities loop": (make_config_space_with(0x61, 0x40, "<B"), "loops at 0x40"),
+    "a capability is its own next": (make_config_space_with(0x41, 0x40, "<B"), "loops at 0x40"),
+    "capabilities lead into the header": (make_config_space_with(0x61, 0x10, "<B"), "outside"),
+    "extended ones loop": (make_config_space_with(0x150, 0x000D | 0x100 << 20), "loops at 0x100"),
+    "an extended one is its own next": (make_config_space_with(0x150, 0x000D | 0x150 << 20), "loops at 0x150"),
+    "extended ones lead into the standard ones": (make_config_space_with(0x150, 0x000D | 0x40 << 20), "outside"),
 }
 
 
@@ -50,7 +50,7 @@ def test_hostile_config_space_is_one_clear_error(name: str) -> None:
 def test_random_config_space_is_read_or_refused() -> None:
     generator = random.Random(5)
     for _ in range(2000):
-        data = bytearray(config(acs=0x1D, ats=True)[: generator.choice((64, 65, 128, 256, 257, 4096))])
+        data = bytearray(make_config_space(acs=0x1D, ats=True)[: generator.choice((64, 65, 128, 256, 257, 4096))])
         for _change in range(generator.randint(0, 6)):
             data[generator.randrange(len(data))] = generator.randrange(256)
         reasons = set()
@@ -62,18 +62,18 @@ def test_random_config_space_is_read_or_refused() -> None:
 
 
 def test_whole_config_space_has_its_registers() -> None:
-    space = parse_config_space(config(acs=0x1D, ats=False, read_request_bytes=512))
+    space = parse_config_space(make_config_space(acs=0x1D, ats=False, read_request_bytes=512))
     assert space.acs is not None
     assert (str(space.acs), space.ats_enabled) == ("SrcValid+ ReqRedir+ CmpltRedir+ UpstreamFwd+", False)
     assert (space.max_read_request_bytes, space.relaxed_ordering, space.is_whole) == (512, True, True)
-    header = parse_config_space(config(acs=0x1D)[:64])
+    header = parse_config_space(make_config_space(acs=0x1D)[:64])
     assert (header.acs, header.max_read_request_bytes, header.is_whole) == (None, None, False)
 
 
 def test_rule_with_hostile_config_space_is_unproven(tmp_path: Path) -> None:
     path = next(name for name in HEALTHY_FILES if name.endswith(f"{NIC}/config"))
     finding = rule_of("small-read-request").apply(
-        machine(tmp_path, files={path: HOSTILE_CONFIG_SPACES["capabilities loop"][0]})
+        make_machine(tmp_path, files={path: HOSTILE_CONFIG_SPACES["capabilities loop"][0]})
     )
     assert finding.verdict is Verdict.UNPROVEN
     assert "loops at 0x40" in finding.text
@@ -84,7 +84,7 @@ def test_files_with_wrong_contents_raise_no_error(tmp_path: Path, content: bytes
     files = {
         name: content for name in HEALTHY_FILES if not name.startswith("/proc/self") and not name.endswith("/class")
     }
-    healthy_host = machine(tmp_path, files=files)
+    healthy_host = make_machine(tmp_path, files=files)
     diagnosis = diagnose(healthy_host)
     topology(healthy_host)
     assert len(diagnosis.findings) == len(RULES)
@@ -125,7 +125,7 @@ def test_mounts_are_read_with_escapes_and_without_bad_lines(tmp_path: Path) -> N
 
 
 def test_partition_has_its_disk(tmp_path: Path) -> None:
-    healthy_host = machine(tmp_path)
+    healthy_host = make_machine(tmp_path)
     disk = block_device(HostTree.of(healthy_host.files), "259:1")
     assert disk is not None
     assert (disk.name, disk.mapper, disk.has_integrity) == ("nvme0n1", None, False)

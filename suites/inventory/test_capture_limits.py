@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-# Limit of the additional peak memory, compared with the same command on an empty capture.
+# A hostile capture may add this much to the peak memory of the same command on an empty capture.
 GROWTH_MAX_BYTES = 256 << 20
-# Limit of processor time. Elapsed time would depend on the load of the machine.
+# Limit of the processor time of a command. Elapsed time would depend on the load of the machine.
 CPU_TIME_MAX_S = 30
 SMALLEST_CAPTURE = {"schema_version": 1, "origin": "a case", "answers": {}}
-# The program reports the exit code of the command. 1 means that the doctor found a cause.
+# The program runs a command of gdrkit, and reports its peak memory, its processor time and its exit code.
 PROGRAM = """
 import re, sys, time
 from gdrkit.cli import main
@@ -44,14 +44,14 @@ def measure_command(*arguments: str) -> tuple[int, int, str]:
     command = [sys.executable, "-c", PROGRAM, *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
     *messages, last_line = process.stderr.splitlines()
-    marker, peak_kib, cpu_s, code = last_line.split()
+    marker, peak_kib, cpu_s, exit_code = last_line.split()
     assert marker == "peak", process.stderr
     assert float(cpu_s) <= CPU_TIME_MAX_S
-    return int(peak_kib) << 10, int(code), "\n".join(messages)
+    return int(peak_kib) << 10, int(exit_code), "\n".join(messages)
 
 
 @cache
-def baseline_peak_bytes(command: str) -> int:
+def measure_baseline_peak(command: str) -> int:
     """Return the peak memory of a command on the smallest capture."""
     with tempfile.NamedTemporaryFile("w") as file:
         file.write(json.dumps(SMALLEST_CAPTURE))
@@ -59,22 +59,22 @@ def baseline_peak_bytes(command: str) -> int:
         return measure_command(command, "--replay", file.name)[0]
 
 
-def capture_with_reads(**fields: object) -> bytes:
+def make_capture_with_reads(**fields: object) -> bytes:
     """Return a capture with these fields of RecordedReads."""
     return json.dumps({**SMALLEST_CAPTURE, "answers": fields}, ensure_ascii=False).encode()
 
 
-def capture_with_list(part: bytes, count: int) -> bytes:
+def make_capture_with_list(part: bytes, count: int) -> bytes:
     """Return a capture with a JSON list that contains `part` many times."""
     return b'{"schema_version": 1, "origin": [' + (part + b",") * count + part + b'], "answers": {}}'
 
 
-def pci_addresses(count: int) -> list[str]:
+def make_pci_addresses(count: int) -> list[str]:
     """Return `count` different PCI addresses."""
     return [f"{index >> 8:06x}:{index & 255:02x}:00.0" for index in range(count)]
 
 
-def capture_with_functions(count: int, class_code: str = "0x030200") -> bytes:
+def make_capture_with_functions(count: int, class_code: str = "0x030200") -> bytes:
     """Return a capture with `count` PCI functions of a class."""
     addresses = [f"0000:{index >> 8:02x}:{index >> 3 & 31:02x}.{index & 7}" for index in range(count)]
     texts = {
@@ -82,58 +82,60 @@ def capture_with_functions(count: int, class_code: str = "0x030200") -> bytes:
         for address in addresses
         for name, text in (("vendor", "0x10de"), ("device", "0x1"), ("class", class_code))
     }
-    return capture_with_reads(texts=texts, folders={"/sys/bus/pci/devices": addresses})
+    return make_capture_with_reads(texts=texts, folders={"/sys/bus/pci/devices": addresses})
 
 
-def topology_xml(content: bytes) -> bytes:
+def make_topology_xml(content: bytes) -> bytes:
     """Return a topology XML of NCCL with one CPU that has this content."""
     return b'<system><cpu numaid="0">' + content + b"</cpu></system>"
 
 
-def lspci_output(count: int, line: str) -> bytes:
+def make_lspci_output(count: int, line: str) -> bytes:
     """Return an output of lspci with one function and `count` lines about it."""
     return ("01:00.0 3D controller: NVIDIA Corporation Device 2330\n" + f"{line}\n" * count).encode()
 
 
-def topology_with_bridges(depth: int, leaves: int) -> bytes:
+def make_topology_with_bridges(depth: int, leaves: int) -> bytes:
     """Return a topology XML with `leaves` functions below a chain of `depth` bridges."""
     bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0" class="0x060400">' % bus for bus in range(depth))
     content = b"".join(b'<pci busid="%04x:ff:%02x.0"/>' % divmod(index, 256) for index in range(leaves))
-    return topology_xml(bridge_elements + content + b"</pci>" * depth)
+    return make_topology_xml(bridge_elements + content + b"</pci>" * depth)
 
 
 HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
-    "a million lists": lambda: gzip.compress(capture_with_list(b"[]", 80_000_000 // 3), 1),
-    "as many lists as allowed": lambda: capture_with_list(b"[]", 149_000),
-    "objects": lambda: capture_with_list(b'{"a":1}', 2_000_000),
-    "strings": lambda: capture_with_list(b'"ab"', 3_000_000),
-    "numbers": lambda: capture_with_list(b"1e9", 4_000_000),
+    "a million lists": lambda: gzip.compress(make_capture_with_list(b"[]", 80_000_000 // 3), 1),
+    "as many lists as allowed": lambda: make_capture_with_list(b"[]", 149_000),
+    "objects": lambda: make_capture_with_list(b'{"a":1}', 2_000_000),
+    "strings": lambda: make_capture_with_list(b'"ab"', 3_000_000),
+    "numbers": lambda: make_capture_with_list(b"1e9", 4_000_000),
     "deep": lambda: b"[" * 5_000_000,
-    "wide text": lambda: capture_with_reads(texts={"/a": "\N{GRINNING FACE}" + "a" * 15_000_000}),
+    "wide text": lambda: make_capture_with_reads(texts={"/a": "\N{GRINNING FACE}" + "a" * 15_000_000}),
     "unterminated string": lambda: b'{"a": "' + b'\\"' * 7_000_000,
     "UTF-16": lambda: json.dumps(SMALLEST_CAPTURE).encode("utf-16-le"),
-    "lone surrogates": lambda: capture_with_reads(texts={"/a": "x"}).replace(b"x", b"\\ud800" * 1_000_000),
-    "a folder of many names": lambda: capture_with_reads(folders={"/sys/bus/pci/devices": pci_addresses(150_000)}),
-    "links of long paths": lambda: capture_with_reads(links={"/a": "/b" * 5_000_000, "/b": "/a" * 1000}),
-    "functions": lambda: capture_with_functions(20_000),
-    "GPUs": lambda: capture_with_functions(4000),
-    "as many GPUs as allowed": lambda: capture_with_functions(512),
-    "functions that are not GPUs": lambda: capture_with_functions(4000, class_code="0x010000"),
-    "mounts": lambda: capture_with_reads(
+    "lone surrogates": lambda: make_capture_with_reads(texts={"/a": "x"}).replace(b"x", b"\\ud800" * 1_000_000),
+    "a folder of many names": lambda: make_capture_with_reads(
+        folders={"/sys/bus/pci/devices": make_pci_addresses(150_000)}
+    ),
+    "links of long paths": lambda: make_capture_with_reads(links={"/a": "/b" * 5_000_000, "/b": "/a" * 1000}),
+    "functions": lambda: make_capture_with_functions(20_000),
+    "GPUs": lambda: make_capture_with_functions(4000),
+    "as many GPUs as allowed": lambda: make_capture_with_functions(512),
+    "functions that are not GPUs": lambda: make_capture_with_functions(4000, class_code="0x010000"),
+    "mounts": lambda: make_capture_with_reads(
         texts={"/proc/self/mountinfo": "".join(f"{n} 1 8:{n} / /m{n} rw - ext4 /dev/sda rw\n" for n in range(200_000))}
     ),
-    "RDMA devices": lambda: capture_with_reads(
+    "RDMA devices": lambda: make_capture_with_reads(
         folders={"/sys/class/infiniband": [f"mlx5_{n}" for n in range(150_000)]}
     ),
-    "elements": lambda: topology_xml(b"<a/>" * 1_900_000),
-    "nested elements": lambda: topology_xml(b"<a>" * 190_000 + b"</a>" * 9000),
-    "attributes": lambda: topology_xml(b"<pci " + b" ".join(b'a%06x=""' % n for n in range(700_000)) + b"/>"),
+    "elements": lambda: make_topology_xml(b"<a/>" * 1_900_000),
+    "nested elements": lambda: make_topology_xml(b"<a>" * 190_000 + b"</a>" * 9000),
+    "attributes": lambda: make_topology_xml(b"<pci " + b" ".join(b'a%06x=""' % n for n in range(700_000)) + b"/>"),
     "XML in EBCDIC": lambda: (
-        b'<?xml version="1.0" encoding="cp037"?>' + topology_xml(b"<a/>" * 1_900_000).decode().encode("cp037")
+        b'<?xml version="1.0" encoding="cp037"?>' + make_topology_xml(b"<a/>" * 1_900_000).decode().encode("cp037")
     ),
-    "bridges above functions": lambda: topology_with_bridges(30, 4000),
-    "lines of lspci": lambda: lspci_output(7_000_000, " "),
-    "long lines of lspci": lambda: lspci_output(1, " Speed " + "1" * 15_000_000),
+    "bridges above functions": lambda: make_topology_with_bridges(30, 4000),
+    "lines of lspci": lambda: make_lspci_output(7_000_000, " "),
+    "long lines of lspci": lambda: make_lspci_output(1, " Speed " + "1" * 15_000_000),
     "functions of lspci": lambda: b"".join(
         b"%04x:01:00.0 3D controller: NVIDIA\n\tMaxReadReq 512 bytes\n" % index for index in range(4000)
     ),
@@ -141,7 +143,7 @@ HOSTILE_CAPTURES: dict[str, Callable[[], bytes]] = {
 }
 
 
-# Captures that are accepted and replayed by other commands too. All commands refuse the other captures in the same way.
+# Captures that gdrkit accepts. Further commands replay them. All commands refuse the other captures in the same way.
 ACCEPTED_CAPTURES = (
     "as many GPUs as allowed",
     "functions that are not GPUs",
@@ -157,11 +159,11 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "command"), CASES)
 def test_hostile_capture_has_bounded_cost(tmp_path: Path, name: str, command: str) -> None:
-    baseline_bytes = baseline_peak_bytes(command)
+    baseline_bytes = measure_baseline_peak(command)
     file = tmp_path / "capture"
     file.write_bytes(HOSTILE_CAPTURES[name]())
-    peak_bytes, code, messages = measure_command(command, "--replay", str(file))
+    peak_bytes, exit_code, messages = measure_command(command, "--replay", str(file))
     assert peak_bytes - baseline_bytes <= GROWTH_MAX_BYTES, f"{(peak_bytes - baseline_bytes) >> 20} MiB"
-    # For a refused capture the command prints one line.
-    assert len(messages.splitlines()) == (1 if code == 2 else 0), messages[:1000]
-    assert code in (0, 1, 2, 4)
+    # A command that refuses a capture exits with code 2 and prints one line.
+    assert len(messages.splitlines()) == (1 if exit_code == 2 else 0), messages[:1000]
+    assert exit_code in (0, 1, 2, 4)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from inventory.healthy_machine import machine
+from inventory.healthy_machine import make_machine
 
 from gdrkit import serialization
 from gdrkit.cli import main
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def recorded_machine(root: Path) -> Machine:
+def make_recorded_machine(root: Path) -> Machine:
     """Return the healthy host of inventory.healthy_machine, whose reads are recorded."""
-    healthy_host = machine(root)
+    healthy_host = make_machine(root)
     return replace(healthy_host, files=Recorder(DiskFiles(root)))
 
 
 @pytest.mark.parametrize("name", ["capture.json", "capture.json.gz"])
 def test_checks_of_a_capture_equal_those_of_the_machine(tmp_path: Path, name: str) -> None:
-    healthy_host = recorded_machine(tmp_path / "host")
+    healthy_host = make_recorded_machine(tmp_path / "host")
     diagnosis, pci_topology = diagnose(healthy_host), topology(healthy_host)
     write_capture(tmp_path / name, healthy_host.capture())
-    replayed = captured_machine(read_capture(tmp_path / name))
-    assert diagnose(replayed) == diagnosis
-    assert topology(replayed) == pci_topology
-    assert replayed.facts == healthy_host.facts
+    replayed_machine = captured_machine(read_capture(tmp_path / name))
+    assert diagnose(replayed_machine) == diagnosis
+    assert topology(replayed_machine) == pci_topology
+    assert replayed_machine.facts == healthy_host.facts
 
 
 def test_facts_are_saved_and_replayed_by_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,21 +73,25 @@ def test_unread_path_differs_from_absent_path(tmp_path: Path) -> None:
     tree = HostTree.of(recorder)
     tree.names("/sys")
     tree.text("/proc/cmdline")
-    replayed = HostTree.of(CapturedFiles(recorder.reads))
-    assert (replayed.names("/sys"), replayed.text("/proc/cmdline"), len(replayed.unreadable)) == ((), None, 0)
-    assert replayed.text("/sys/module") is None
-    assert not replayed.unreadable
-    assert replayed.text("/etc/os-release") is None
-    assert [item.errno for item in replayed.unreadable] == [errno.ENODATA]
+    replayed_tree = HostTree.of(CapturedFiles(recorder.reads))
+    assert (replayed_tree.names("/sys"), replayed_tree.text("/proc/cmdline"), len(replayed_tree.unreadable)) == (
+        (),
+        None,
+        0,
+    )
+    assert replayed_tree.text("/sys/module") is None
+    assert not replayed_tree.unreadable
+    assert replayed_tree.text("/etc/os-release") is None
+    assert [item.errno for item in replayed_tree.unreadable] == [errno.ENODATA]
 
 
 def test_read_error_is_captured(tmp_path: Path) -> None:
     (tmp_path / "file").mkdir()
     recorder = Recorder(DiskFiles(tmp_path))
     assert HostTree.of(recorder).text("/file") is None
-    replayed = HostTree.of(CapturedFiles(recorder.reads))
-    assert replayed.text("/file") is None
-    assert [item.errno for item in replayed.unreadable] == [errno.EISDIR]
+    replayed_tree = HostTree.of(CapturedFiles(recorder.reads))
+    assert replayed_tree.text("/file") is None
+    assert [item.errno for item in replayed_tree.unreadable] == [errno.EISDIR]
 
 
 def test_links_of_a_capture_stay_inside_it() -> None:
@@ -160,5 +164,5 @@ def test_unreadable_path_is_one_clear_error(tmp_path: Path) -> None:
 
 
 def test_capture_is_read_back_as_the_same_value(tmp_path: Path) -> None:
-    capture = recorded_machine(tmp_path / "host").capture()
+    capture = make_recorded_machine(tmp_path / "host").capture()
     assert serialization.from_json_data(Capture, json.loads(json.dumps(serialization.to_json_data(capture)))) == capture

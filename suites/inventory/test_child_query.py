@@ -21,8 +21,8 @@ from gdrkit.inventory.child_query import ChildQuery
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# Limit of the duration of a query whose time limit is 1 s. Killing the child takes up to 5 s more. The other 9 s are
-# for a busy machine.
+# Maximum duration of a query with a timeout of 1 s. The kill of the child takes up to 5 s, and 9 s are a reserve for a
+# busy machine.
 DURATION_MAX_S = 15.0
 _INIT_REPLY = struct.Struct("=IiQ IIIIHHIIHHI28x")
 
@@ -34,7 +34,7 @@ def start_query(folder: Path, program: str, *arguments: str) -> ChildQuery:
 
 
 def is_gone(process_id: int) -> bool:
-    """Return whether the process has ended. A process that has ended keeps state Z until its parent waits for it."""
+    """Return whether the process has ended. Until its parent waits for it, it has the state Z."""
     try:
         state = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -86,7 +86,7 @@ def test_close_of_a_query_kills_its_grandchild(tmp_path: Path) -> None:
 
 
 @contextmanager
-def silent_mount(folder: Path) -> Iterator[Path]:
+def mount_silent_file_system(folder: Path) -> Iterator[Path]:
     """Mount a file system that never replies after its first message. A process that accesses it waits in state D."""
     folder.mkdir()
     descriptor = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
@@ -98,7 +98,7 @@ def silent_mount(folder: Path) -> Iterator[Path]:
         unique = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
         size = _INIT_REPLY.size
         os.write(descriptor, _INIT_REPLY.pack(size, 0, unique, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
-        # When the server has read a request and does not reply, the process that sent it waits uninterruptibly.
+        # This request gets no reply. From now on, the process that made it waits uninterruptibly.
         os.read(descriptor, 1 << 17)
 
     server = threading.Thread(target=serve, daemon=True)
@@ -112,7 +112,7 @@ def silent_mount(folder: Path) -> Iterator[Path]:
 
 @needs(host.fuse, host.capability("CAP_SYS_ADMIN"))
 def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
-    with silent_mount(tmp_path / "mount") as mount:
+    with mount_silent_file_system(tmp_path / "mount") as mount:
         program = "import os, sys\nos.write(1, b'started')\nos.stat(sys.argv[1])"
         query = start_query(tmp_path, program, str(mount / "file"))
         start_s = time.monotonic()
@@ -143,5 +143,5 @@ def test_experiment_that_closes_descriptor_0_is_seen(
     tmp_path: Path, statement: str, ending: str, expected: str | None
 ) -> None:
     query = start_query(tmp_path, EXPERIMENT.format(statement=statement, ending=ending), "planted")
-    seen, failure = query.result(60.0)
-    assert (seen.get("descriptor 0"), failure is not None) == (expected, "raise" in ending)
+    observed, failure = query.result(60.0)
+    assert (observed.get("descriptor 0"), failure is not None) == (expected, "raise" in ending)

@@ -1,6 +1,6 @@
-"""The commands doctor, topology and explain: text, JSON and exit codes.
+"""The commands doctor, topology and explain: their text, JSON and exit codes.
 
-The cases apply the remedies that they can apply.
+Some cases apply the remedy that the doctor prints, and require that the doctor then finds no cause.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from inventory.healthy_machine import machine
+from inventory.healthy_machine import make_machine
 from inventory.rule_examples import FAILING_EXAMPLES
 from support.other_user import UNPRIVILEGED_DOCTOR, run_program
 
@@ -65,7 +65,7 @@ def test_doctor_names_what_an_ordinary_user_cannot_read() -> None:
 
 
 def test_json_and_text_have_the_same_findings(tmp_path: Path) -> None:
-    diagnosis = diagnose(machine(tmp_path, **FAILING_EXAMPLES["acs-redirect", "a port of the switch"]))
+    diagnosis = diagnose(make_machine(tmp_path, **FAILING_EXAMPLES["acs-redirect", "a port of the switch"]))
     text = describe_diagnosis(diagnosis)
     data = json.loads(diagnosis.to_json())
     assert [finding["code"] for finding in data["findings"] if finding["verdict"] == "fail"] == ["acs-redirect"]
@@ -79,13 +79,13 @@ def test_exit_code_is_1_if_a_cause_is_present(tmp_path: Path, capsys: pytest.Cap
         ("correct", {}, 0),
         ("failing", FAILING_EXAMPLES["acs-redirect", "a port of the switch"], 1),
     ):
-        healthy_host = machine(tmp_path / name, **changes)
+        healthy_host = make_machine(tmp_path / name, **changes)
         healthy_host = replace(healthy_host, files=Recorder(healthy_host.files))
         diagnose(healthy_host)
         write_capture(tmp_path / f"{name}.json", healthy_host.capture())
-        replay = ("doctor", "--replay", str(tmp_path / f"{name}.json"))
-        assert run_gdrkit(capsys, *replay)[0] == expected
-        assert run_gdrkit(capsys, *replay, "--any")[0] == 0
+        replay_arguments = ("doctor", "--replay", str(tmp_path / f"{name}.json"))
+        assert run_gdrkit(capsys, *replay_arguments)[0] == expected
+        assert run_gdrkit(capsys, *replay_arguments, "--any")[0] == 0
     assert run_gdrkit(capsys, "doctor", "--replay", "/no/such/file")[0] == 2
 
 
@@ -93,19 +93,19 @@ def test_exit_code_is_4_without_gpu_and_nic(tmp_path: Path, capsys: pytest.Captu
     folders: dict[str, list[str]] = {"/sys/bus/pci/devices": [], "/sys/class/infiniband": []}
     capture = {"schema_version": 1, "origin": "a case", "answers": {"folders": folders}}
     (tmp_path / "bare.json").write_text(json.dumps(capture))
-    replay = ("doctor", "--replay", str(tmp_path / "bare.json"))
-    code, text = run_gdrkit(capsys, *replay)
-    assert (code, "no RDMA device" in text) == (4, True)
-    assert run_gdrkit(capsys, *replay, "--any") == (0, text)
+    replay_arguments = ("doctor", "--replay", str(tmp_path / "bare.json"))
+    exit_code, text = run_gdrkit(capsys, *replay_arguments)
+    assert (exit_code, "no RDMA device" in text) == (4, True)
+    assert run_gdrkit(capsys, *replay_arguments, "--any") == (0, text)
 
 
 def test_explain_as_json_has_every_rule(capsys: pytest.CaptureFixture[str]) -> None:
-    code, text = run_gdrkit(capsys, "explain", "--json")
+    exit_code, text = run_gdrkit(capsys, "explain", "--json")
     rules = json.loads(text)
-    assert (code, [rule["code"] for rule in rules]) == (0, [rule.code for rule in RULES])
+    assert (exit_code, [rule["code"] for rule in rules]) == (0, [rule.code for rule in RULES])
     assert {rule["code"] for rule in rules if rule["acts"]} == {rule.code for rule in RULES if rule.experiment}
-    code, text = run_gdrkit(capsys, "explain", "udev-database", "--json")
-    assert (code, json.loads(text)) == (0, next(rule for rule in rules if rule["code"] == "udev-database"))
+    exit_code, text = run_gdrkit(capsys, "explain", "udev-database", "--json")
+    assert (exit_code, json.loads(text)) == (0, next(rule for rule in rules if rule["code"] == "udev-database"))
     assert run_gdrkit(capsys, "explain", "nonsense", "--json")[0] == 2
 
 
@@ -127,14 +127,14 @@ def test_document_contains_every_rule() -> None:
 
 
 def test_topology_text_has_devices_and_distances(tmp_path: Path) -> None:
-    text = describe_topology(topology(machine(tmp_path)))
+    text = describe_topology(topology(make_machine(tmp_path)))
     assert "NIC mlx5_0 0000:04:00.0" in text
     assert re.search(r"GPU0: PIX mlx5_0, nvme0", text)
     assert "PIX     below one PCIe switch" in text
 
 
 def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
-    healthy_host = machine(tmp_path, **FAILING_EXAMPLES["udev-database", "none"])
+    healthy_host = make_machine(tmp_path, **FAILING_EXAMPLES["udev-database", "none"])
     rule = rule_of("udev-database")
     assert rule.apply(healthy_host).verdict is Verdict.FAIL
     # The remedy names a file and lines. The case writes these lines into that file.
@@ -147,7 +147,7 @@ def test_remedy_of_a_missing_udev_database_works(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["forced", "few slabs"])
 def test_remedy_in_cufile_json_works(tmp_path: Path, name: str) -> None:
     code = next(code for code, variant in FAILING_EXAMPLES if variant == name)
-    healthy_host, rule = machine(tmp_path, **FAILING_EXAMPLES[code, name]), rule_of(code)
+    healthy_host, rule = make_machine(tmp_path, **FAILING_EXAMPLES[code, name]), rule_of(code)
     assert rule.apply(healthy_host).verdict is Verdict.FAIL
     settings = {
         "force_compat_mode": False,
@@ -162,7 +162,7 @@ def test_remedy_in_cufile_json_works(tmp_path: Path, name: str) -> None:
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_IPC_LOCK"))
 def test_remedy_of_a_low_memlock_limit_works(tmp_path: Path) -> None:
-    healthy_host, rule = machine(tmp_path), rule_of("memlock-low")
+    healthy_host, rule = make_machine(tmp_path), rule_of("memlock-low")
     process = run_program(PRINT_LIMITS_OF_UNPRIVILEGED_USER)
     assert process.returncode == 0, process.stderr
     # The kernel reports both limits: for a user without the capability, and for this process, which has the capability.

@@ -20,24 +20,24 @@ from gdrkit.harness.needs import needs, software
 HYPOTHESIS_SETTINGS = settings(database=None, deadline=None, max_examples=200, suppress_health_check=list(HealthCheck))
 
 
-def note_bytes(owner: bytes, note_type: int, content: bytes) -> bytes:
-    """Return an ELF note. The program pads owner and content to 4 bytes."""
+def pack_note(owner: bytes, note_type: int, content: bytes) -> bytes:
+    """Return an ELF note. Owner and content are padded to a multiple of 4 bytes."""
 
-    def padded(data: bytes) -> bytes:
+    def pad(data: bytes) -> bytes:
         return data + b"\0" * (-len(data) % 4)
 
-    return struct.pack("<III", len(owner) + 1, len(content), note_type) + padded(owner + b"\0") + padded(content)
+    return struct.pack("<III", len(owner) + 1, len(content), note_type) + pad(owner + b"\0") + pad(content)
 
 
-def elf_bytes(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes:
-    """Return a small complete ELF64 file: one loaded segment, a dynamic section with a SONAME, notes."""
+def make_elf(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> bytes:
+    """Return a small complete ELF64 file with one loaded segment, a dynamic section with a SONAME, and notes."""
     headers_bytes = 64 + 3 * 56
     strings = b"\0" + soname + b"\0"
     dynamic_offset = headers_bytes + len(notes)
     strings_offset = dynamic_offset + 4 * 16
     total_bytes = strings_offset + len(strings)
-    ident = b"\x7fELF\x02\x01\x01" + b"\0" * 9
-    header = struct.pack("<16sHHIQQQIHHHHHH", ident, 3, 62, 1, 0, 64, 0, 0, 64, 56, 3, 0, 0, 0)
+    identification = b"\x7fELF\x02\x01\x01" + b"\0" * 9
+    header = struct.pack("<16sHHIQQQIHHHHHH", identification, 3, 62, 1, 0, 64, 0, 0, 64, 56, 3, 0, 0, 0)
     segments = b"".join(
         struct.pack("<IIQQQQQQ", segment_type, 4, offset, offset, offset, size_bytes, size_bytes, 4)
         for segment_type, offset, size_bytes in (
@@ -47,11 +47,11 @@ def elf_bytes(*, soname: bytes = b"libexample.so.1", notes: bytes = b"") -> byte
         )
     )
     entries = ((5, strings_offset), (10, len(strings)), (14, 1), (0, 0))
-    dynamic = b"".join(struct.pack("<qQ", tag, value) for tag, value in entries)
-    return header + segments + notes + dynamic + strings
+    dynamic_section = b"".join(struct.pack("<qQ", tag, value) for tag, value in entries)
+    return header + segments + notes + dynamic_section + strings
 
 
-COMPLETE_ELF = elf_bytes(notes=note_bytes(b"GNU", 3, bytes(range(20))) + note_bytes(b"GDRKIT", 1, b"verbs twin\0"))
+COMPLETE_ELF = make_elf(notes=pack_note(b"GNU", 3, bytes(range(20))) + pack_note(b"GDRKIT", 1, b"verbs twin\0"))
 
 
 def test_elf_file_has_soname_build_id_and_notes() -> None:

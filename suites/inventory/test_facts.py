@@ -98,7 +98,7 @@ def test_profiles_of_the_project_are_valid() -> None:
 
 
 def test_profiles_of_the_project_have_no_duplicate() -> None:
-    """If an entry existed twice, a developer could change one of the two and forget the other."""
+    """A developer who changes one of two equal entries could forget the other one."""
     for profile in load_profiles():
         entries: list[object] = [
             *profile.foreseen,

@@ -1,6 +1,6 @@
-"""The processes that have a GPU open are read with and without privilege, and the rules about them see real namespaces.
+"""Observation of the processes that have a GPU open, with and without privilege, and the rules about these processes.
 
-The cases put files with the names of the device nodes into a folder of their own, so that they need no GPU.
+The cases need no GPU: the observed processes open files in a temporary folder that have the names of device nodes.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from inventory.healthy_machine import gpu_processes, machine
-from inventory.rule_examples import JOB, PTRACE_CAPABILITY
+from inventory.healthy_machine import make_gpu_processes, make_machine
+from inventory.rule_examples import JOB_VARIABLES, PTRACE_CAPABILITY
 from support.other_user import folder_for_all_users, run_program
 
 from gdrkit import serialization
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 NODES = ("nvidiactl", "nvidia-uvm", "nvidia0")
 OTHER_USER = "65534"
-# The arguments are the user, and the files to hold open until standard input ends.
+# A program that holds files open until its standard input ends. Its arguments are the user id and the files.
 HOLD_FILES = """
 import os, sys
 files = [open(name) for name in sys.argv[2:]]
@@ -61,10 +61,10 @@ def folder() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def holder(
+def hold_nodes(
     folder: Path, *options: str, user: str = "0", nodes: tuple[str, ...] = NODES, code: str = HOLD_FILES
 ) -> Iterator[None]:
-    """Run a process of a job that holds the nodes open. `options` go to unshare(1)."""
+    """Run a process of a job that holds the nodes open until the block ends. `options` are options of unshare(1)."""
     prefix = ["unshare", *options] if options else []
     command = [*prefix, sys.executable, "-c", code, user, *(str(folder / name) for name in nodes)]
     environ = {**os.environ, "SLURM_JOB_ID": "17", "CUDA_VISIBLE_DEVICES": "0", "TOKEN": "of the job"}
@@ -75,20 +75,20 @@ def holder(
         process.communicate(timeout=60)
 
 
-def processes_in(observation: Observation) -> list[GpuProcess]:
+def parse_processes(observation: Observation) -> list[GpuProcess]:
     """Return the processes of an observation."""
     return [GpuProcess.parse(text) for step, text in observation.seen.items() if step != NOT_READABLE]
 
 
-def refused_count(observation: Observation) -> int:
+def count_refused_processes(observation: Observation) -> int:
     """Return the number of processes that could not be read."""
     match = re.match(r"whether (\d+) other processes use a GPU \(EACCES\): ", observation.seen.get(NOT_READABLE, ""))
     return int(match[1]) if match else 0
 
 
 def test_process_has_its_user_limits_and_variables(folder: Path) -> None:
-    with holder(folder, user=str(os.geteuid())):
-        (process,) = processes_in(observe_gpu_processes(folder=str(folder)))
+    with hold_nodes(folder, user=str(os.geteuid())):
+        (process,) = parse_processes(observe_gpu_processes(folder=str(folder)))
     assert (process.user_id, process.gpus, process.has_contexts) == (os.geteuid(), ("nvidia0",), True)
     assert process.pid_namespace == os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116 - no Path is at hand.
     assert process.descriptors_count >= len(NODES) + 3
@@ -96,8 +96,8 @@ def test_process_has_its_user_limits_and_variables(folder: Path) -> None:
 
 
 def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
-    with holder(folder, user=str(os.geteuid()), nodes=("nvidiactl", "nvidia0")):
-        (process,) = processes_in(observe_gpu_processes(folder=str(folder)))
+    with hold_nodes(folder, user=str(os.geteuid()), nodes=("nvidiactl", "nvidia0")):
+        (process,) = parse_processes(observe_gpu_processes(folder=str(folder)))
     assert not process.has_contexts
 
 
@@ -114,25 +114,25 @@ def test_process_without_contexts_is_a_monitor(folder: Path) -> None:
 def test_real_processes_cannot_share_by_cuda_ipc(
     folder: Path, tmp_path: Path, options: tuple[str, ...], user: str, verdict: Verdict, expected: str
 ) -> None:
-    with holder(folder), holder(folder, *options, user=user):
+    with hold_nodes(folder), hold_nodes(folder, *options, user=user):
         observation = observe_gpu_processes(folder=str(folder))
-    assert len(processes_in(observation)) == 2
-    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations={GPU_PROCESSES: observation}))
+    assert len(parse_processes(observation)) == 2
+    finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations={GPU_PROCESSES: observation}))
     assert (finding.verdict, expected in finding.text) == (verdict, True), finding.text
 
 
 @needs(host.capability("CAP_SETUID"), host.capability("CAP_SYS_PTRACE"))
 def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) -> None:
-    with holder(folder), holder(folder):
+    with hold_nodes(folder), hold_nodes(folder):
         completed = run_program(OBSERVE_AS_ANOTHER_USER, str(folder))
-        privileged = observe_gpu_processes(folder=str(folder))
+        privileged_observation = observe_gpu_processes(folder=str(folder))
     assert completed.returncode == 0, completed.stderr
-    unprivileged = serialization.from_json_data(Observation, json.loads(completed.stdout))
-    assert (len(processes_in(privileged)), len(processes_in(unprivileged))) == (2, 0)
+    unprivileged_observation = serialization.from_json_data(Observation, json.loads(completed.stdout))
+    assert (len(parse_processes(privileged_observation)), len(parse_processes(unprivileged_observation))) == (2, 0)
     # A sandbox may protect some of its processes even from root.
-    assert refused_count(unprivileged) >= refused_count(privileged) + 2
-    for observation, verdict in ((privileged, Verdict.PASS), (unprivileged, Verdict.NOT_RUN)):
-        diagnosis = diagnose(machine(tmp_path / verdict.value, observations={GPU_PROCESSES: observation}))
+    assert count_refused_processes(unprivileged_observation) >= count_refused_processes(privileged_observation) + 2
+    for observation, verdict in ((privileged_observation, Verdict.PASS), (unprivileged_observation, Verdict.NOT_RUN)):
+        diagnosis = diagnose(make_machine(tmp_path / verdict.value, observations={GPU_PROCESSES: observation}))
         (finding,) = [finding for finding in diagnosis.findings if finding.code == "cuda-ipc-refused"]
         assert finding.verdict is verdict
         gap = observation.seen.get(NOT_READABLE)
@@ -151,21 +151,29 @@ OTHER_NAMESPACE = {"pid_namespace": 4026532801}
         # Two unrelated users, and a service of root beside a user.
         ({"environment": {}}, {"environment": {}, "user_id": 1001}, Verdict.NOT_RUN),
         ({"environment": {}}, {"environment": {}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
-        ({"environment": JOB}, {"environment": JOB | {"SLURM_JOB_ID": "18"}, **OTHER_NAMESPACE}, Verdict.NOT_RUN),
+        (
+            {"environment": JOB_VARIABLES},
+            {"environment": JOB_VARIABLES | {"SLURM_JOB_ID": "18"}, **OTHER_NAMESPACE},
+            Verdict.NOT_RUN,
+        ),
         # Two containers may both have the default address of torchrun.
         ({"environment": RENDEZVOUS}, {"environment": RENDEZVOUS, **OTHER_NAMESPACE}, Verdict.UNPROVEN),
-        ({"environment": JOB}, {"environment": JOB | {"PMIX_NAMESPACE": "x"}, **OTHER_NAMESPACE}, Verdict.UNPROVEN),
+        (
+            {"environment": JOB_VARIABLES},
+            {"environment": JOB_VARIABLES | {"PMIX_NAMESPACE": "x"}, **OTHER_NAMESPACE},
+            Verdict.UNPROVEN,
+        ),
         ({}, {"ipc_namespace": 4026532802}, Verdict.UNPROVEN),
         ({}, {"user_id": 1001}, Verdict.UNPROVEN),
-        ({}, {"environment": JOB | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}}, Verdict.UNPROVEN),
-        ({}, {"environment": JOB | {"CUDA_VISIBLE_DEVICES": "1,0"}}, Verdict.UNPROVEN),
+        ({}, {"environment": JOB_VARIABLES | {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}}, Verdict.UNPROVEN),
+        ({}, {"environment": JOB_VARIABLES | {"CUDA_VISIBLE_DEVICES": "1,0"}}, Verdict.UNPROVEN),
         ({}, OTHER_NAMESPACE, Verdict.FAIL),
     ],
 )
 def test_only_pid_namespaces_of_one_job_are_a_cause(
     tmp_path: Path, first: dict[str, Any], second: dict[str, Any], verdict: Verdict
 ) -> None:
-    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=gpu_processes(first, second)))
+    finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations=make_gpu_processes(first, second)))
     assert finding.verdict is verdict, finding.text
     assert "pid 4711 (python) and pid 4712 (python): " in finding.text
 
@@ -173,8 +181,8 @@ def test_only_pid_namespaces_of_one_job_are_a_cause(
 def test_imex_channel_leaves_pid_namespaces_undecided(tmp_path: Path) -> None:
     """UCX and PyTorch use fabric handles if there is a channel (openucx/ucx #11514)."""
     files = {"/dev/nvidia-caps-imex-channels/channel0": ""}
-    host = machine(tmp_path, files=files, observations=gpu_processes({}, OTHER_NAMESPACE))
-    assert rule_of("cuda-ipc-refused").apply(host).verdict is Verdict.UNPROVEN
+    observed_machine = make_machine(tmp_path, files=files, observations=make_gpu_processes({}, OTHER_NAMESPACE))
+    assert rule_of("cuda-ipc-refused").apply(observed_machine).verdict is Verdict.UNPROVEN
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
@@ -192,15 +200,19 @@ def test_expandable_segments_need_ptrace_in_a_job(
     tmp_path: Path, name: str, changes: tuple[dict[str, Any], ...], files: dict[str, str], verdict: Verdict
 ) -> None:
     environment = {name: "expandable_segments:True"}
-    host = machine(tmp_path, environment=environment, files=files, observations=gpu_processes(*changes))
-    finding = rule_of("cuda-ipc-refused").apply(host)
+    observed_machine = make_machine(
+        tmp_path, environment=environment, files=files, observations=make_gpu_processes(*changes)
+    )
+    finding = rule_of("cuda-ipc-refused").apply(observed_machine)
     assert (finding.verdict, "ptrace_scope" in finding.text) == (verdict, verdict is Verdict.UNPROVEN), finding.text
 
 
 def test_capture_without_the_processes_stays_valid(tmp_path: Path) -> None:
     """Earlier versions wrote captures without this observation."""
-    host_without = replace(machine(tmp_path), observations={})
-    findings = {code: rule_of(code).apply(host_without) for code in ("cuda-ipc-refused", "descriptors-low")}
+    machine_without_processes = replace(make_machine(tmp_path), observations={})
+    findings = {
+        code: rule_of(code).apply(machine_without_processes) for code in ("cuda-ipc-refused", "descriptors-low")
+    }
     assert findings["cuda-ipc-refused"].verdict is Verdict.NOT_RUN
     assert "were not read" in findings["cuda-ipc-refused"].text
     assert findings["descriptors-low"].text == "1048576 descriptors may be open"
@@ -208,17 +220,19 @@ def test_capture_without_the_processes_stays_valid(tmp_path: Path) -> None:
 
 def test_container_says_that_it_sees_no_process_outside(tmp_path: Path) -> None:
     links = {"/proc/self/ns/pid": "pid:[4026532801]"}
-    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, links=links, observations=gpu_processes({})))
+    finding = rule_of("cuda-ipc-refused").apply(
+        make_machine(tmp_path, links=links, observations=make_gpu_processes({}))
+    )
     assert (finding.verdict, "outside of this PID namespace" in finding.text) == (Verdict.NOT_RUN, True)
 
 
 @pytest.mark.parametrize("program", ["\x1b]0;x\x07", "\x9b2J", "a\nb", "\u202ex"])
 def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: str) -> None:
     """A process of any user chooses its name by PR_SET_NAME, and root reads it."""
-    observations = gpu_processes({}, {"program": program, **OTHER_NAMESPACE})
-    # A capture may have other texts of the same kind.
+    observations = make_gpu_processes({}, {"program": program, **OTHER_NAMESPACE})
+    # The other texts of a capture can contain such characters too.
     observations[GPU_PROCESSES].seen[NOT_READABLE] = program
-    diagnosis = diagnose(machine(tmp_path, observations=observations))
+    diagnosis = diagnose(make_machine(tmp_path, observations=observations))
     for text in (describe_diagnosis(diagnosis, verbose=True), diagnosis.to_json()):
         assert all(line.isprintable() for line in text.splitlines()), ascii(text)
     (finding,) = diagnosis.of(Verdict.FAIL)
@@ -229,7 +243,7 @@ def test_name_of_a_process_cannot_control_a_terminal(tmp_path: Path, program: st
 @needs(host.capability("CAP_SYS_PTRACE"))
 def test_name_set_by_a_process_is_escaped(folder: Path) -> None:
     code = HOLD_FILES.replace("import os, sys", "import os, sys; open('/proc/self/comm', 'w').write('\\x1b[2Jx')")
-    with holder(folder, user=str(os.geteuid()), code=code):
+    with hold_nodes(folder, user=str(os.geteuid()), code=code):
         observation = observe_gpu_processes(folder=str(folder))
     (title,) = observation.seen.keys() - {NOT_READABLE}
     assert "(\\x1b[2Jx)" in title
@@ -239,9 +253,9 @@ def test_full_bar1_names_the_holders_of_dmabufs(tmp_path: Path) -> None:
     from inventory.rule_examples import FAILING_EXAMPLES
 
     changes = FAILING_EXAMPLES["bar1-small", "full"] | {
-        "observations": gpu_processes({}, {"dmabufs_count": 900, "dmabuf_bytes": 3 << 30})
+        "observations": make_gpu_processes({}, {"dmabufs_count": 900, "dmabuf_bytes": 3 << 30})
     }
-    finding = rule_of("bar1-small").apply(machine(tmp_path, **changes))
+    finding = rule_of("bar1-small").apply(make_machine(tmp_path, **changes))
     assert "pid 4712 (python) holds 900 dma-bufs with 3 GiB" in finding.text
 
 
@@ -251,5 +265,5 @@ def test_malformed_observation_is_a_usage_error(tmp_path: Path, text: str) -> No
         GpuProcess.parse(text)
     assert caught.value.reason is Reason.MALFORMED
     observations = {GPU_PROCESSES: Observation(GPU_PROCESSES, seen={"pid 1 (x)": text})}
-    finding = rule_of("cuda-ipc-refused").apply(machine(tmp_path, observations=observations))
+    finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations=observations))
     assert finding.verdict is Verdict.UNPROVEN

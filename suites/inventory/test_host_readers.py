@@ -1,4 +1,4 @@
-"""Readers of sysfs, procfs and the cache of the dynamic loader, with small folders of files that the cases write."""
+"""Readers of sysfs, procfs and the cache of the dynamic loader. The cases write small trees of files for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_tree(root: Path, files: Mapping[str, str], links: Mapping[str, str] | 
     return host.HostTree(root)
 
 
-def pci_files(address: str, vendor: str, device: str, class_code: str) -> dict[str, str]:
+def make_pci_files(address: str, vendor: str, device: str, class_code: str) -> dict[str, str]:
     """Return the files of sysfs that describe a PCI function."""
     folder = f"sys/bus/pci/devices/{address}"
     return {f"{folder}/vendor": f"{vendor}\n", f"{folder}/device": f"{device}\n", f"{folder}/class": f"{class_code}\n"}
@@ -49,19 +49,19 @@ def pci_files(address: str, vendor: str, device: str, class_code: str) -> dict[s
 def test_gpus_are_found_without_a_driver(tmp_path: Path) -> None:
     tree = write_tree(
         tmp_path,
-        pci_files("0000:00:02.0", "0x8086", "0x1234", "0x030000")
-        | pci_files("0000:1b:00.0", "0x10de", "0x2335", "0x030200")
-        | pci_files("0000:1b:00.1", "0x10de", "0x22ba", "0x040300")
+        make_pci_files("0000:00:02.0", "0x8086", "0x1234", "0x030000")
+        | make_pci_files("0000:1b:00.0", "0x10de", "0x2335", "0x030200")
+        | make_pci_files("0000:1b:00.1", "0x10de", "0x22ba", "0x040300")
         | {"sys/bus/pci/devices/0000:1b:00.0/numa_node": "-1\n"},
     )
     (gpu,) = host.nvidia_gpus(tree)
     assert (gpu.address, gpu.device_id, gpu.driver, gpu.numa_node) == ("0000:1b:00.0", 0x2335, None, None)
-    # libcufile has no hardware of its own: it uses the GPUs.
+    # libcufile uses the GPUs, so their presence counts for cuFile too.
     assert launch.present_hardware(tree) == dict.fromkeys((Api.CUDA, Api.CUFILE), "NVIDIA GPUs 0000:1b:00.0")
 
 
 def test_device_without_a_readable_class_is_left_out(tmp_path: Path) -> None:
-    files = pci_files("0000:1b:00.0", "0x10de", "0x2335", "not a number")
+    files = make_pci_files("0000:1b:00.0", "0x10de", "0x2335", "not a number")
     assert host.pci_devices(write_tree(tmp_path, files)) == ()
 
 
@@ -113,9 +113,9 @@ def test_rxe_on_a_real_interface_is_kernel_software(tmp_path: Path) -> None:
             "sys/bus/pci/drivers/mlx5_core/uevent": "",
         },
     )
-    function = tmp_path / "sys/devices/pci0000:00/0000:00:05.0"
-    (function / "driver").symlink_to(tmp_path / "sys/bus/pci/drivers/mlx5_core")
-    (tmp_path / "sys/class/infiniband/rxe0/device").symlink_to(function)
+    pci_function = tmp_path / "sys/devices/pci0000:00/0000:00:05.0"
+    (pci_function / "driver").symlink_to(tmp_path / "sys/bus/pci/drivers/mlx5_core")
+    (tmp_path / "sys/class/infiniband/rxe0/device").symlink_to(pci_function)
     (device,) = host.rdma_devices(tree)
     assert (device.has_device, device.driver) == (True, "rxe")
 
@@ -177,7 +177,7 @@ def test_empty_tree_has_no_devices_and_no_errors(tmp_path: Path) -> None:
     assert tree.unreadable == ()
 
 
-def cache_bytes(entries: list[tuple[str, str]]) -> bytes:
+def make_loader_cache(entries: list[tuple[str, str]]) -> bytes:
     """Return an /etc/ld.so.cache with these names and paths (glibc, sysdeps/generic/dl-cache.h)."""
     strings_offset = 48 + 24 * len(entries)
     strings, table = b"", b""
@@ -194,7 +194,7 @@ def test_cache_of_the_loader_is_read_in_order(tmp_path: Path) -> None:
     paths = ["/opt/mlnx/libibverbs.so.1", "/usr/lib/libibverbs.so.1"]
     tree = write_tree(tmp_path, {path.lstrip("/"): "" for path in paths} | {"home/me/libibverbs.so.1": ""})
     (tmp_path / "etc").mkdir()
-    (tmp_path / "etc" / "ld.so.cache").write_bytes(cache_bytes([("libibverbs.so.1", path) for path in paths]))
+    (tmp_path / "etc" / "ld.so.cache").write_bytes(make_loader_cache([("libibverbs.so.1", path) for path in paths]))
     assert host.cached_libraries(tree) == {"libibverbs.so.1": tuple(paths)}
     assert host.find_library(tree, "libibverbs.so.1") == paths[0]
     assert host.find_library(tree, "libibverbs.so.1", search_path=["", "/home/me"]) == "/home/me/libibverbs.so.1"
@@ -202,7 +202,7 @@ def test_cache_of_the_loader_is_read_in_order(tmp_path: Path) -> None:
 
 
 def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> None:
-    complete_cache = cache_bytes([("liba.so", "/a"), ("libb.so", "/b")])
+    complete_cache = make_loader_cache([("liba.so", "/a"), ("libb.so", "/b")])
     (tmp_path / "etc").mkdir()
     for size in range(len(complete_cache)):
         (tmp_path / "etc" / "ld.so.cache").write_bytes(complete_cache[:size])
@@ -241,7 +241,7 @@ def test_files_of_this_host_are_readable() -> None:
 
 @needs(needs_host.capability("CAP_SETUID"))
 def test_library_is_found_after_a_change_of_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel does not let such a process read its own /proc/self/environ."""
+    """A process that has changed its user cannot read its own /proc/self/environ."""
     program = """
 from gdrkit import loader
 from support.other_user import become_unprivileged

@@ -93,8 +93,8 @@ def test_nccl_topology_has_its_distances() -> None:
 def test_unstated_hardware_is_not_reported_as_missing() -> None:
     diagnosis = diagnose(captured_machine(parse_capture(TOPOLOGY_XML)))
     assert diagnosis.missing == ()
-    checked = {finding.code for finding in diagnosis.findings if finding.verdict is not Verdict.NOT_RUN}
-    assert checked == {"far-apart"}
+    checked_codes = {finding.code for finding in diagnosis.findings if finding.verdict is not Verdict.NOT_RUN}
+    assert checked_codes == {"far-apart"}
 
 
 def test_lspci_output_has_functions_bridges_and_registers() -> None:
@@ -128,8 +128,8 @@ def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None
     (port / "link_layer").symlink_to("../../../../secret")
     machine = captured_machine(read_capture(tmp_path / "copy"))
     (device,) = machine.facts.rdma_devices
-    (active,) = device.ports
-    assert (active.state, active.rate, active.physical_state, active.link_layer) == (
+    (port_facts,) = device.ports
+    assert (port_facts.state, port_facts.rate, port_facts.physical_state, port_facts.link_layer) == (
         "ACTIVE",
         "400 Gb/sec (4X NDR)",
         None,
@@ -137,7 +137,7 @@ def test_copied_tree_has_ports_and_follows_no_outer_link(tmp_path: Path) -> None
     )
 
 
-def chain_of_bridges(count: int) -> bytes:
+def make_bridge_chain(count: int) -> bytes:
     bridge_elements = b"".join(b'<pci busid="0000:%02x:00.0">' % bus for bus in range(count))
     return b'<system><cpu numaid="0">' + bridge_elements + b"</pci>" * count + b"</cpu></system>"
 
@@ -155,7 +155,7 @@ BAD_TOPOLOGIES = {
     "twice": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0"/><pci busid="0000:1a:00.0"/></cpu></system>',
     "no class": b'<system><cpu numaid="0"><pci busid="0000:1a:00.0" class="gpu"/></cpu></system>',
     "a name with a path": b'<system><cpu><pci busid="0000:1a:00.0"><nic><net name="../a"/></nic></pci></cpu></system>',
-    "too deep": chain_of_bridges(100),
+    "too deep": make_bridge_chain(100),
     "not UTF-8": b"<\xff\xfe\x00",
 }
 BUSES_THAT_LOOP = (
@@ -221,13 +221,15 @@ def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
 ) -> None:
     machine = captured_machine(read_capture(captures / "gpud" / "lspci-vvv-hgx-h100.txt.gz"))
     tree = HostTree.of(machine.files)
-    space_of_address = {function.address: config_space(tree, function.address) for function in machine.functions}
-    acs_of_address = {address: space.acs for address, space in space_of_address.items() if space and space.acs}
-    assert (len(machine.functions), len(acs_of_address)) == (517, 55)
-    redirecting = {address for address, control in acs_of_address.items() if control.redirects}
-    assert redirecting == {f"0000:82:0{index}.0" for index in range(4)}
+    spaces_by_address = {function.address: config_space(tree, function.address) for function in machine.functions}
+    acs_by_address = {address: space.acs for address, space in spaces_by_address.items() if space and space.acs}
+    assert (len(machine.functions), len(acs_by_address)) == (517, 55)
+    redirecting_addresses = {address for address, control in acs_by_address.items() if control.redirects}
+    assert redirecting_addresses == {f"0000:82:0{index}.0" for index in range(4)}
     addresses_below = {
-        function.address for function in machine.functions if redirecting & set(pci_path(tree, function.address)[:-1])
+        function.address
+        for function in machine.functions
+        if redirecting_addresses & set(pci_path(tree, function.address)[:-1])
     }
     assert addresses_below == {f"0000:8{index}:00.0" for index in (3, 4, 5, 6)}
     assert {function.class_code >> 8 for function in machine.functions if function.address in addresses_below} == {

@@ -6,7 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import pytest
-from inventory.healthy_machine import GPU, HEALTHY_FILES, machine
+from inventory.healthy_machine import GPU, HEALTHY_FILES, make_machine
 from support.hosts import make_host_facts
 
 from gdrkit.host import NvmlFacts
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FACTS = make_host_facts(gpu_count=1, nic_count=1)
 
 
-def gpu_limit(facts: Facts) -> float | None:
+def compute_gpu_limit(facts: Facts) -> float | None:
     limit = device_limit(facts, devices={0}, nics=())
     return None if limit is None else round(limit.gb_per_s, 2)
 
@@ -42,8 +42,8 @@ def gpu_limit(facts: Facts) -> float | None:
 )
 def test_limit_of_a_link_follows_from_speed_and_width(speed: str | None, width: str | None, rate: float | None) -> None:
     (gpu,) = FACTS.gpus
-    trained = dataclasses.replace(gpu, link_speed=speed, link_width=width)
-    assert gpu_limit(dataclasses.replace(FACTS, gpus=(trained,))) == rate
+    gpu_with_link = dataclasses.replace(gpu, link_speed=speed, link_width=width)
+    assert compute_gpu_limit(dataclasses.replace(FACTS, gpus=(gpu_with_link,))) == rate
 
 
 def test_limit_of_a_path_is_its_slowest_link() -> None:
@@ -56,8 +56,8 @@ def test_limit_of_a_path_is_its_slowest_link() -> None:
 def test_port_that_is_down_is_not_a_limit() -> None:
     (nic,) = FACTS.rdma_devices
     (port,) = nic.ports
-    down = dataclasses.replace(port, number=2, state="DOWN", rate="10 Gb/sec (4X SDR)")
-    facts = dataclasses.replace(FACTS, rdma_devices=(dataclasses.replace(nic, ports=(port, down)),))
+    inactive_port = dataclasses.replace(port, number=2, state="DOWN", rate="10 Gb/sec (4X SDR)")
+    facts = dataclasses.replace(FACTS, rdma_devices=(dataclasses.replace(nic, ports=(port, inactive_port)),))
     limit = device_limit(facts, devices=(), nics={"mlx5_0"})
     assert limit is not None
     assert limit.gb_per_s == 50.0
@@ -65,18 +65,18 @@ def test_port_that_is_down_is_not_a_limit() -> None:
 
 def test_limit_of_an_idle_gpu_is_its_maximum_link(tmp_path: Path) -> None:
     (speed,) = (name for name in HEALTHY_FILES if name.endswith(f"/{GPU}/current_link_speed"))
-    idle = machine(tmp_path, files={speed: "2.5 GT/s PCIe\n"})
-    assert gpu_limit(idle.facts) == 63.02
-    limit = path_limit(topology(idle), idle.facts, ["GPU0"])
+    idle_machine = make_machine(tmp_path, files={speed: "2.5 GT/s PCIe\n"})
+    assert compute_gpu_limit(idle_machine.facts) == 63.02
+    limit = path_limit(topology(idle_machine), idle_machine.facts, ["GPU0"])
     assert limit is not None
     assert round(limit.gb_per_s, 2) == 63.02
     # If NVML does not report the maximum, the trained speed is the limit.
-    facts = idle.facts
+    facts = idle_machine.facts
     assert facts.nvml is not None
     (link,) = facts.nvml.gpus
-    without_maximum = dataclasses.replace(link, link_generation_max=None)
-    nvml = NvmlFacts(driver_version="580.159.04", gpus=(without_maximum,))
-    assert gpu_limit(dataclasses.replace(facts, nvml=nvml)) == 4.0
+    link_without_maximum = dataclasses.replace(link, link_generation_max=None)
+    nvml = NvmlFacts(driver_version="580.159.04", gpus=(link_without_maximum,))
+    assert compute_gpu_limit(dataclasses.replace(facts, nvml=nvml)) == 4.0
 
 
 def test_limit_is_unknown_in_a_virtual_machine() -> None:

@@ -1,4 +1,4 @@
-"""Links of a machine are compared with the links that its profile expects: PCIe, NVLink and the ports of the NICs."""
+"""Comparison of the links of a machine (PCIe, NVLink, ports of the NICs) with the links that its profile expects."""
 
 from __future__ import annotations
 
@@ -32,42 +32,46 @@ HARDWARE = {"cuda": "hardware", "verbs": "hardware"}
 GPU_COUNT = 8
 
 
-def gpu_link(index: int, *, nvlinks: int = 18, lanes: int = 16) -> GpuLink:
+def make_gpu_link(index: int, *, nvlinks: int = 18, lanes: int = 16) -> GpuLink:
     health = GpuHealth(None, None, None, None, None, None, None, None, active_nvlinks=nvlinks)
     return GpuLink(f"0000:{index:02x}:00.0", 1, 5, lanes, 16, 0, None, None, {}, health)
 
 
-def nic(index: int, *, rate: str = "400 Gb/sec (4X NDR)", state: str = "ACTIVE") -> RdmaDevice:
+def make_nic(index: int, *, rate: str = "400 Gb/sec (4X NDR)", state: str = "ACTIVE") -> RdmaDevice:
     port = PortFacts(number=1, state=state, physical_state="LinkUp", rate=rate, link_layer="InfiniBand")
     return RdmaDevice(f"mlx5_{index}", "mlx5_core", True, None, None, None, None, (port,))  # noqa: FBT003 - has_device.
 
 
 @pytest.fixture
-def dgx(tmp_path: Path) -> Facts:
-    """Facts about a DGX H100: eight ports of 400 Gbit/s, and two ports of the storage network, one slower, one down."""
+def dgx_facts(tmp_path: Path) -> Facts:
+    """Facts about a DGX H100: eight ports with 400 Gbit/s, a slow storage port, and a storage port that is down."""
     facts = probe(HostTree(tmp_path / "empty"), query_apis=False)
     cuda_devices = tuple(
         CudaDeviceFacts(index, "NVIDIA H100 80GB HBM3", "", f"0000:{index:02x}:00.0", {}) for index in range(GPU_COUNT)
     )
-    nics = [*(nic(index) for index in range(8)), nic(8, rate="200 Gb/sec (4X HDR)"), nic(9, state="DOWN")]
+    nics = [
+        *(make_nic(index) for index in range(8)),
+        make_nic(8, rate="200 Gb/sec (4X HDR)"),
+        make_nic(9, state="DOWN"),
+    ]
     return replace(
         facts,
         cuda=CudaFacts("13.0", cuda_devices, ()),
-        nvml=NvmlFacts("580.159.04", tuple(map(gpu_link, range(GPU_COUNT)))),
+        nvml=NvmlFacts("580.159.04", tuple(map(make_gpu_link, range(GPU_COUNT)))),
         rdma_devices=tuple(nics),
         dmi={"sys_vendor": "NVIDIA", "product_name": "DGXH100"},
     )
 
 
-def with_gpu(facts: Facts, gpu: GpuLink) -> Facts:
+def replace_gpu(facts: Facts, gpu: GpuLink) -> Facts:
     """Return facts in which this GPU replaces the GPU with the same address."""
     assert facts.nvml is not None
     gpus = tuple(gpu if other.pci_bus_id == gpu.pci_bus_id else other for other in facts.nvml.gpus)
     return replace(facts, nvml=replace(facts.nvml, gpus=gpus))
 
 
-def test_dgx_is_recognized_and_has_its_links(dgx: Facts) -> None:
-    profile = choose_profile(load_profiles(), dgx, HARDWARE)
+def test_dgx_is_recognized_and_has_its_links(dgx_facts: Facts) -> None:
+    profile = choose_profile(load_profiles(), dgx_facts, HARDWARE)
     assert profile.name == "dgx-h100"
     assert {link.quantity for link in profile.links} == {
         "gpu_nvlinks",
@@ -75,26 +79,28 @@ def test_dgx_is_recognized_and_has_its_links(dgx: Facts) -> None:
         "gpu_pcie_lanes",
         "nic_gbit_per_s",
     }
-    assert link_shortfalls(profile.links, dgx) == ()
+    assert link_shortfalls(profile.links, dgx_facts) == ()
 
 
-def test_degraded_gpu_links_are_named(dgx: Facts) -> None:
-    degraded = with_gpu(with_gpu(dgx, gpu_link(3, nvlinks=17)), gpu_link(5, lanes=8))
-    nvlinks, lanes = link_shortfalls(load_profile("hgx-h100").links, degraded)
+def test_degraded_gpu_links_are_named(dgx_facts: Facts) -> None:
+    degraded_facts = replace_gpu(replace_gpu(dgx_facts, make_gpu_link(3, nvlinks=17)), make_gpu_link(5, lanes=8))
+    nvlinks, lanes = link_shortfalls(load_profile("hgx-h100").links, degraded_facts)
     assert nvlinks.startswith("gpu_nvlinks: 7 of 8 have 18 (0000:03:00.0 has 17); source: https://")
     assert lanes.startswith("gpu_pcie_lanes: 7 of 8 have 16 (0000:05:00.0 has 8); source: https://")
 
 
 @pytest.mark.parametrize(("change", "text"), [({"state": "DOWN"}, "mlx5_0 port 1 has 0"), ({"rate": "100"}, "has 100")])
-def test_slow_or_inactive_port_is_named(dgx: Facts, change: dict[str, str], text: str) -> None:
-    degraded = replace(dgx, rdma_devices=(nic(0, **change), *dgx.rdma_devices[1:]))
-    (shortfall,) = link_shortfalls(load_profile("dgx-h100").links, degraded)
+def test_slow_or_inactive_port_is_named(dgx_facts: Facts, change: dict[str, str], text: str) -> None:
+    degraded_facts = replace(dgx_facts, rdma_devices=(make_nic(0, **change), *dgx_facts.rdma_devices[1:]))
+    (shortfall,) = link_shortfalls(load_profile("dgx-h100").links, degraded_facts)
     assert shortfall.startswith("nic_gbit_per_s: 7 of 8 have 400")
     assert text in shortfall
 
 
-def test_missing_nic_is_a_shortfall(dgx: Facts) -> None:
-    (shortfall,) = link_shortfalls(load_profile("dgx-h100").links, replace(dgx, rdma_devices=tuple(map(nic, range(7)))))
+def test_missing_nic_is_a_shortfall(dgx_facts: Facts) -> None:
+    (shortfall,) = link_shortfalls(
+        load_profile("dgx-h100").links, replace(dgx_facts, rdma_devices=tuple(map(make_nic, range(7))))
+    )
     assert shortfall.startswith("nic_gbit_per_s: 7 of 8 have 400; source: ")
 
 
@@ -112,8 +118,8 @@ def test_unknown_links_are_not_compared(tmp_path: Path) -> None:
         ({"chassis_asset_tag": "OracleCloud.com"}, "oci-h100"),
     ],
 )
-def test_profile_is_chosen_by_the_firmware_strings(dgx: Facts, dmi: dict[str, str], name: str) -> None:
-    assert choose_profile(load_profiles(), replace(dgx, dmi=dmi), HARDWARE).name == name
+def test_profile_is_chosen_by_the_firmware_strings(dgx_facts: Facts, dmi: dict[str, str], name: str) -> None:
+    assert choose_profile(load_profiles(), replace(dgx_facts, dmi=dmi), HARDWARE).name == name
 
 
 def test_firmware_strings_are_read_from_sysfs(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def query_nvml(folder: Path) -> list[object]:
     return error_fields
 
 
-def libm_path() -> Path:
+def find_libm() -> Path:
     """Return the path of libm, a library that every process can load and that has no function of NVML."""
     ctypes.CDLL(ctypes.util.find_library("m"))
     paths = (line.split()[-1] for line in MEMORY_MAP.read_text().splitlines())
@@ -64,6 +64,6 @@ def test_file_that_is_not_a_library_is_refused(
 
 
 def test_library_without_nvml_functions_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "libnvidia-ml.so.1").write_bytes(libm_path().read_bytes())
+    (tmp_path / "libnvidia-ml.so.1").write_bytes(find_libm().read_bytes())
     expected = ["nvml", "nvmlInit", "NVML_ERROR_FUNCTION_NOT_FOUND", None, Reason.NOT_SUPPORTED.value]
     assert query_nvml(tmp_path) == expected

@@ -1,4 +1,4 @@
-"""Every rule of the doctor without an experiment passes on a correct host and fails if its cause is present."""
+"""Each rule of the doctor that needs no experiment passes on a correct host, and fails if its cause is present."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from inventory.healthy_machine import GPU, machine
+from inventory.healthy_machine import GPU, make_machine
 from inventory.rule_examples import (
-    CLIENT,
+    CLIENT_FILE,
     FAILING_EXAMPLES,
     HCA_FOLDER,
     NO_PEER_MEMORY_FILES,
     NO_RDMA_FILES,
     PASSING_EXAMPLES,
-    failed_driver_open,
+    make_failed_driver_open,
 )
 
 from gdrkit.errors import Reason
@@ -36,9 +36,9 @@ from gdrkit.verdict import Verdict
 if TYPE_CHECKING:
     from pathlib import Path
 
-# test_experiments.py tests these rules with fault plans.
-WITH_EXPERIMENT = {"p2p-one-way", "stale-key", "missing-flush"}
-CODES = [rule.code for rule in RULES if rule.code not in WITH_EXPERIMENT]
+# These rules need an experiment on devices. test_experiments.py tests them.
+CODES_WITH_EXPERIMENT = {"p2p-one-way", "stale-key", "missing-flush"}
+CODES = [rule.code for rule in RULES if rule.code not in CODES_WITH_EXPERIMENT]
 # These rules do not apply to the correct host. For each of them, PASSING_EXAMPLES has a variant of the host on which
 # the rule passes.
 NOT_APPLICABLE = {"ats-off-in-vm", "driver-open"}
@@ -46,7 +46,7 @@ NOT_APPLICABLE = {"ats-off-in-vm", "driver-open"}
 
 def apply_rule(root: Path, code: str, changes: dict[str, Any]) -> Finding:
     """Return the finding of a rule on the correct host with changes."""
-    return rule_of(code).apply(machine(root, **changes))
+    return rule_of(code).apply(make_machine(root, **changes))
 
 
 @pytest.mark.parametrize("code", [code for code in CODES if code not in NOT_APPLICABLE])
@@ -99,7 +99,7 @@ def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> 
     text = b"CONFIG_RANDOMIZE_MEMORY=y\nCONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=0x28\n" + bytes(64 * MIB)
     changes = {"/boot/config-6.8.0-60-generic": None, "/proc/config.gz": gzip.compress(text)}
     files = PASSING_EXAMPLES["kaslr-p2pdma", "a large padding"]["files"] | changes
-    correct_host = machine(tmp_path, files=files)
+    correct_host = make_machine(tmp_path, files=files)
     tracemalloc.start()
     try:
         finding = rule_of("kaslr-p2pdma").apply(correct_host)
@@ -111,7 +111,7 @@ def test_configuration_of_the_kernel_is_decompressed_in_part(tmp_path: Path) -> 
 
 
 def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:
-    """pci_p2pdma_add_resource() of Linux makes the folder before it maps the memory, and keeps it if that fails."""
+    """Linux makes the folder before it maps the memory, and keeps it if the mapping fails (pci_p2pdma_add_resource)."""
     changes = PASSING_EXAMPLES["kaslr-p2pdma", "P2PDMA has mapped it"]
     files = {name: "0\n" if name.endswith("/p2pmem/size") else text for name, text in changes["files"].items()}
     finding = apply_rule(tmp_path, "kaslr-p2pdma", {"files": files})
@@ -119,22 +119,22 @@ def test_p2pmem_folder_without_memory_proves_no_mapping(tmp_path: Path) -> None:
 
 
 def test_call_that_never_returned_shows_no_descriptor_0(tmp_path: Path) -> None:
-    changes = {"files": {"/dev/nvidia-fs0": None}, "observations": failed_driver_open(Reason.TIMEOUT)}
+    changes = {"files": {"/dev/nvidia-fs0": None}, "observations": make_failed_driver_open(Reason.TIMEOUT)}
     assert apply_rule(tmp_path, "cufile-descriptor-0", changes).verdict is Verdict.FAIL
 
 
 @pytest.mark.parametrize("name", ["memory_peers/amdkfd/version", "holders/ib_uverbs", "none"])
 def test_peermem_that_nothing_lists_is_undecided(tmp_path: Path, name: str) -> None:
-    """No module was built without peer memory: nv_mem_client_init() of nvidia-peermem.c then returns EINVAL."""
+    """A module that was built without peer memory is never loaded, because its nv_mem_client_init() returns EINVAL."""
     path = {"memory_peers/amdkfd/version": "/sys/kernel/mm", "holders/ib_uverbs": "/sys/module/ib_core"}.get(name)
-    changes = {"files": {CLIENT: None} | ({f"{path}/{name}": ""} if path else {}), "facts": {"routes": ()}}
+    changes = {"files": {CLIENT_FILE: None} | ({f"{path}/{name}": ""} if path else {}), "facts": {"routes": ()}}
     finding = apply_rule(tmp_path, "peermem-refused", changes)
     assert (finding.verdict, "nvidia_peermem is loaded" in finding.text) == (Verdict.UNPROVEN, True), finding.text
 
 
 @pytest.mark.parametrize("facts", [{}, {"routes": ()}])
 def test_old_firmware_alone_is_undecided(tmp_path: Path, facts: dict[str, Any]) -> None:
-    """A module that is not loaded has the same effect, and another remedy."""
+    """Old firmware and a module that is not loaded have the same effect, but different remedies."""
     changes = {"files": NO_PEER_MEMORY_FILES | {f"{HCA_FOLDER}/fw_ver": "28.34.1002\n"}, "working_routes": ()}
     finding = apply_rule(tmp_path, "nic-too-old", changes | {"facts": facts})
     assert (finding.verdict, "28.34.1002" in finding.text) == (Verdict.UNPROVEN, True), finding.text
@@ -175,29 +175,29 @@ def test_old_nic_without_a_gpu_is_not_judged(tmp_path: Path, code: str, name: st
 
 
 def test_every_rule_has_a_passing_and_a_failing_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    passing = {code for code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
-    failing = {code for code, _ in FAILING_EXAMPLES}
+    passing_codes = {code for code, _ in PASSING_EXAMPLES} | (set(CODES) - NOT_APPLICABLE)
+    failing_codes = {code for code, _ in FAILING_EXAMPLES}
     with capsys.disabled():
-        print("\npassing trees:", *sorted(passing))  # noqa: T201 - for the reader of the log.
-        print("failing trees:", *sorted(failing))  # noqa: T201
-    assert passing == failing == set(CODES)
+        print("\npassing trees:", *sorted(passing_codes))  # noqa: T201 - for the reader of the log.
+        print("failing trees:", *sorted(failing_codes))  # noqa: T201
+    assert passing_codes == failing_codes == set(CODES)
 
 
 @pytest.mark.parametrize(("code", "name"), FAILING_EXAMPLES)
 def test_cause_is_found_on_a_replayed_capture(tmp_path: Path, code: str, name: str) -> None:
-    host = machine(tmp_path / "host", **FAILING_EXAMPLES[code, name])
-    host = replace(host, files=Recorder(host.files))
-    finding = rule_of(code).apply(host)
-    write_capture(tmp_path / "capture.json", host.capture())
-    replayed = captured_machine(read_capture(tmp_path / "capture.json"))
-    assert (finding.verdict, rule_of(code).apply(replayed)) == (Verdict.FAIL, finding)
+    correct_host = make_machine(tmp_path / "host", **FAILING_EXAMPLES[code, name])
+    correct_host = replace(correct_host, files=Recorder(correct_host.files))
+    finding = rule_of(code).apply(correct_host)
+    write_capture(tmp_path / "capture.json", correct_host.capture())
+    replayed_machine = captured_machine(read_capture(tmp_path / "capture.json"))
+    assert (finding.verdict, rule_of(code).apply(replayed_machine)) == (Verdict.FAIL, finding)
 
 
 def test_replayed_capture_of_the_correct_host_is_silent(tmp_path: Path) -> None:
-    host = machine(tmp_path / "host")
-    host = replace(host, files=Recorder(host.files))
-    diagnose(host)
-    write_capture(tmp_path / "capture.json", host.capture())
+    correct_host = make_machine(tmp_path / "host")
+    correct_host = replace(correct_host, files=Recorder(correct_host.files))
+    diagnose(correct_host)
+    write_capture(tmp_path / "capture.json", correct_host.capture())
     diagnosis = diagnose(captured_machine(read_capture(tmp_path / "capture.json")))
     assert not diagnosis.of(Verdict.FAIL)
     assert {finding.code for finding in diagnosis.of(Verdict.UNPROVEN)} <= NOT_APPLICABLE
@@ -224,7 +224,7 @@ def test_machine_without_devices_has_no_cause(tmp_path: Path) -> None:
 
 def test_unreadable_files_are_reported_and_not_judged(tmp_path: Path) -> None:
     root = tmp_path / "host"
-    healthy_host = machine(root)
+    healthy_host = make_machine(root)
     for port in ("0000:02:00.0", "0000:02:01.0", "0000:02:02.0"):
         # An ordinary user can read only the header.
         config = root / f"sys/bus/pci/devices/{port}/config"

@@ -1,4 +1,4 @@
-"""Facts, topology and doctor of the machine on which the case runs, without twins. The record contains the results.
+"""Facts, topology and diagnosis of this machine, without twins. The records of the cases contain the results.
 
 Twins are libraries that emulate the hardware below an API.
 """
@@ -36,7 +36,7 @@ NIC_CAUSES = {
     "stale-key",
     "missing-flush",
 }
-# The doctor may report a missing part by one of these texts only if the path beside the text does not exist.
+# Texts by which the doctor reports a missing part, each with the path that does not exist then.
 PATH_OF_MISSING_PART = {
     "no NVIDIA driver": "/proc/driver/nvidia/version",
     "no RDMA device": "/sys/class/infiniband",
@@ -63,10 +63,10 @@ def results() -> Iterator[tuple[dict[str, Any], ...]]:
     with udev.lock_entries():
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
         assert process.returncode == 0, process.stderr
-        yield tuple(json.loads(_without_mount_points(process.stdout)))
+        yield tuple(json.loads(_hide_mount_points(process.stdout)))
 
 
-def _without_mount_points(text: str) -> str:
+def _hide_mount_points(text: str) -> str:
     """Replace the mount points of this machine, because a record must not reveal them."""
     paths = {mount.mount_point for mount in mounts(HostTree())}
     # Findings name these folders, which exist on every machine.
@@ -92,9 +92,9 @@ def test_facts_agree_with_the_driver(results: tuple[dict[str, Any], ...], eviden
     facts_data, _, _ = results
     facts = Facts.from_json(json.dumps(facts_data))
     evidence["facts"] = facts_data
-    on_pci = {gpu.address for gpu in facts.gpus}
+    pci_addresses = {gpu.address for gpu in facts.gpus}
     for devices in (facts.cuda.devices if facts.cuda else (), facts.nvml.gpus if facts.nvml else ()):
-        assert {device.pci_bus_id.lower() for device in devices} <= on_pci or not on_pci
+        assert {device.pci_bus_id.lower() for device in devices} <= pci_addresses or not pci_addresses
     assert bool(facts.rdma_devices) == is_present("/sys/class/infiniband")
     if facts.nvml and facts.nvidia_driver_version:
         assert facts.nvml.driver_version == facts.nvidia_driver_version

@@ -30,7 +30,7 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
 ) -> None:
     nic, peer = nics[:2]
     report = tmp_path / "report"
-    perftest.measure(
+    perftest.run_perftest(
         nic,
         Direction.WRITE,
         length_bytes=LENGTH_BYTES,

@@ -1,7 +1,7 @@
-"""Readers of GPU memory that a NIC writes: a kernel of the GPU or, if the driver runs no kernels, copies of a stream.
+"""Readers of GPU memory to which a NIC writes: a GPU kernel, or copies by a stream if the driver runs no kernels.
 
 A reader waits for a flag, and then counts the words of the data that are still old. The driver compiles the kernel from
-PTX, so no toolkit is needed. The kernel polls a limited number of times, so it always ends.
+PTX, so no toolkit is needed. The kernel gives up after a limited number of polls, so it always ends.
 """
 
 from __future__ import annotations
@@ -15,15 +15,24 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 if TYPE_CHECKING:
     from gdrkit.cuda import Device, DeviceMemory, Stream
 
-__all__ = ["WORD_BYTES", "CopyReader", "KernelReader", "Reader", "ReaderTarget", "Reading", "new_words", "open_reader"]
+__all__ = [
+    "WORD_BYTES",
+    "CopyReader",
+    "KernelReader",
+    "ReadResult",
+    "Reader",
+    "ReaderMemory",
+    "make_words",
+    "open_reader",
+]
 
 WORD_BYTES = 8
 # Number of polls after which a kernel gives up.
 POLLS_MAX = 2_000_000
 _THREADS = 256
 _JIT_LOG_BYTES = 8192
-# The results of cuModuleLoadDataEx that say that the driver runs no kernels that are given as PTX. Any other result
-# says that this kernel is wrong.
+# Results of cuModuleLoadDataEx on a driver that runs no PTX kernels. Any other error means that the kernel below is
+# wrong.
 _NO_KERNELS = ("CUDA_ERROR_NOT_SUPPORTED", "CUDA_ERROR_JIT_COMPILER_NOT_FOUND", "CUDA_ERROR_JIT_COMPILATION_DISABLED")
 
 _KERNEL = "read_after_flag"
@@ -120,7 +129,7 @@ _RESULT_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class ReadResult:
     """The observation of a reader in one round.
 
     Attributes
@@ -130,9 +139,9 @@ class Reading:
     stale_words_count : int
         Number of words of the data that were old after the flag was seen.
     early_words_count : int
-        Number of words that were new before the first poll. It is less than all if the reader began before the writes.
+        Number of words that were new before the first poll. If the reader began before the writes, some words were old.
     polls_count : int
-        How often the flag was read.
+        Number of reads of the flag.
     """
 
     is_flag_seen: bool
@@ -142,7 +151,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True)
-class ReaderTarget:
+class ReaderMemory:
     """The words of the data, which begin at the first byte of `memory`, and the flag, which is one word."""
 
     memory: DeviceMemory
@@ -152,7 +161,10 @@ class ReaderTarget:
 
 
 class Reader(Protocol):
-    """Reads in `stream`. `obstacle` says why it is no kernel, and is empty for a kernel. A context manager."""
+    """A reader that works in `stream`. Use it as a context manager.
+
+    `obstacle` is the reason if the reader is not a kernel, else an empty text.
+    """
 
     type_name: str
     stream: Stream
@@ -161,7 +173,7 @@ class Reader(Protocol):
     def start(self, round_number: int, *, is_polling: bool) -> None:
         """Queue the read of a round. With `is_polling`, the flag may come later; otherwise it is read once."""
 
-    def finish(self) -> Reading:
+    def finish(self) -> ReadResult:
         """Wait for the read and return what it observed."""
 
     def __enter__(self) -> Self: ...
@@ -172,7 +184,7 @@ class NoKernelsError(Exception):
     """The driver runs no kernels that are given as PTX."""
 
 
-def new_words(round_number: int, words_count: int) -> array[int]:
+def make_words(round_number: int, words_count: int) -> array[int]:
     """Return the words of the data in a round. No word is the same in another round or at another index."""
     first_word = _first_word(round_number)
     return array("Q", range(first_word, first_word + words_count))
@@ -182,24 +194,24 @@ def _first_word(round_number: int) -> int:
     return round_number << 32
 
 
-def open_reader(device: Device, target: ReaderTarget) -> Reader:
+def open_reader(device: Device, reader_memory: ReaderMemory) -> Reader:
     """Return a kernel that reads, or copies of a stream if the driver runs no kernels."""
     try:
-        return KernelReader(device, target)
+        return KernelReader(device, reader_memory)
     except NoKernelsError as error:
-        return CopyReader(device, target, obstacle=str(error))
+        return CopyReader(device, reader_memory, obstacle=str(error))
 
 
 class KernelReader:
-    """Reads by a kernel of one block."""
+    """A reader that is a kernel with one block."""
 
     type_name = "kernel"
     obstacle = ""
 
-    def __init__(self, device: Device, target: ReaderTarget) -> None:
-        self._target = target
+    def __init__(self, device: Device, reader_memory: ReaderMemory) -> None:
+        self._reader_memory = reader_memory
         with ExitStack() as stack:
-            self._function = _load(device, stack)
+            self._function = _load_kernel(device, stack)
             self.stream = stack.enter_context(device.stream())
             self._result = stack.enter_context(device.allocate(_RESULT_WORDS * WORD_BYTES))
             self._stack = stack.pop_all()
@@ -208,12 +220,12 @@ class KernelReader:
         """Launch the kernel."""
         from cuda.bindings import driver
 
-        target = self._target
+        reader_memory = self._reader_memory
         arguments = (
-            target.flag_memory.address + target.flag_offset_bytes,
+            reader_memory.flag_memory.address + reader_memory.flag_offset_bytes,
             round_number,
-            target.memory.address,
-            target.words_count,
+            reader_memory.memory.address,
+            reader_memory.words_count,
             _first_word(round_number),
             POLLS_MAX if is_polling else 1,
             self._result.address,
@@ -222,17 +234,17 @@ class KernelReader:
         parameters = (arguments, (ctypes.c_uint64,) * len(arguments))
         stream = driver.CUstream(self.stream.handle)
         with self.stream.current():
-            launched = driver.cuLaunchKernel(self._function, 1, 1, 1, _THREADS, 1, 1, 0, stream, parameters, 0)
-        _checked(launched, "cuLaunchKernel")
+            result = driver.cuLaunchKernel(self._function, 1, 1, 1, _THREADS, 1, 1, 0, stream, parameters, 0)
+        _require_success(result, "cuLaunchKernel")
 
-    def finish(self) -> Reading:
+    def finish(self) -> ReadResult:
         """Wait for the kernel and return what it counted."""
         # This copy is not queued by start(): a copy to pageable memory returns only after the kernel has ended.
         result = bytearray(_RESULT_WORDS * WORD_BYTES)
         self.stream.read_into(self._result, result)
         self.stream.synchronize()
         unseen, stale, early, polls = array("Q", bytes(result))
-        return Reading(unseen == 0, stale, early, polls)
+        return ReadResult(unseen == 0, stale, early, polls)
 
     def __enter__(self) -> Self:
         return self
@@ -242,12 +254,12 @@ class KernelReader:
 
 
 class CopyReader:
-    """Reads by copies of a stream to the host, the flag first. It begins when :meth:`finish` is called."""
+    """A reader that copies the flag and then the data to the host. It begins in :meth:`finish`."""
 
     type_name = "stream_copy"
 
-    def __init__(self, device: Device, target: ReaderTarget, *, obstacle: str) -> None:
-        self._target = target
+    def __init__(self, device: Device, reader_memory: ReaderMemory, *, obstacle: str) -> None:
+        self._reader_memory = reader_memory
         self._round_number = 0
         self.obstacle = obstacle
         self.stream = device.stream()
@@ -256,23 +268,23 @@ class CopyReader:
         """Set the round."""
         self._round_number = round_number
 
-    def finish(self) -> Reading:
+    def finish(self) -> ReadResult:
         """Copy the flag once, and the data if the flag has the value of this round."""
-        target = self._target
-        flag, data = bytearray(WORD_BYTES), bytearray(target.words_count * WORD_BYTES)
-        self.stream.read_into(target.flag_memory, flag, offset_bytes=target.flag_offset_bytes)
+        reader_memory = self._reader_memory
+        flag, data = bytearray(WORD_BYTES), bytearray(reader_memory.words_count * WORD_BYTES)
+        self.stream.read_into(reader_memory.flag_memory, flag, offset_bytes=reader_memory.flag_offset_bytes)
         self.stream.synchronize()
         if int.from_bytes(flag, "little") != self._round_number:
-            return Reading(is_flag_seen=False, stale_words_count=0, early_words_count=0, polls_count=1)
-        self.stream.read_into(target.memory, data)
+            return ReadResult(is_flag_seen=False, stale_words_count=0, early_words_count=0, polls_count=1)
+        self.stream.read_into(reader_memory.memory, data)
         self.stream.synchronize()
-        expected_words = new_words(self._round_number, target.words_count)
+        expected_words = make_words(self._round_number, reader_memory.words_count)
         stale_count = 0
         if data != expected_words.tobytes():
             words = array("Q", bytes(data))
             stale_count = sum(word != expected for word, expected in zip(words, expected_words, strict=True))
-        return Reading(
-            is_flag_seen=True, stale_words_count=stale_count, early_words_count=target.words_count, polls_count=1
+        return ReadResult(
+            is_flag_seen=True, stale_words_count=stale_count, early_words_count=reader_memory.words_count, polls_count=1
         )
 
     def __enter__(self) -> Self:
@@ -282,7 +294,7 @@ class CopyReader:
         self.stream.close()
 
 
-def _load(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the bindings have no types.
+def _load_kernel(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the bindings have no types.
     """Compile the kernel and return its function. `stack` unloads it."""
     from cuda.bindings import driver
 
@@ -298,18 +310,20 @@ def _load(device: Device, stack: ExitStack) -> Any:  # noqa: ANN401 - the bindin
         if result.name in _NO_KERNELS:
             message = f"cuModuleLoadDataEx: {result.name}"
             raise NoKernelsError(message)
-        _checked((result,), f"cuModuleLoadDataEx: {log.partition(bytes(1))[0].decode(errors='replace').strip()}")
+        _require_success(
+            (result,), f"cuModuleLoadDataEx: {log.partition(bytes(1))[0].decode(errors='replace').strip()}"
+        )
         stack.callback(_unload, device, module)
-        return _checked(driver.cuModuleGetFunction(module, _KERNEL.encode()), "cuModuleGetFunction")
+        return _require_success(driver.cuModuleGetFunction(module, _KERNEL.encode()), "cuModuleGetFunction")
 
 
 def _unload(device: Device, module: Any) -> None:  # noqa: ANN401
     from cuda.bindings import driver
 
     with device.current():
-        _checked(driver.cuModuleUnload(module), "cuModuleUnload")
+        _require_success(driver.cuModuleUnload(module), "cuModuleUnload")
 
 
-def _checked(result: tuple[Any, ...], operation: str) -> Any:  # noqa: ANN401
+def _require_success(result: tuple[Any, ...], operation: str) -> Any:  # noqa: ANN401
     assert int(result[0]) == 0, f"{operation}: {result[0].name}"
     return result[1] if len(result) > 1 else None

@@ -20,26 +20,29 @@ from gdrkit.verbs import Endpoint, Nic, RemoteRange
 _LENGTH_BYTES = 1 << 20
 
 
-def write_without_end(own: IO[str], peer: IO[str]) -> int:
-    """Exchange the endpoints as lines on `own` and `peer`, and write until the peer is lost. Return the exit code."""
+def write_without_end(output: IO[str], peer_output: IO[str]) -> int:
+    """Exchange endpoints with the peer, write to the peer until it is lost, and return the exit code.
+
+    The own endpoint is a line of `output`. The endpoint of the peer is a line of `peer_output`.
+    """
     with (
         Nic.open("twin0") as nic,
         nic.register_host(bytearray(_LENGTH_BYTES)) as region,
-        nic.completion_queue() as queue,
-        nic.queue_pair(queue) as pair,
+        nic.completion_queue() as completion_queue,
+        nic.queue_pair(completion_queue) as queue_pair,
     ):
         memory = RemoteRange(region.address, region.rkey, _LENGTH_BYTES)
-        own.write(json.dumps({"endpoint": asdict(pair.endpoint()), "memory": asdict(memory)}) + "\n")
-        own.flush()
-        line = peer.readline()
+        output.write(json.dumps({"endpoint": asdict(queue_pair.endpoint()), "memory": asdict(memory)}) + "\n")
+        output.flush()
+        line = peer_output.readline()
         if not line:
             return 0
-        values = json.loads(line)
-        pair.connect(Endpoint(**values["endpoint"]))
-        target = RemoteRange(**values["memory"])
+        peer_values = json.loads(line)
+        queue_pair.connect(Endpoint(**peer_values["endpoint"]))
+        peer_memory = RemoteRange(**peer_values["memory"])
         while True:
-            pair.post_write(region, target, work_id=1)
-            status = pair.wait(30_000).status.name
+            queue_pair.post_write(region, peer_memory, work_id=1)
+            status = queue_pair.wait(30_000).status.name
             if status != "SUCCESS":
                 return 0 if status == "RETRY_EXC_ERR" else 1
 
@@ -50,10 +53,10 @@ def main() -> int:
         return write_without_end(sys.stdout, sys.stdin)
     command = module_command("rdma.kill_pair", "second")
     try:
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as second:
-            assert second.stdin is not None
-            assert second.stdout is not None
-            return write_without_end(second.stdin, second.stdout)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as second_process:
+            assert second_process.stdin is not None
+            assert second_process.stdout is not None
+            return write_without_end(second_process.stdin, second_process.stdout)
     except BrokenPipeError:
         # The second process was killed before it had read the endpoint.
         return 0

@@ -1,7 +1,7 @@
 """Litmus cases of visibility: NICs write data and then a flag to GPU memory, and work of the GPU reads both.
 
 ``python -m rdma.litmus`` runs all of them in a process of its own, for example on GPUs with another write ordering. It
-prints, for each shape and method, whether the GPU saw the new flag and the new data.
+prints for each shape and method whether the GPU saw the new flag and the new data.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from rdma.gpu_reader import WORD_BYTES, ReaderTarget, new_words, open_reader
+from rdma.gpu_reader import WORD_BYTES, ReaderMemory, make_words, open_reader
 
 from gdrkit import cuda, verbs
 from gdrkit.registration import Ordering, register
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
-    from rdma.gpu_reader import Reading
+    from rdma.gpu_reader import ReadResult
 
     from gdrkit.cuda import Device, DeviceMemory
     from gdrkit.registration import Registration
     from gdrkit.verbs import Nic, QueuePair
 
-__all__ = ["SHAPES", "DataOperation", "FlagPlace", "Litmus", "Method", "Observation", "Shape"]
+__all__ = ["SHAPES", "DataOperation", "FlagPlace", "Litmus", "Method", "Shape", "VisibilityResult"]
 
 WORDS_COUNT = 64 * KIB // WORD_BYTES
 LENGTH_BYTES = WORDS_COUNT * WORD_BYTES
@@ -53,7 +53,7 @@ class FlagPlace(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How the data and the flag come into the memory of the GPU."""
+    """The operation and the queue pairs that move the data and the flag into the memory of the GPU."""
 
     data_operation: DataOperation
     flag_place: FlagPlace
@@ -67,7 +67,7 @@ class Shape:
     def is_in_order(self) -> bool:
         """Whether the queue pair orders the flag after the data, so that both can be posted at once.
 
-        Another queue pair does not, nor does the same one after a READ.
+        A flag by another queue pair, or a flag after a READ, is not ordered.
         """
         return self.flag_place is not FlagPlace.OTHER_NIC and self.data_operation is not DataOperation.READ
 
@@ -76,23 +76,23 @@ SHAPES = tuple(itertools.starmap(Shape, itertools.product(DataOperation, FlagPla
 
 
 class Method(enum.Enum):
-    """How the read of the GPU comes after the writes of the NICs."""
+    """The method that orders the read of the GPU after the writes of the NICs."""
 
     NO_FLUSH = "no_flush"  # The read starts after the completions.
     MAKE_VISIBLE = "make_visible"  # The read starts after the completions and Ordering.make_visible.
     HOST_FLUSH = "host_flush"  # The read starts after the completions and cuFlushGPUDirectRDMAWrites.
     STREAM_FLUSH = "stream_flush"  # The stream of the read flushes first: CU_STREAM_WAIT_VALUE_FLUSH.
-    POLLING = "polling"  # The read polls the flag while the NICs write. Its loads and fence alone keep the order.
+    POLLING = "polling"  # The read polls the flag while the NICs write, and orders its loads by a fence.
 
 
 @dataclass(slots=True)
-class Observation:
+class VisibilityResult:
     """The observations of the reader in all rounds of a method.
 
     Attributes
     ----------
     reader : str
-        What read the memory: ``kernel`` or ``stream_copy``.
+        Type of the reader: ``kernel`` or ``stream_copy``.
     rounds_count : int
         Number of rounds.
     overlapping_rounds_count : int
@@ -114,10 +114,10 @@ class Observation:
 
     @property
     def is_visible(self) -> bool:
-        """Whether every round showed the new flag and the new data."""
+        """Whether the reader saw the new flag and the new data in every round."""
         return self.rounds_count > 0 and not self.unseen_flags_count and not self.stale_reads_count
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: ReadResult) -> None:
         """Add a round."""
         self.rounds_count += 1
         self.overlapping_rounds_count += reading.early_words_count < WORDS_COUNT
@@ -127,7 +127,7 @@ class Observation:
 
 
 class Litmus:
-    """Memory of a GPU for the data and the flag of a shape, NICs that write it, and a reader. A context manager."""
+    """GPU memory for data and flag, NICs that write to it, and a reader. Use it as a context manager."""
 
     def __init__(self, device: Device, nics: tuple[Nic, ...], shape: Shape) -> None:
         self.device, self.shape = device, shape
@@ -135,39 +135,39 @@ class Litmus:
         self._flag_nic = nics[-1] if shape.flag_place is FlagPlace.OTHER_NIC else self._nic
         self._round_number = 0
         with ExitStack() as stack:
-            self._memory, self._registration = self._registered(stack, LENGTH_BYTES + WORD_BYTES)
+            self._memory, self._registration = self._register_memory(stack, LENGTH_BYTES + WORD_BYTES)
             self._flag_memory, self._flag_registration, flag_offset_bytes = (
                 (self._memory, self._registration, LENGTH_BYTES)
                 if shape.flag_place is FlagPlace.SAME_REGION
-                else (*self._registered(stack, WORD_BYTES), 0)
+                else (*self._register_memory(stack, WORD_BYTES), 0)
             )
             self._flag_offset_bytes = flag_offset_bytes
-            self._zero = stack.enter_context(device.allocate(WORD_BYTES))
-            self._zero.fill(0)
-            self._requester, self._responder = self._connected_pairs(stack, self._nic)
+            self._zero_word = stack.enter_context(device.allocate(WORD_BYTES))
+            self._zero_word.fill(0)
+            self._requester, self._responder = self._connect_pairs(stack, self._nic)
             self._flag_requester = (
-                self._requester if self._flag_nic is self._nic else self._connected_pairs(stack, self._flag_nic)[0]
+                self._requester if self._flag_nic is self._nic else self._connect_pairs(stack, self._flag_nic)[0]
             )
             self._data, self._flag = bytearray(LENGTH_BYTES), bytearray(WORD_BYTES)
-            self._source = stack.enter_context(self._nic.register_host(self._data))
-            self._flag_source = stack.enter_context(self._flag_nic.register_host(self._flag))
-            target = ReaderTarget(self._memory, WORDS_COUNT, self._flag_memory, flag_offset_bytes)
-            self.reader = stack.enter_context(open_reader(device, target))
+            self._data_region = stack.enter_context(self._nic.register_host(self._data))
+            self._flag_region = stack.enter_context(self._flag_nic.register_host(self._flag))
+            reader_memory = ReaderMemory(self._memory, WORDS_COUNT, self._flag_memory, flag_offset_bytes)
+            self.reader = stack.enter_context(open_reader(device, reader_memory))
             self._stack = stack.pop_all()
 
-    def run(self, method: Method, *, duration_s: float = 0.0) -> Observation:
+    def run(self, method: Method, *, duration_s: float = 0.0) -> VisibilityResult:
         """Repeat the shape for `duration_s`, but at least once, and return what the reader observed."""
-        observation = Observation(self.reader.type_name)
+        result = VisibilityResult(self.reader.type_name)
         end_s = time.monotonic() + duration_s
-        while not observation.unseen_flags_count:
-            observation.add(self._run_round(method))
+        while not result.unseen_flags_count:
+            result.add(self._run_round(method))
             if time.monotonic() >= end_s:
                 break
-        return observation
+        return result
 
-    def _run_round(self, method: Method) -> Reading:
+    def _run_round(self, method: Method) -> ReadResult:
         self._round_number += 1
-        self._data[:] = new_words(self._round_number, WORDS_COUNT).tobytes()
+        self._data[:] = make_words(self._round_number, WORDS_COUNT).tobytes()
         self._flag[:] = self._round_number.to_bytes(WORD_BYTES, "little")
         if method is Method.POLLING:
             self.reader.start(self._round_number, is_polling=True)
@@ -193,12 +193,12 @@ class Litmus:
         region = self._registration.region(self._nic)
         match self.shape.data_operation:
             case DataOperation.WRITE:
-                self._requester.post_write(self._source, region.remote(length_bytes=LENGTH_BYTES), work_id=1)
+                self._requester.post_write(self._data_region, region.remote(length_bytes=LENGTH_BYTES), work_id=1)
             case DataOperation.READ:
-                self._requester.post_read(region, self._source.remote(), work_id=1, length_bytes=LENGTH_BYTES)
+                self._requester.post_read(region, self._data_region.remote(), work_id=1, length_bytes=LENGTH_BYTES)
             case DataOperation.SEND:
                 self._responder.post_receive(region, work_id=2, length_bytes=LENGTH_BYTES)
-                self._requester.post_send(self._source, work_id=1)
+                self._requester.post_send(self._data_region, work_id=1)
 
     def _wait_for_data(self) -> None:
         if self.shape.data_operation is DataOperation.SEND:
@@ -209,7 +209,7 @@ class Litmus:
         remote = self._flag_registration.remote(
             self._flag_nic, offset_bytes=self._flag_offset_bytes, length_bytes=WORD_BYTES
         )
-        self._flag_requester.post_write(self._flag_source, remote, work_id=3)
+        self._flag_requester.post_write(self._flag_region, remote, work_id=3)
 
     def _flush(self, method: Method) -> None:
         if method is Method.MAKE_VISIBLE:
@@ -220,24 +220,26 @@ class Litmus:
             self._flush_in_stream()
 
     def _flush_in_stream(self) -> None:
-        """Queue a wait for a word that is 0 already, with a flush: it ends at once, and the flush comes after it."""
+        """Queue a wait with a flush. The awaited word is 0 already, so the wait ends at once, and the flush follows."""
         from cuda.bindings import driver
 
         conditions = driver.CUstreamWaitValue_flags
         flags = conditions.CU_STREAM_WAIT_VALUE_EQ | conditions.CU_STREAM_WAIT_VALUE_FLUSH
         stream = self.reader.stream
         with stream.current():
-            (result,) = driver.cuStreamWaitValue32(driver.CUstream(stream.handle), self._zero.address, 0, int(flags))
+            (result,) = driver.cuStreamWaitValue32(
+                driver.CUstream(stream.handle), self._zero_word.address, 0, int(flags)
+            )
         assert int(result) == 0, f"cuStreamWaitValue32: {result.name}"
 
-    def _registered(self, stack: ExitStack, length_bytes: int) -> tuple[DeviceMemory, Registration]:
+    def _register_memory(self, stack: ExitStack, length_bytes: int) -> tuple[DeviceMemory, Registration]:
         memory = stack.enter_context(self.device.allocate(length_bytes))
         memory.fill(0)
         nics = dict.fromkeys([self._nic, self._flag_nic])
         return memory, stack.enter_context(register(memory, list(nics)))
 
     @staticmethod
-    def _connected_pairs(stack: ExitStack, nic: Nic) -> tuple[QueuePair, QueuePair]:
+    def _connect_pairs(stack: ExitStack, nic: Nic) -> tuple[QueuePair, QueuePair]:
         """Return two queue pairs of a NIC that are connected to each other."""
         first, second = (
             stack.enter_context(nic.queue_pair(stack.enter_context(nic.completion_queue()))) for _ in range(2)

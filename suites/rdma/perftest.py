@@ -20,7 +20,15 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import Nic
 
-__all__ = ["PROGRAMS", "PerftestResult", "free_port", "is_listening", "measure", "parse", "running"]
+__all__ = [
+    "PROGRAMS",
+    "PerftestResult",
+    "find_free_port",
+    "is_listening",
+    "parse_output",
+    "run_perftest",
+    "start_program",
+]
 
 PROGRAMS = {Direction.WRITE: "ib_write_bw", Direction.READ: "ib_read_bw"}
 _TIMEOUT_S = 60
@@ -60,7 +68,7 @@ class PerftestResult:
         return self.length_bytes * self.operations
 
 
-def parse(text: str) -> PerftestResult:
+def parse_output(text: str) -> PerftestResult:
     """Parse the output of perftest.
 
     Raises
@@ -78,7 +86,7 @@ def parse(text: str) -> PerftestResult:
     return PerftestResult(int(length_bytes), int(operations), float(average) * _UNIT_BYTES[header[2]])
 
 
-def measure(
+def run_perftest(
     nic: Nic,
     direction: Direction,
     *,
@@ -90,35 +98,35 @@ def measure(
     peer: Nic | None = None,
     observer: Sequence[str] = (),
 ) -> PerftestResult:
-    """Run an active process of perftest on `nic` and a passive one on `peer` or `nic`. Return the active one's result.
+    """Run perftest from `nic` to `peer`, by default to `nic` itself, and return the result of the active process.
 
     `observer` is the beginning of the command of the active process, such as ``gdrkit observe --``.
     """
-    port = free_port()
-    command = ["-F", "-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
+    port = find_free_port()
+    options = ["-F", "-s", str(length_bytes), "-n", str(operations), "-t", str(depth), "-l", str(list_length)]
     # -u 18 sets the timeout for an acknowledgement to one second, because software RDMA on a busy processor is slow.
-    command += ["-u", "18"]
-    command += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
+    options += ["-u", "18"]
+    options += ["-p", str(port), *(["-o", str(reads_max)] if direction is Direction.READ else [])]
 
-    def on(end: Nic) -> list[str]:
-        device = ["-d", end.name, "-i", str(end.port.number), "-x", str(end.gid_index)]
-        return [PROGRAMS[direction], *device, *command]
+    def make_command(device_nic: Nic) -> list[str]:
+        device_options = ["-d", device_nic.name, "-i", str(device_nic.port.number), "-x", str(device_nic.gid_index)]
+        return [PROGRAMS[direction], *device_options, *options]
 
-    with running(on(peer or nic)) as passive:
+    with start_program(make_command(peer or nic)) as passive:
         wait_until(lambda: passive.poll() is not None or is_listening(passive.pid, port), "a listener of perftest")
         begin_s = time.monotonic()
-        with running([*observer, *on(nic), "127.0.0.1"]) as active:
+        with start_program([*observer, *make_command(nic), "127.0.0.1"]) as active:
             output, _ = active.communicate(timeout=_TIMEOUT_S)
         process_s = time.monotonic() - begin_s
         # If the passive process did not start, its output has the reason.
         passive_output, _ = passive.communicate(timeout=_TIMEOUT_S)
     assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"
-    return replace(parse(output), process_s=process_s)
+    return replace(parse_output(output), process_s=process_s)
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    """Start a program whose output can be read, and kill it at the end. `environ` replaces the environment."""
+def start_program(command: Sequence[str], environ: Mapping[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
+    """Start a program with piped output, and kill it at the end of the block. `environ` replaces the environment."""
     process = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with process:
         try:
@@ -127,7 +135,7 @@ def running(command: Sequence[str], environ: Mapping[str, str] | None = None) ->
             process.kill()
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a TCP port on which no program listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
@@ -137,7 +145,7 @@ def free_port() -> int:
 def is_listening(process_id: int, port: int) -> bool:
     """Return whether the kernel lists a listener on the port, in the network namespace of the process.
 
-    A test connection is not possible, because perftest would take it for its peer.
+    A test connection is not possible, because perftest would treat it as its peer.
     """
     tables = [Path("/proc", str(process_id), "net", name) for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 LENGTH_BYTES = 256 * KIB
 UNTOUCHED = b"\xa5" * LENGTH_BYTES
-# A key in which these bits are inverted belongs to no region.
+# A key with these bits inverted belongs to no region.
 WRONG_KEY_BITS = 0x0100_0001
 
 pytestmark = pytest.mark.qualify
@@ -30,8 +30,10 @@ pytestmark = pytest.mark.qualify
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 def test_outside_key_is_refused(nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind) -> None:
     with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
-        valid = memory.remote(length_bytes=4 * KIB)
-        peer_pair.write(replace(valid, rkey=valid.rkey ^ WRONG_KEY_BITS), seed=seed).expect(Status.REM_ACCESS_ERR)
+        valid_range = memory.remote(length_bytes=4 * KIB)
+        peer_pair.write(replace(valid_range, rkey=valid_range.rkey ^ WRONG_KEY_BITS), seed=seed).expect(
+            Status.REM_ACCESS_ERR
+        )
         assert memory.read() == UNTOUCHED
 
 
@@ -48,11 +50,11 @@ def test_access_one_byte_out_of_bounds_is_refused(
     nic: Nic, peer: Peer, seed: int, memory_kind: RdmaMemoryKind, begin: int, length_bytes: int
 ) -> None:
     with memory_kind.memory() as memory, connect_peer_queue_pair(nic, peer) as peer_pair:
-        valid = memory.remote()
+        valid_range = memory.remote()
         # A region may begin at address 0, as a dma-buf region does. Then the byte before it has the highest address.
-        address = (valid.address + begin) % 2**64
-        outside = RemoteRange(address=address, rkey=valid.rkey, length_bytes=length_bytes)
-        peer_pair.write(outside, seed=seed).expect(Status.REM_ACCESS_ERR)
+        address = (valid_range.address + begin) % 2**64
+        invalid_range = RemoteRange(address=address, rkey=valid_range.rkey, length_bytes=length_bytes)
+        peer_pair.write(invalid_range, seed=seed).expect(Status.REM_ACCESS_ERR)
         assert memory.read() == UNTOUCHED
 
 
@@ -95,8 +97,8 @@ def test_requests_after_an_error_are_flushed(nic: Nic, peer: Peer, seed: int) ->
         peer_pair = peer.queue_pair()
         peer_pair.join(local_pair)
         buffer = peer.buffer(4 * KIB, seed=seed)
-        outside = replace(region.remote(), rkey=region.rkey ^ WRONG_KEY_BITS)
-        peer_pair.post_write(buffer, outside, work_id=1)
+        invalid_range = replace(region.remote(), rkey=region.rkey ^ WRONG_KEY_BITS)
+        peer_pair.post_write(buffer, invalid_range, work_id=1)
         peer_pair.post_write(buffer, region.remote(), work_id=2)
         first, second = peer_pair.wait(), peer_pair.wait()
         assert (first.work_id, first.status) == (1, Status.REM_ACCESS_ERR)

@@ -66,11 +66,11 @@ def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) 
     plan = tmp_path / "plan"
     rules = [f"wc.{request} call=* delay_us=20000 nic=twin5" for request in ("rdma_write", "rdma_read")]
     plan.write_text("\n".join(["gdrkit-faults 1", *rules, ""]))
-    counts = {"GDRKIT_TWINS_NICS": "8", "GDRKIT_TWINS_GPUS": "8"}
+    device_counts = {"GDRKIT_TWINS_NICS": "8", "GDRKIT_TWINS_GPUS": "8"}
     command = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
     child = subprocess.run(
         [*command, sys.executable, "-c", PROGRAM],
-        env={**os.environ, **counts, "GDRKIT_TWINS_FAULTS": str(plan), "GDRKIT_TWINS_LATE_US": "0"},
+        env={**os.environ, **device_counts, "GDRKIT_TWINS_FAULTS": str(plan), "GDRKIT_TWINS_LATE_US": "0"},
         capture_output=True,
         text=True,
         check=False,
@@ -82,8 +82,8 @@ def test_slow_nic_among_eight_is_named_and_its_share_is_counted(tmp_path: Path) 
     loads = {load["nic"]: load for load in balance["loads"]}
     assert len(loads) == len(balance["matrix"]) == 8
     total = sum(load["moved_bytes"] for load in loads.values())
-    slow = loads.pop("twin5")
-    assert slow["share_percent"] < 0.7 * slow["expected_percent"]
+    slow_load = loads.pop("twin5")
+    assert slow_load["share_percent"] < 0.7 * slow_load["expected_percent"]
     # The port counts the payload twice in loopback, and the headers of the packets.
-    assert slow["share_percent"] == pytest.approx(100 * slow["moved_bytes"] / total, rel=0.05)
+    assert slow_load["share_percent"] == pytest.approx(100 * slow_load["moved_bytes"] / total, rel=0.05)
     assert all(load["share_percent"] > 0.7 * load["expected_percent"] for load in loads.values())

@@ -49,7 +49,7 @@ Post List requested - CQ moderation will be the size of the post list
 """
 
 
-def sent_packets(nic: Nic) -> int | None:
+def read_sent_packets(nic: Nic) -> int | None:
     """Return the number of packets that the port has sent, or None if its driver does not count them."""
     return next(
         (
@@ -68,7 +68,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
     nic: Nic, seed: int, evidence: Evidence, request: pytest.FixtureRequest, direction: Direction
 ) -> None:
     rounds = MEASURED_ROUNDS if request.config.getoption("--benchmark-enable") else UNMEASURED_ROUNDS
-    shape = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
+    burst_options = {"length_bytes": LENGTH_BYTES, "operations": OPERATIONS, "depth": DEPTH, "list_length": LIST_LENGTH}
     data, zeros = pattern.payload(LENGTH_BYTES, seed=seed), bytes(LENGTH_BYTES)
     is_write = direction is Direction.WRITE
     # Rates in GB/s. The first rate of each list is a warm-up and is not compared.
@@ -82,11 +82,11 @@ def test_initiator_and_perftest_transfer_all_bytes(
         for _ in range(rounds + 1):
             initiator.write(data if is_write else zeros)
             memory[:] = zeros if is_write else data
-            burst = initiator.run(direction, region.remote(), **shape)
+            burst = initiator.run(direction, region.remote(), **burst_options)
             pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
             initiator_rates.append(burst.moved_bytes / burst.elapsed_ns)
-            packets_before = sent_packets(nic)
-            measured = perftest.measure(
+            packets_before = read_sent_packets(nic)
+            perftest_result = perftest.run_perftest(
                 nic,
                 direction,
                 length_bytes=LENGTH_BYTES,
@@ -95,14 +95,17 @@ def test_initiator_and_perftest_transfer_all_bytes(
                 list_length=LIST_LENGTH,
                 reads_max=initiator.reads_max,
             )
-            packets_after = sent_packets(nic)
-            assert (measured.length_bytes, measured.operations) == (LENGTH_BYTES, OPERATIONS)
+            packets_after = read_sent_packets(nic)
+            assert (perftest_result.length_bytes, perftest_result.operations) == (LENGTH_BYTES, OPERATIONS)
             # The rate of perftest exceeds the mean rate over the lifetime of its process, unless it was parsed wrongly.
-            assert measured.bytes_per_s * measured.process_s > measured.moved_bytes or not measured.bytes_per_s
+            assert (
+                perftest_result.bytes_per_s * perftest_result.process_s > perftest_result.moved_bytes
+                or not perftest_result.bytes_per_s
+            )
             if packets_before is not None and packets_after is not None and nic.port.mtu_bytes:
-                assert packets_after - packets_before >= measured.moved_bytes // nic.port.mtu_bytes
-            perftest_rates.append(measured.bytes_per_s / 1e9)
-    evidence["operations"] = {**shape, "rounds": rounds}
+                assert packets_after - packets_before >= perftest_result.moved_bytes // nic.port.mtu_bytes
+            perftest_rates.append(perftest_result.bytes_per_s / 1e9)
+    evidence["operations"] = {**burst_options, "rounds": rounds}
     evidence["in_turn_gb_per_s"] = {"initiator": initiator_rates, "perftest": perftest_rates}
     # perftest prints 0 if it cannot determine the frequency of the processor.
     valid_rates = [rate for rate in perftest_rates[1:] if rate]
@@ -116,7 +119,7 @@ def test_initiator_and_perftest_transfer_all_bytes(
 
 def test_perftest_output_is_parsed() -> None:
     # perftest writes MB/sec for MiB/s.
-    result = perftest.parse(PERFTEST_OUTPUT)
+    result = perftest.parse_output(PERFTEST_OUTPUT)
     assert (result.length_bytes, result.operations, round(result.bytes_per_s)) == (65536, 512, 31845253)
 
 
@@ -132,4 +135,4 @@ def test_perftest_output_is_parsed() -> None:
 )
 def test_unknown_perftest_output_is_an_error(text: str) -> None:
     with pytest.raises(ValueError, match="perftest printed no result"):
-        perftest.parse(text)
+        perftest.parse_output(text)

@@ -24,17 +24,18 @@ if TYPE_CHECKING:
 pytestmark = needs(
     software(Api.VERBS), host.program("ip"), host.capability("CAP_NET_ADMIN"), host.capability("CAP_SYS_ADMIN")
 )
-# The retries are 8 tries of 67 ms each. Hardware may take up to four times as long, and the fabric at least one second.
+# A queue pair tries 8 times, with 67 ms each. Hardware may take up to four times as long, and the fabric takes at least
+# one second.
 RETRY_LIMIT_S = 10.0
 
 
-class Machine:
+class FabricProcess:
     """A process in a network namespace; see :mod:`support.fabric_machine`."""
 
     def __init__(self, namespace: str, *, secret: str) -> None:
         self.process = subprocess.Popen(
             ["ip", "netns", "exec", namespace, *module_command("support.fabric_machine")],
-            env=fabric_environ(secret),
+            env=make_fabric_environ(secret),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -57,27 +58,27 @@ class Machine:
         return cast("object", json.loads(self.process.stdout.readline()))
 
 
-def fabric_environ(secret: str) -> dict[str, str]:
+def make_fabric_environ(secret: str) -> dict[str, str]:
     """Return the environment of a process in one of the two namespaces."""
     fabric = {"GDRKIT_TWINS_FABRIC": "tcp://10.79.0.0/24", "GDRKIT_TWINS_FABRIC_SECRET": secret}
     return {**suites_environ(), **fabric}
 
 
-def _ip(*words: str) -> None:
+def _run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
 @contextlib.contextmanager
-def two_namespaces() -> Iterator[tuple[str, str]]:
+def create_two_namespaces() -> Iterator[tuple[str, str]]:
     """Create two network namespaces that a veth pair joins."""
     names = (f"gk{secrets.token_hex(4)}1", f"gk{secrets.token_hex(4)}2")
     try:
         for name in names:
-            _ip("netns", "add", name)
-        _ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
+            _run_ip("netns", "add", name)
+        _run_ip("link", "add", "eth0", "netns", names[0], "type", "veth", "peer", "name", "eth0", "netns", names[1])
         for index, name in enumerate(names, start=1):
-            _ip("-n", name, "addr", "add", f"10.79.0.{index}/24", "dev", "eth0")
-            _ip("-n", name, "link", "set", "eth0", "up")
+            _run_ip("-n", name, "addr", "add", f"10.79.0.{index}/24", "dev", "eth0")
+            _run_ip("-n", name, "link", "set", "eth0", "up")
         yield names
     finally:
         for name in names:
@@ -85,12 +86,14 @@ def two_namespaces() -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def two_machines(namespaces: tuple[str, str], *, secrets_of: tuple[str, str]) -> Iterator[tuple[Machine, Machine]]:
+def start_two_machines(
+    namespaces: tuple[str, str], *, fabric_secrets: tuple[str, str]
+) -> Iterator[tuple[FabricProcess, FabricProcess]]:
     """Start a process in each namespace, and connect their queue pairs."""
     with contextlib.ExitStack() as stack:
         machines = []
-        for namespace, secret in zip(namespaces, secrets_of, strict=True):
-            machine = Machine(namespace, secret=secret)
+        for namespace, secret in zip(namespaces, fabric_secrets, strict=True):
+            machine = FabricProcess(namespace, secret=secret)
             stack.enter_context(machine.process)
             stack.callback(machine.process.kill)
             machines.append(machine)
@@ -103,12 +106,12 @@ def two_machines(namespaces: tuple[str, str], *, secrets_of: tuple[str, str]) ->
 @pytest.fixture
 def namespaces() -> Iterator[tuple[str, str]]:
     """Return the names of two joined network namespaces."""
-    with two_namespaces() as names:
+    with create_two_namespaces() as names:
         yield names
 
 
 def test_writes_arrive_on_the_other_machine(namespaces: tuple[str, str], seed: int) -> None:
-    with two_machines(namespaces, secrets_of=("s" * 16, "s" * 16)) as (first, second):
+    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first, second):
         assert first.address["endpoint"]["gid"].endswith(":ffff:0a4f:0001")
         assert second.run(check=0) == "different"
         assert first.run(write=seed) == "SUCCESS"
@@ -119,20 +122,20 @@ def test_writes_arrive_on_the_other_machine(namespaces: tuple[str, str], seed: i
 
 @pytest.mark.parametrize("end", ["process is killed", "link is down"])
 def test_lost_machine_exceeds_retries(namespaces: tuple[str, str], end: str) -> None:
-    with two_machines(namespaces, secrets_of=("s" * 16, "s" * 16)) as (first, second):
+    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first, second):
         assert first.run(write=1) == "SUCCESS"
         if end == "process is killed":
             second.process.kill()
             second.process.wait()
         else:
-            _ip("-n", namespaces[1], "link", "set", "eth0", "down")
+            _run_ip("-n", namespaces[1], "link", "set", "eth0", "down")
         begin_s = time.monotonic()
         assert first.run(write=2) == "RETRY_EXC_ERR"
         assert time.monotonic() - begin_s < RETRY_LIMIT_S
 
 
 def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> None:
-    with two_machines(namespaces, secrets_of=("s" * 16, "t" * 16)) as (first, second):
+    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "t" * 16)) as (first, second):
         assert first.run(write=1) == "RETRY_EXC_ERR"
         assert second.run(check=1) == "different"
 
@@ -142,12 +145,12 @@ def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> 
     "program", ["ib_write_bw", "ib_read_bw", "ib_send_bw", "ib_send_bw -c UD", "ib_atomic_bw", "ib_write_lat"]
 )
 def test_perftest_runs_between_machines(namespaces: tuple[str, str], program: str) -> None:
-    environ, port = fabric_environ("s" * 16), 18515
+    environ, port = make_fabric_environ("s" * 16), 18515
     command = [*program.split(), "-F", "-d", "twin0", "-x", "1", "-n", "1000", "-p", str(port)]
     passive_command, active_command = (["ip", "netns", "exec", name, *command] for name in namespaces)
-    with perftest.running(passive_command, environ) as passive:
+    with perftest.start_program(passive_command, environ) as passive:
         wait_until(lambda: passive.poll() is not None or perftest.is_listening(passive.pid, port), "a listener")
-        with perftest.running([*active_command, "10.79.0.1"], environ) as active:
+        with perftest.start_program([*active_command, "10.79.0.1"], environ) as active:
             output, _ = active.communicate(timeout=60)
         passive_output, _ = passive.communicate(timeout=60)
     assert (active.returncode, passive.returncode) == (0, 0), f"{output}\n{passive_output}"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import Nic
 
-# Slots of the memory, operations, queue depth, and requests per posted list.
+# Each burst has a number of slots in the memory, a number of operations, a queue depth and a list length.
 BURSTS = [
     pytest.param(1, 7, 1, 1, id="one_after_the_other"),
     pytest.param(16, 100, 16, 4, id="lists"),

@@ -29,63 +29,64 @@ if TYPE_CHECKING:
 
 pytestmark = needs(software(Api.VERBS))
 
-KILLS_S = float(os.environ.get("GDRKIT_TWIN_KILLS_S", "4"))
+KILL_DURATION_S = float(os.environ.get("GDRKIT_TWIN_KILLS_S", "4"))
 # Each pair has two processes that use the software twin (a library that emulates the hardware), and its `gdrkit run`.
 PAIR_COUNT = 4
-# A process notices the loss of its peer after the tries of its queue pair. The start of an interpreter may take longer.
-END_S = 60.0
-RUN = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "verbs", "--quiet", "--")
+# A process notices the loss of its peer after the retries of its queue pair, but first its interpreter must have
+# started.
+END_TIMEOUT_S = 60.0
+RUN_COMMAND = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "verbs", "--quiet", "--")
 
 
-class Pair:
-    """One `gdrkit run` of :mod:`rdma.kill_pair`, which finds its processes by a variable of their environment."""
+class ProcessPair:
+    """A `gdrkit run` of :mod:`rdma.kill_pair`. A variable of the environment identifies its processes."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._marker = f"GDRKIT_TEST_PAIR={secrets.token_hex(8)}"
         name, _, value = self._marker.partition("=")
         self._process = subprocess.Popen(
-            [*RUN, *module_command("rdma.kill_pair", "first")],
+            [*RUN_COMMAND, *module_command("rdma.kill_pair", "first")],
             env={**environ, name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
 
-    def processes(self) -> list[int]:
+    def list_processes(self) -> list[int]:
         """Return the process IDs of all processes of the pair that have not ended."""
         self._process.poll()
-        return processes_with(self._marker)
+        return find_processes(self._marker)
 
     def is_complete(self) -> bool:
         """Return whether `gdrkit run` and both writing processes run, and no other process of the pair."""
-        commands = [read_process_file(process_id, "cmdline") for process_id in self.processes()]
+        commands = [read_process_file(process_id, "cmdline") for process_id in self.list_processes()]
         return len(commands) == 3 and any(command.endswith(b"\0second\0") for command in commands)
 
     def kill_one(self, rng: random.Random) -> None:
         """Kill one process of the pair.
 
-        Require that the other processes then end by themselves and without an error. A pair goes on without a program
-        that `gdrkit run` has started to write the tree of devices. Another process is then killed.
+        Require that the other processes then end by themselves and without an error. If the killed process is the
+        helper that writes the tree of devices for `gdrkit run`, the pair goes on, and another process is killed.
         """
-        while running_ids := self.processes():
+        while running_ids := self.list_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(rng.choice(running_ids), signal.SIGKILL)
             wait_until(
-                lambda: not self.processes() or self.is_complete(),
+                lambda: not self.list_processes() or self.is_complete(),
                 "the end of a pair whose process was killed",
-                timeout_s=END_S,
+                timeout_s=END_TIMEOUT_S,
             )
         assert self._process.wait() in {0, -signal.SIGKILL}
 
     def close(self) -> None:
         """End all processes of the pair."""
-        for process_id in self.processes():
+        for process_id in self.list_processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process_id, signal.SIGKILL)
         self._process.wait()
 
 
-def processes_with(variable: str) -> list[int]:
+def find_processes(variable: str) -> list[int]:
     """Return the process IDs whose environment has this variable with this value, ``NAME=VALUE``."""
     process_ids = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -103,7 +104,7 @@ def read_process_file(process_id: int, name: str) -> bytes:
         return b""
 
 
-def left_behind(domain: str, temporary: Path) -> list[str]:
+def list_remains(domain: str, temporary: Path) -> list[str]:
     """Return what the processes of a domain have left: their state, sockets, and files."""
     state = Path(f"/dev/shm/gdrkit-twins-{os.getuid()}")  # noqa: S108 - gdrkit run uses this folder.
     names = [str(path) for path in state.glob(f"{domain}*")] if state.exists() else []
@@ -111,7 +112,7 @@ def left_behind(domain: str, temporary: Path) -> list[str]:
     return names + [str(path) for path in temporary.iterdir()]
 
 
-@pytest.mark.timeout(120 + 4 * KILLS_S)
+@pytest.mark.timeout(120 + 4 * KILL_DURATION_S)
 def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evidence: Evidence) -> None:
     rng = random.Random(seed)
     domain = f"kills-{secrets.token_hex(6)}"
@@ -119,13 +120,13 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
     kills_count = 0
     with contextlib.ExitStack() as cleanup:
 
-        def start_pair() -> Pair:
-            return cleanup.enter_context(contextlib.closing(Pair(environ)))
+        def start_pair() -> ProcessPair:
+            return cleanup.enter_context(contextlib.closing(ProcessPair(environ)))
 
         pairs = [start_pair() for _ in range(PAIR_COUNT)]
-        end_s = time.monotonic() + KILLS_S
+        end_s = time.monotonic() + KILL_DURATION_S
         while time.monotonic() < end_s:
-            # The kill comes at any time of the start or of the transfers.
+            # The kill happens at a random time of the start or of the transfers.
             threading.Event().wait(rng.uniform(0, 2))
             number = rng.randrange(PAIR_COUNT)
             pairs[number].kill_one(rng)
@@ -134,8 +135,8 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
         for pair in pairs:
             pair.kill_one(rng)
     # The next gdrkit run removes the folder of a gdrkit run that was killed.
-    subprocess.run([*RUN, "true"], env=environ, check=True)
-    assert processes_with(f"GDRKIT_TWINS_DOMAIN={domain}") == []
-    assert left_behind(domain, tmp_path) == []
+    subprocess.run([*RUN_COMMAND, "true"], env=environ, check=True)
+    assert find_processes(f"GDRKIT_TWINS_DOMAIN={domain}") == []
+    assert list_remains(domain, tmp_path) == []
     evidence["kills"] = kills_count + PAIR_COUNT
     assert kills_count > 0

@@ -1,4 +1,4 @@
-"""SEND, RECV and immediate data, and what happens if a receive is missing, late or too small, or the peer has ended."""
+"""SEND, RECV and immediate data. A receive may be missing, late or too small, and the peer may have ended."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def test_message_arrives_with_its_immediate(nic: Nic, peer: Peer, seed: int) -> 
         peer_pair.join(local_pair)
         local_pair.post_receive(region, work_id=7)
         peer_pair.send(seed=seed, length_bytes=5001, immediate=0xDEADBEEF).expect(Status.SUCCESS)
-        received = local_pair.wait_received(5_000).expect(Status.SUCCESS)
-    assert (received.work_id, received.length_bytes, received.immediate) == (7, 5001, 0xDEADBEEF)
+        completion = local_pair.wait_received(5_000).expect(Status.SUCCESS)
+    assert (completion.work_id, completion.length_bytes, completion.immediate) == (7, 5001, 0xDEADBEEF)
     pattern.check(memoryview(data)[:5001], seed=seed)
     assert data[5001:] == bytes(8 * KIB - 5001)
 
@@ -41,9 +41,9 @@ def test_write_with_immediate_notifies_the_owner(nic: Nic, peer: Peer, seed: int
         peer_pair.join(local_pair)
         local_pair.post_receive((), work_id=3)
         peer_pair.write(region.remote(), seed=seed, immediate=41).expect(Status.SUCCESS)
-        received = local_pair.wait_received(5_000).expect(Status.SUCCESS)
+        completion = local_pair.wait_received(5_000).expect(Status.SUCCESS)
         pattern.check(data, seed=seed)
-    assert (received.work_id, received.immediate) == (3, 41)
+    assert (completion.work_id, completion.immediate) == (3, 41)
 
 
 def test_completion_queue_with_events_waits_for_an_event(nic: Nic, peer: Peer, seed: int) -> None:
@@ -105,9 +105,9 @@ def test_requests_to_an_ended_peer_end_in_retry_exceeded(nic: Nic, peer: Peer) -
         peer_pair = peer.queue_pair()
         # rxe retries without end at a retry count of 7.
         peer_pair.join(local_pair, retry_count=3)
-        target = peer.buffer(KIB).remote()
-        local_pair.post_write(region, target, work_id=1)
+        peer_memory = peer.buffer(KIB).remote()
+        local_pair.post_write(region, peer_memory, work_id=1)
         local_pair.wait(5_000).expect(Status.SUCCESS)
         peer.kill()
-        local_pair.post_write(region, target, work_id=2)
+        local_pair.post_write(region, peer_memory, work_id=2)
         assert local_pair.wait(20_000).status is Status.RETRY_EXC_ERR

@@ -1,4 +1,4 @@
-"""Each port counts the packets that the bytes need with the path MTU, also the port of an rxe device in the lab."""
+"""Each port counts as many packets as the bytes need at the path MTU, on twins and on rxe devices of the lab."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# A transfer has many packets, so that the request of a READ is below 2 % of them.
+# A transfer has so many packets that the request packet of a READ is less than 2 % of them.
 TRANSFER_BYTES, OPERATIONS, DEPTH = MIB, 8, 2
 
 
-def packet_counters(nic: Nic) -> tuple[int, int] | None:
+def read_packet_counters(nic: Nic) -> tuple[int, int] | None:
     """Return the sent and received packets of the port of `nic`, or None if the port does not count them."""
     counters = read_port(HostTree(), nic.name, nic.port.number)
     if counters.sent_packets is None or counters.received_packets is None:
@@ -29,10 +29,10 @@ def packet_counters(nic: Nic) -> tuple[int, int] | None:
     return counters.sent_packets, counters.received_packets
 
 
-def repeated_packets(responder: Nic) -> int:
-    """Return how many packets the port received more than once, or dropped because one before them was missing.
+def read_repeated_packets(responder: Nic) -> int:
+    """Return the number of packets that the port received again, or dropped because an earlier packet was missing.
 
-    The requester sends them again if an acknowledgement is late, for example on a loaded virtual machine.
+    The requester repeats packets if an acknowledgement is late, for example on a loaded virtual machine.
     """
     folder = f"/sys/class/infiniband/{responder.name}/ports/{responder.port.number}/hw_counters"
     return sum(HostTree().number(f"{folder}/{name}") or 0 for name in ("duplicate_request", "out_of_seq_request"))
@@ -53,23 +53,23 @@ def test_ports_count_the_packets_of_the_path_mtu(
         connect_initiator(nic, peer=peer, memory_bytes=TRANSFER_BYTES) as initiator,
     ):
         initiator.write(data if is_write else bytes(TRANSFER_BYTES))
-        before, repeated = [packet_counters(port) for port in (nic, peer)], -repeated_packets(peer)
+        before, repeated = [read_packet_counters(port) for port in (nic, peer)], -read_repeated_packets(peer)
         initiator.run(direction, region.remote(), length_bytes=TRANSFER_BYTES, operations=OPERATIONS, depth=DEPTH)
-        after, repeated = [packet_counters(port) for port in (nic, peer)], repeated + repeated_packets(peer)
+        after, repeated = [read_packet_counters(port) for port in (nic, peer)], repeated + read_repeated_packets(peer)
         pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
     if None in before:
         evidence.unproven("the port has no packet counters (counters_missing)")
         return
-    grown = [tuple(map(int.__sub__, last, first)) for first, last in zip(before, after, strict=True) if first and last]
-    (sent, received), (peer_sent, peer_received) = grown
+    growth = [tuple(map(int.__sub__, last, first)) for first, last in zip(before, after, strict=True) if first and last]
+    (sent, received), (peer_sent, peer_received) = growth
     expected = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected, "mtu": nic.port.mtu_bytes, "repeated": repeated}
-    evidence["growth"] = {"nic": grown[0], "peer": grown[1]}
-    # The other two counters contain acknowledgements or requests, and the responder decides how many it sends.
+    evidence["growth"] = {"nic": growth[0], "peer": growth[1]}
+    # The other two counters also count acknowledgements and requests. Their number is not known.
     if is_write:
         assert (sent - repeated, peer_received - repeated) == pytest.approx((expected, expected), rel=0.02)
     elif repeated:
-        # A repeated request of a READ is answered again, with a number of packets that nothing counts.
+        # The responder answers a repeated READ request again, and no counter shows the number of these packets.
         assert min(peer_sent, received) >= expected
     else:
         assert (peer_sent, received) == pytest.approx((expected, expected), rel=0.02)

@@ -25,7 +25,7 @@ pytestmark = needs(software(Api.VERBS), host.program("ibv_rc_pingpong"))
 RUNS = int(os.environ.get("GDRKIT_PINGPONG_RUNS", "3"))
 RUN_LIMIT_S = 60.0
 # A busy process ends when this process has ended.
-BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
+BUSY_PROGRAM = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 
 
 @pytest.mark.parametrize("busy_processes_per_core", [0, 2])
@@ -33,7 +33,7 @@ BUSY = "import os, sys\nwhile os.getppid() == int(sys.argv[1]): pass"
 def test_pingpong_never_fails(busy_processes_per_core: int, evidence: Evidence) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(busy_processes_per_core * (os.cpu_count() or 1)):
-            stack.enter_context(perftest.running([sys.executable, "-c", BUSY, str(os.getpid())]))
+            stack.enter_context(perftest.start_program([sys.executable, "-c", BUSY_PROGRAM, str(os.getpid())]))
         for _ in range(RUNS):
             run_pingpong()
     evidence["runs"] = RUNS
@@ -41,12 +41,12 @@ def test_pingpong_never_fails(busy_processes_per_core: int, evidence: Evidence) 
 
 def run_pingpong() -> None:
     """Run a server and a client with 100 iterations and a check of the data. Require that both succeed."""
-    port = perftest.free_port()
+    port = perftest.find_free_port()
     # -c: both programs check the bytes that they receive.
     command = ["ibv_rc_pingpong", "-d", "twin0", "-g", "1", "-c", "-n", "100", "-p", str(port)]
-    with perftest.running(command) as server:
+    with perftest.start_program(command) as server:
         wait_until(lambda: server.poll() is not None or perftest.is_listening(server.pid, port), "a listening server")
-        with perftest.running([*command, "127.0.0.1"]) as client:
+        with perftest.start_program([*command, "127.0.0.1"]) as client:
             output, _ = client.communicate(timeout=RUN_LIMIT_S)
         server_output, _ = server.communicate(timeout=RUN_LIMIT_S)
     assert (client.returncode, server.returncode) == (0, 0), f"{output}\n{server_output}"

@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from gdrkit.verbs import Nic
 
 
-def record_all(results: Sequence[Reach], devices: Sequence[Device], evidence: Evidence) -> None:
+def record_results(results: Sequence[Reach], devices: Sequence[Device], evidence: Evidence) -> None:
     """Record the table of the results, and the routes whose bytes moved."""
-    device_of = {device.uuid: device for device in devices}
+    devices_by_uuid = {device.uuid: device for device in devices}
     for reach in results:
         if reach.moved and reach.route is not None:
-            evidence.route(device=device_of[reach.gpu_uuid], nic=reach.nic, way=reach.route, reach=reach)
-    evidence["reach"] = [row_of(reach) for reach in results]
+            evidence.route(device=devices_by_uuid[reach.gpu_uuid], nic=reach.nic, way=reach.route, reach=reach)
+    evidence["reach"] = [make_row(reach) for reach in results]
 
 
-def row_of(reach: Reach) -> dict[str, object]:
+def make_row(reach: Reach) -> dict[str, object]:
     """Return the row of the record."""
     counted_bytes = {
         f"{end}_{direction}": getattr(growth, direction)
@@ -59,7 +59,7 @@ def row_of(reach: Reach) -> dict[str, object]:
 
 
 def require_registration(devices: Sequence[Device], nics: Sequence[Nic], route: RegistrationRoute) -> None:
-    """Register memory once. If that fails, the error has the cause of each method, not only of `route`."""
+    """Register memory by `route` once. If that fails, the error has the causes of all registration routes."""
     with register_device_memory(devices[0], nics[0], route):
         pass
 
@@ -73,10 +73,10 @@ def test_every_nic_accesses_every_device(
     next_nics = zip(nics, nics[1:] + nics[:1], strict=True)
     pairs = dict.fromkeys([*((nic, nic) for nic in nics), *next_nics])
     results = measure_devices(devices, list(pairs), tree=HostTree(), route=route)
-    record_all(results, devices, evidence)
-    reached = {(reach.gpu_uuid, reach.nic) for reach in results if reach.moved}
+    record_results(results, devices, evidence)
+    reached_pairs = {(reach.gpu_uuid, reach.nic) for reach in results if reach.moved}
     for reach in results:
-        if (reach.gpu_uuid, reach.nic) not in reached and reach.failure is not None:
+        if (reach.gpu_uuid, reach.nic) not in reached_pairs and reach.failure is not None:
             raise reach.failure
 
 
@@ -88,7 +88,7 @@ def test_nics_of_this_host_access_devices_for_each_other(
 ) -> None:
     require_registration(devices, nics, route)
     results = measure_devices(devices, list(permutations(nics, 2)), tree=HostTree(), route=route)
-    record_all(results, devices, evidence)
+    record_results(results, devices, evidence)
     for reach in results:
         if reach.route is None and reach.failure is not None:
             raise reach.failure  # the memory cannot be registered

@@ -57,19 +57,19 @@ def test_old_key_after_a_raw_free_never_accesses_the_new_owner(
     device: Device, nic: Nic, peer: Peer, evidence: Evidence, seed: int
 ) -> None:
     with (
-        RawMemory(device, 2 * MIB) as first,
-        cuda.borrow(device, first.address, length_bytes=2 * MIB) as memory,
+        RawMemory(device, 2 * MIB) as first_memory,
+        cuda.borrow(device, first_memory.address, length_bytes=2 * MIB) as memory,
         register_by_route(memory, [nic], route=RegistrationRoute.DMABUF) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         remote = registration.remote(nic, length_bytes=64 * KIB)
         peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
         old_key = memory.allocation_key()
-        first.free()
-        with RawMemory(device, 2 * MIB) as second:
+        first_memory.free()
+        with RawMemory(device, 2 * MIB) as second_memory:
             # The next allocation gets the same address with another buffer id, as observed on an H200.
-            assert second.address == first.address
-            with cuda.borrow(device, second.address, length_bytes=2 * MIB) as successor:
+            assert second_memory.address == first_memory.address
+            with cuda.borrow(device, second_memory.address, length_bytes=2 * MIB) as successor:
                 new_key = successor.allocation_key()
                 evidence["buffer_ids"] = [old_key[0][2], new_key[0][2]]
                 assert new_key != old_key

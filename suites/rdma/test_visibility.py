@@ -1,4 +1,4 @@
-"""The GPU sees the writes of a NIC after a flush, if it needs one, and a program that leaves it out reads old data."""
+"""The GPU sees the writes of a NIC after a flush. Without a flush, a GPU with weak ordering reads old data."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ pytestmark = DMABUF
 DURATION_S = 0.2
 
 
-NEEDS_OF_PLACE = {FlagPlace.OTHER_NIC: needs(verbs.nic(count_min=2))}
-SHAPE_CASES = [pytest.param(shape, id=shape.name, marks=NEEDS_OF_PLACE.get(shape.flag_place, ())) for shape in SHAPES]
+NEEDS_OF_FLAG_PLACE = {FlagPlace.OTHER_NIC: needs(verbs.nic(count_min=2))}
+SHAPE_CASES = [
+    pytest.param(shape, id=shape.name, marks=NEEDS_OF_FLAG_PLACE.get(shape.flag_place, ())) for shape in SHAPES
+]
 METHODS = [
     pytest.param(Method.MAKE_VISIBLE, id="make_visible"),
     pytest.param(Method.HOST_FLUSH, id="host_flush", marks=needs(cuda.flush(FlushOption.HOST))),
@@ -45,15 +47,15 @@ def test_gpu_sees_what_nics_wrote(
 ) -> None:
     evidence.claim_hardware(Api.VERBS, Api.CUDA)
     with Litmus(device, nics, shape) as litmus:
-        observation = litmus.run(method, duration_s=DURATION_S)
-        evidence["visibility"] = observation
+        result = litmus.run(method, duration_s=DURATION_S)
+        evidence["visibility"] = result
         if litmus.reader.obstacle:
             evidence.unproven(f"copies of a stream read the memory, because no kernel can: {litmus.reader.obstacle}")
-    assert observation.is_visible, f"the GPU saw old data: {observation}"
+    assert result.is_visible, f"the GPU saw old data: {result}"
 
 
-# On GPUs with the ordering 0, work sees the writes of NICs only after a flush. All software twins (libraries that
-# emulate the hardware) have both kinds of flush here.
+# On a GPU with ordering 0, work sees the writes of NICs only after a flush. The software twins (libraries that emulate
+# the hardware) support both kinds of flush in this case.
 @needs(software(Api.VERBS), software(Api.CUDA))
 @pytest.mark.parametrize(("ordering", "is_ordered"), [(0, False), (100, True), (200, True)])
 def test_missing_flush_shows_old_data_if_the_gpu_needs_it(ordering: int, is_ordered: bool) -> None:  # noqa: FBT001
