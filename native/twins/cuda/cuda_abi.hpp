@@ -182,6 +182,7 @@ enum DeviceAttribute : int {
     device_mempool_handle_types = 119,
     device_dmabuf_supported = 124,
     device_ipc_event_supported = 125,
+    device_tensor_map_access_supported = 127,
     device_fabric_handles_supported = 128,
     device_numa_id = 131,
     device_multicast_supported = 132,

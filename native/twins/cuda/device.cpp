@@ -69,6 +69,7 @@ constexpr AttributeValue attribute_values[] = {
     {device_gpu_direct_rdma_supported, 1},
     {device_dmabuf_supported, 1},
     {device_ipc_event_supported, 1},
+    {device_tensor_map_access_supported, 1},
     {device_mempool_handle_types, handle_posix_fd},
     {device_numa_id, -1},
 };

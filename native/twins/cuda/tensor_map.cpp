@@ -1,0 +1,247 @@
+// Tensor maps: descriptions of tensors for copies that kernels start. They are computed on the host. The twin checks
+// the requirements that the documentation of CUDA 13.0 states, and keeps the parameters in a layout of its own.
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <span>
+
+#include "cuda/entry.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// CUtensorMapDataType, CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill
+enum ElementType : int {
+    element_uint8 = 0,
+    element_float16 = 6,
+    element_tfloat32_ftz = 12,
+    element_16u4_align8 = 13,
+    element_16u4_align16 = 14,
+    element_16u6_align16 = 15,
+};
+enum Interleave : int { interleave_none = 0, interleave_16_bytes = 1, interleave_32_bytes = 2 };
+enum Swizzle : int {
+    swizzle_none = 0,
+    swizzle_32_bytes = 1,
+    swizzle_64_bytes = 2,
+    swizzle_128_bytes = 3,
+    swizzle_128_atom_32 = 4,
+    swizzle_128_atom_32_flip_8 = 5,
+    swizzle_128_atom_64 = 6,
+};
+constexpr int promotion_last = 3, fill_none = 0, fill_nan = 1;
+
+constexpr std::uint32_t rank_max = 5, magic = 0x70616d74; // "tmap"
+constexpr std::uint64_t extent_max = std::uint64_t{1} << 32, stride_limit_bytes = std::uint64_t{1} << 40;
+
+// The parameters that the functions that make a tensor map share.
+struct Tensor {
+    int type;
+    std::uint32_t rank;
+    std::uint64_t address;
+    const std::uint64_t* extents;
+    const std::uint64_t* strides_bytes; // of all dimensions but the first one
+    const std::uint32_t* element_strides;
+    int interleave, swizzle, promotion, fill;
+
+    [[nodiscard]] bool is_packed_16() const { return type == element_16u4_align16 || type == element_16u6_align16; }
+    [[nodiscard]] std::uint64_t alignment_bytes() const {
+        return interleave == interleave_32_bytes || is_packed_16() ? 32 : 16;
+    }
+};
+
+// The content of a CUtensorMap.
+struct TensorMap {
+    std::uint64_t address;
+    std::uint32_t magic;
+    std::uint16_t alignment_bytes;
+    std::uint8_t type, rank;
+    std::array<std::uint64_t, rank_max - 1> strides_bytes;
+    std::array<std::uint32_t, rank_max> extents_minus_1;
+    std::array<std::uint16_t, rank_max> box;              // of a tiled map
+    std::array<std::int16_t, 2 * (rank_max - 2)> corners; // of an im2col map: lower and upper
+    std::uint16_t channels, pixels;
+    std::array<std::uint8_t, rank_max> element_strides;
+    std::uint8_t interleave, swizzle, promotion, fill;
+};
+static_assert(sizeof(TensorMap) <= 128);
+
+std::uint64_t bits_of(int type) {
+    constexpr std::uint8_t bits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6};
+    return bits[type];
+}
+
+bool is_in(int value, int first, int last) {
+    return value >= first && value <= last;
+}
+
+bool is_valid_swizzle(const Tensor& tensor) {
+    switch (tensor.type) {
+    case element_16u6_align16:
+        return tensor.interleave == interleave_none &&
+               (tensor.swizzle == swizzle_none || tensor.swizzle == swizzle_128_bytes ||
+                tensor.swizzle == swizzle_128_atom_32 || tensor.swizzle == swizzle_128_atom_64);
+    case element_16u4_align16:
+        return tensor.swizzle == swizzle_none || tensor.swizzle == swizzle_128_bytes ||
+               tensor.swizzle == swizzle_128_atom_32;
+    default:
+        return tensor.interleave != interleave_32_bytes || tensor.swizzle == swizzle_32_bytes;
+    }
+}
+
+bool are_valid_enumerators(const Tensor& tensor) {
+    return is_in(tensor.type, element_uint8, element_16u6_align16) &&
+           is_in(tensor.interleave, interleave_none, interleave_32_bytes) &&
+           is_in(tensor.swizzle, swizzle_none, swizzle_128_atom_64) && is_in(tensor.promotion, 0, promotion_last) &&
+           is_in(tensor.fill, fill_none, fill_nan) &&
+           (tensor.fill == fill_none || is_in(tensor.type, element_float16, element_tfloat32_ftz));
+}
+
+bool are_valid_dimensions(const Tensor& tensor) {
+    const std::span extents(tensor.extents, tensor.rank);
+    if (!std::ranges::all_of(extents, [](std::uint64_t extent) { return extent != 0 && extent <= extent_max; }) ||
+        (tensor.is_packed_16() && extents[0] % 128 != 0) ||
+        (tensor.type == element_16u4_align8 && extents[0] % 2 != 0)) {
+        return false;
+    }
+    const std::span strides(tensor.strides_bytes, tensor.rank - 1);
+    const std::span element_strides(tensor.element_strides, tensor.rank);
+    // Without interleaving, the stride of the first dimension is ignored.
+    const auto checked = element_strides.subspan(tensor.interleave == interleave_none ? 1 : 0);
+    return std::ranges::all_of(strides,
+                               [&](std::uint64_t stride) {
+                                   return stride % tensor.alignment_bytes() == 0 && stride < stride_limit_bytes;
+                               }) &&
+           std::ranges::all_of(checked, [](std::uint32_t stride) { return stride != 0 && stride <= 8; });
+}
+
+// The inner dimension of the box fits into the pattern of the swizzle.
+bool fits_swizzle(const Tensor& tensor, std::uint64_t inner_count) {
+    constexpr std::uint64_t sizes_bytes[] = {0, 32, 64, 128, 128, 128, 128};
+    return tensor.interleave != interleave_none || tensor.swizzle == swizzle_none ||
+           inner_count * bits_of(tensor.type) / 8 <= sizes_bytes[tensor.swizzle];
+}
+
+bool is_valid(const void* map, const Tensor& tensor, std::uint32_t rank_min) {
+    return map != nullptr && reinterpret_cast<std::uintptr_t>(map) % 64 == 0 && tensor.extents != nullptr &&
+           tensor.element_strides != nullptr && are_valid_enumerators(tensor) && tensor.rank >= rank_min &&
+           tensor.rank <= rank_max && (tensor.interleave == interleave_none || tensor.rank >= 3) &&
+           (tensor.strides_bytes != nullptr || tensor.rank == 1) && tensor.address % tensor.alignment_bytes() == 0 &&
+           is_valid_swizzle(tensor) && are_valid_dimensions(tensor);
+}
+
+TensorMap describe(const Tensor& tensor) {
+    TensorMap map{};
+    map.address = tensor.address;
+    map.magic = magic;
+    map.alignment_bytes = static_cast<std::uint16_t>(tensor.alignment_bytes());
+    map.type = static_cast<std::uint8_t>(tensor.type);
+    map.rank = static_cast<std::uint8_t>(tensor.rank);
+    for (std::uint32_t index = 0; index < tensor.rank; ++index) {
+        map.extents_minus_1[index] = static_cast<std::uint32_t>(tensor.extents[index] - 1);
+        map.element_strides[index] = static_cast<std::uint8_t>(tensor.element_strides[index]);
+    }
+    std::copy_n(tensor.strides_bytes, tensor.rank - 1, map.strides_bytes.begin());
+    map.interleave = static_cast<std::uint8_t>(tensor.interleave);
+    map.swizzle = static_cast<std::uint8_t>(tensor.swizzle);
+    map.promotion = static_cast<std::uint8_t>(tensor.promotion);
+    map.fill = static_cast<std::uint8_t>(tensor.fill);
+    return map;
+}
+
+Result encode_tiled(void* map, const Tensor& tensor, const std::uint32_t* box) {
+    if (box == nullptr || !is_valid(map, tensor, 1)) {
+        return invalid_value;
+    }
+    const std::span sides(box, tensor.rank);
+    if (!std::ranges::all_of(sides, [](std::uint32_t side) { return side != 0 && side <= 256; }) ||
+        (tensor.interleave == interleave_none && box[0] * bits_of(tensor.type) % 128 != 0) ||
+        (tensor.is_packed_16() && box[0] != 128) || !fits_swizzle(tensor, box[0])) {
+        return invalid_value;
+    }
+    TensorMap content = describe(tensor);
+    std::ranges::transform(sides, content.box.begin(), [](std::uint32_t side) { return std::uint16_t(side); });
+    std::memcpy(map, &content, sizeof content);
+    return success;
+}
+
+// The pixels of an im2col map: the tensor without the corners, and how many channels and pixels a copy takes.
+struct PixelBox {
+    const int* lower;
+    const int* upper;
+    std::uint32_t channels, pixels;
+};
+
+Result encode_im2col(void* map, const Tensor& tensor, const PixelBox& box) {
+    if (box.lower == nullptr || box.upper == nullptr || !is_valid(map, tensor, 3)) {
+        return invalid_value;
+    }
+    if (box.channels == 0 || box.channels > 256 || (tensor.is_packed_16() && box.channels != 128) || box.pixels == 0 ||
+        box.pixels > 1024 || !fits_swizzle(tensor, box.channels)) {
+        return invalid_value;
+    }
+    constexpr int limits[] = {32768, 128, 16}; // of the offsets, by the number of dimensions
+    TensorMap content = describe(tensor);
+    const std::uint32_t count = tensor.rank - 2;
+    for (std::uint32_t index = 0; index < count; ++index) {
+        const int limit = limits[count - 1], lower = box.lower[index], upper = box.upper[index];
+        // Dimension 0 has the channels.
+        const std::int64_t side = static_cast<std::int64_t>(tensor.extents[index + 1]) + upper - lower;
+        if (!is_in(lower, -limit, limit - 1) || !is_in(upper, -limit, limit - 1) || side <= 0) {
+            return invalid_value;
+        }
+        content.corners[index] = static_cast<std::int16_t>(lower);
+        content.corners[rank_max - 2 + index] = static_cast<std::int16_t>(upper);
+    }
+    content.channels = static_cast<std::uint16_t>(box.channels);
+    content.pixels = static_cast<std::uint16_t>(box.pixels);
+    std::memcpy(map, &content, sizeof content);
+    return success;
+}
+
+} // namespace
+
+GDRKIT_CUDA_ENTRY Result cuTensorMapEncodeTiled(void* map, int type, std::uint32_t rank, void* address,
+                                                const std::uint64_t* extents, const std::uint64_t* strides_bytes,
+                                                const std::uint32_t* box, const std::uint32_t* element_strides,
+                                                int interleave, int swizzle, int promotion, int fill) {
+    return entry_in_context("cuTensorMapEncodeTiled", [&](const ContextRef&) {
+        return encode_tiled(map,
+                            {type, rank, reinterpret_cast<std::uint64_t>(address), extents, strides_bytes,
+                             element_strides, interleave, swizzle, promotion, fill},
+                            box);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuTensorMapEncodeIm2col(void* map, int type, std::uint32_t rank, void* address,
+                                                 const std::uint64_t* extents, const std::uint64_t* strides_bytes,
+                                                 const int* lower, const int* upper, std::uint32_t channels,
+                                                 std::uint32_t pixels, const std::uint32_t* element_strides,
+                                                 int interleave, int swizzle, int promotion, int fill) {
+    return entry_in_context("cuTensorMapEncodeIm2col", [&](const ContextRef&) {
+        return encode_im2col(map,
+                             {type, rank, reinterpret_cast<std::uint64_t>(address), extents, strides_bytes,
+                              element_strides, interleave, swizzle, promotion, fill},
+                             {lower, upper, channels, pixels});
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuTensorMapReplaceAddress(void* map, void* address) {
+    return entry_in_context("cuTensorMapReplaceAddress", [&](const ContextRef&) {
+        TensorMap content{};
+        if (map == nullptr) {
+            return invalid_value;
+        }
+        std::memcpy(&content, map, sizeof content);
+        const auto replacement = reinterpret_cast<std::uint64_t>(address);
+        if (content.magic != magic || replacement % content.alignment_bytes != 0) {
+            return invalid_value;
+        }
+        content.address = replacement;
+        std::memcpy(map, &content, sizeof content);
+        return success;
+    });
+}
+
+} // namespace gdrkit::twin::cuda
