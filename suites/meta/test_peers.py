@@ -22,6 +22,7 @@ from hardware.lab.errors import LabError
 from hardware.peers import run as run_module
 from hardware.peers.cuda_programs import cuda_programs
 from hardware.peers.cuda_python import join_results
+from hardware.peers.cuda_python_child import run_module as run_cuda_python_module
 from hardware.peers.lab import Difference, compare
 from hardware.peers.programs import StockProgram, debian_programs
 from hardware.peers.rdma_core import RdmaCoreResults
@@ -157,6 +158,18 @@ def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None
 def test_twin_that_is_kinder_than_a_gpu_fails(tmp_path: Path) -> None:
     join = join_results(*write_results(tmp_path, {"m.py::a": ("pass", "pass", []), "m.py::b": ("fail: x", "pass", [])}))
     assert join.failure == "1 cases pass on the twin and fail on the GPU, such as m.py::b"
+
+
+def test_module_of_cuda_python_goes_on_after_a_crash(tmp_path: Path) -> None:
+    """A process that ends as after a timeout is started again, and Device.sync() counts as the static runtime."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    module = tmp_path / "test_cases.py"
+    ending, syncing, last = "def test_a(): os._exit(1)", "def test_b(): device.sync()", "def test_c(): stream.sync()"
+    imports = "import os\nfrom types import SimpleNamespace\ndevice = stream = SimpleNamespace(sync=int)"
+    module.write_text(f"{imports}\n{ending}\n{syncing}\n{last}\n")
+    lines = run_cuda_python_module(tmp_path, module, tmp_path / "results.jsonl")
+    cases = {line["test"].partition("::")[2]: (line["outcome"], line["needs"]) for line in lines}
+    assert cases == {"test_a": ("crash", []), "test_b": ("pass", ["static runtime"]), "test_c": ("pass", [])}
 
 
 def write_results(folder: Path, cases: dict[str, tuple[str, str, list[str]]]) -> list[Path]:
