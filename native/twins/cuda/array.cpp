@@ -85,7 +85,7 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     }
     auto array = std::make_shared<Array>();
     array->description = description;
-    array->context = context->handle;
+    array->context = context->contents_owner;
     array->element_bytes = channel_bytes(description.format) * description.channels;
     array->row_bytes = description.width * array->element_bytes;
     array->rows = std::max<std::size_t>(description.height, 1);
@@ -93,7 +93,7 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     const Result result =
         allocate(MemoryKind::device, context->device, array->row_bytes * array->rows * array->slices, &array->range);
     if (result == success) {
-        array->range->context = context->handle;
+        array->range->context = context->contents_owner;
         add_range(array->range);
         *made = std::move(array);
     }
@@ -148,7 +148,7 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
     const std::size_t longest =
         std::max({description->width, description->height, is_layered ? 0 : description->depth});
     auto mipmap = std::make_shared<Mipmap>();
-    mipmap->context = context->handle;
+    mipmap->context = context->contents_owner;
     ArrayDescription level = *description;
     for (unsigned index = 0; index < std::min<unsigned>(count, static_cast<unsigned>(std::bit_width(longest)));
          ++index) {

@@ -62,7 +62,7 @@ constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2
 
 ContextRef make_context_locked(Contexts* state, Device device, std::uint32_t flags) {
     auto context = std::make_shared<Context>();
-    context->handle = new_handle();
+    context->handle = context->contents_owner = new_handle();
     context->id = ++state->last_context_id;
     context->device = device;
     context->flags = flags | context_map_host;
@@ -77,6 +77,12 @@ bool is_valid_flags(std::uint32_t flags) {
     return (flags & ~context_flags_mask) == 0 && (scheduling & (scheduling - 1)) == 0;
 }
 
+void forget_peers(Handle context) {
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    std::erase_if(state.peers, [=](const auto& pair) { return pair.first == context || pair.second == context; });
+}
+
 // Destroy all streams, events and memory of a context that ends, and disable its peer access.
 void destroy_contents(const ContextRef& context) {
     close_streams(context);
@@ -84,10 +90,7 @@ void destroy_contents(const ContextRef& context) {
     destroy_events_of(context->handle);
     destroy_arrays_of(context->handle);
     destroy_memory_of(context->handle);
-    Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
-    std::erase_if(state.peers,
-                  [&](const auto& pair) { return pair.first == context->handle || pair.second == context->handle; });
+    forget_peers(context->handle);
 }
 
 Result create_context(Handle* handle, std::uint32_t flags, Device device) {
@@ -109,6 +112,23 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
     thread_stack().push_back(context);
     *handle = context->handle;
     return success;
+}
+
+ContextRef retain_primary(Device device) {
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    Primary& primary = state.primaries[device];
+    if (!primary.context) {
+        primary.context = make_context_locked(&state, device, primary.flags);
+        primary.context->is_primary = true;
+    }
+    if (primary.reference_count++ == 0) {
+        primary.context->flags = primary.flags | context_map_host;
+        primary.context->is_alive = true;
+        state.live.emplace(primary.context->handle, primary.context);
+        ledger_add(primary_ledger_kind, primary.context->handle);
+    }
+    return primary.context;
 }
 
 // Drop one reference of the device's primary context, or all references (cuDevicePrimaryCtxReset). When no reference is
@@ -175,6 +195,31 @@ Result current_context(ContextRef* context) {
     return (*context)->is_alive ? success : context_is_destroyed;
 }
 
+ContextRef make_green_context(Device device, Handle green) {
+    const ContextRef primary = retain_primary(device);
+    Contexts& state = contexts();
+    std::lock_guard lock(state.mutex);
+    const ContextRef context = make_context_locked(&state, device, primary->flags);
+    context->green = green;
+    context->contents_owner = primary->handle;
+    context->is_alive = true;
+    state.live.emplace(context->handle, context);
+    return context;
+}
+
+void destroy_green_context(const ContextRef& context) {
+    {
+        Contexts& state = contexts();
+        std::lock_guard lock(state.mutex);
+        state.live.erase(context->handle);
+    }
+    context->is_alive = false;
+    close_streams(context);
+    destroy_streams_of(context->handle);
+    forget_peers(context->handle);
+    (void)release_primary(context->device, false);
+}
+
 bool has_live_context(Device device) {
     Contexts& state = contexts();
     std::lock_guard lock(state.mutex);
@@ -206,20 +251,7 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRetain(Handle* handle, Device device)
         if (!device_exists(device)) {
             return invalid_device;
         }
-        Contexts& state = contexts();
-        std::lock_guard lock(state.mutex);
-        Primary& primary = state.primaries[device];
-        if (!primary.context) {
-            primary.context = make_context_locked(&state, device, primary.flags);
-            primary.context->is_primary = true;
-        }
-        if (primary.reference_count++ == 0) {
-            primary.context->flags = primary.flags | context_map_host;
-            primary.context->is_alive = true;
-            state.live.emplace(primary.context->handle, primary.context);
-            ledger_add(primary_ledger_kind, primary.context->handle);
-        }
-        *handle = primary.context->handle;
+        *handle = retain_primary(device)->handle;
         return success;
     });
 }
@@ -298,7 +330,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
                 context = found->second;
             }
         }
-        if (context && context->is_primary) {
+        if (context && (context->is_primary || context->green != 0)) {
             return invalid_context;
         }
         if (!ledger_remove(ledger_kind, handle)) {

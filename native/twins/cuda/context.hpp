@@ -21,6 +21,10 @@ struct Context {
     std::uint64_t id = 0;
     Device device = 0;
     bool is_primary = false;
+    Handle green = 0; // the green context that this context stands for, or 0
+    // The context to which memory, arrays and events of this context belong: the primary context for a green context,
+    // else this context.
+    Handle contents_owner = 0;
     std::atomic<std::uint32_t> flags{0};
     // A primary context without references is not alive. The next retain makes it alive again with the same handle.
     std::atomic<bool> is_alive{false};
@@ -42,6 +46,11 @@ Result current_context(ContextRef* context);
 
 // Find the live context with this handle, or fail with invalid_context.
 Result find_context(Handle handle, ContextRef* context);
+
+// Make the context of a green context, which is current in no thread, and retain the primary context of the device.
+ContextRef make_green_context(Device device, Handle green);
+// Destroy this context and its streams, and release the primary context.
+void destroy_green_context(const ContextRef& context);
 
 // Return whether a context of this device is alive.
 bool has_live_context(Device device);

@@ -2,6 +2,7 @@
 #include "cuda/capture.hpp"
 #include "cuda/context.hpp"
 #include "cuda/entry.hpp"
+#include "cuda/green_context.hpp"
 #include "cuda/stream.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -19,11 +20,15 @@ Result context_of(Handle handle, const ContextRef& current, ContextRef* context)
     return find_context(handle, context);
 }
 
-// Wait for all work of a context, unless a stream of it is captured.
+// Wait for all work of a context, unless a stream of it is captured. A primary context includes the green contexts.
 Result wait_for(const ContextRef& context) {
     const Result result = check_synchronisation(context);
     if (result == success) {
         synchronise(context);
+        for (const ContextRef& green :
+             context->is_primary ? green_contexts_of(context->device) : std::vector<ContextRef>()) {
+            synchronise(green);
+        }
     }
     return result;
 }

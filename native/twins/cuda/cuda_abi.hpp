@@ -44,6 +44,8 @@ enum Result : int {
     captured_event = 907,
     stream_capture_wrong_thread = 908,
     graph_update_failure = 910,
+    invalid_resource_type = 914,
+    invalid_resource_configuration = 915,
     unknown_error = 999,
 };
 

@@ -47,7 +47,7 @@ constexpr AttributeValue attribute_values[] = {
     {13, 1000000}, // clock in kHz
     {14, 512},     // texture alignment in bytes
     {15, 1},       // copies can overlap with other work
-    {device_multiprocessor_count, 1},
+    {device_multiprocessor_count, multiprocessor_count},
     {device_can_map_host_memory, 1},
     {device_async_engine_count, 2},
     {device_unified_addressing, 1},

@@ -119,7 +119,7 @@ bool is_done(const EventRecord& record) {
 Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr<SharedEvent> shared,
                  bool is_imported) {
     auto event = std::make_shared<Event>();
-    event->context = context->handle;
+    event->context = context->contents_owner;
     event->flags = flags;
     event->shared = std::move(shared);
     event->is_imported = is_imported;

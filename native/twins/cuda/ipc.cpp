@@ -141,7 +141,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
     if (const Result result = map_imported_memory(message, MemoryKind::ipc, &range); result != success) {
         return result;
     }
-    range->context = context->handle;
+    range->context = context->contents_owner;
     add_range(range);
     std::lock_guard lock(state.mutex);
     state.imported[key] = {range, 1};

@@ -27,7 +27,7 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
     if (created != success) {
         return created;
     }
-    range->context = context->handle;
+    range->context = context->contents_owner;
     range->gpu_direct_rdma_capable = true;
     add_range(range);
     *pointer = range->base;
@@ -118,7 +118,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
         if (!range) {
             return out_of_memory;
         }
-        range->context = context->handle;
+        range->context = context->contents_owner;
         range->device = context->device;
         range->sync_memops = true;
         add_range(range);

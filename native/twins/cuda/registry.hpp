@@ -32,6 +32,14 @@ public:
         return found == objects_.end() ? nullptr : found->second;
     }
 
+    // Call the function with each object.
+    template <typename Function> void for_each(Function&& function) {
+        std::lock_guard lock(mutex_);
+        for (const auto& [handle, object] : objects_) {
+            function(*object);
+        }
+    }
+
     // Remove the object and return it; null if the handle is unknown or its context was destroyed. If the program has
     // released the handle before, the ledger ends the process (model/ledger.hpp).
     [[nodiscard]] std::shared_ptr<Object> take(Handle handle) {

@@ -69,6 +69,8 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream,
 StreamRef legacy_stream(const ContextRef& context);
 StreamRef thread_stream(const ContextRef& context);
 
+// Make a stream with a handle for the program.
+Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, int priority);
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority);
 // Close a stream whose handle was destroyed. Its queued work is still carried out.
 void close_stream(const StreamRef& stream);

@@ -18,17 +18,6 @@ Registry<Stream>& streams() {
     return *instance;
 }
 
-Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, int priority) {
-    if (handle == nullptr || (flags & ~static_cast<unsigned>(stream_non_blocking)) != 0) {
-        return invalid_value;
-    }
-    const int valid_priority = std::clamp(priority, greatest_stream_priority, least_stream_priority);
-    StreamRef stream = make_stream(context, flags, valid_priority);
-    *handle = stream->handle;
-    streams().add(stream->handle, stream);
-    return success;
-}
-
 // Run a host function of a stream. It must not call the driver; check_ready refuses such calls.
 template <typename HostFunction> void run_host_function(HostFunction&& function) {
     is_running_host_function = true;
@@ -77,7 +66,30 @@ Result query_stream(std::string_view symbol, Handle handle, Value* value, Proper
     });
 }
 
+// Run `body` with the context of a stream.
+template <typename Body> Result query_owner(std::string_view symbol, Handle handle, Body&& body) {
+    return entry_in_context(symbol, [&](const ContextRef& current) {
+        StreamRef stream;
+        if (const Result result = find_any_stream(handle, current, &stream); result != success) {
+            return result;
+        }
+        const ContextRef owner = stream->context.lock();
+        return owner && owner->is_alive ? body(*owner) : context_is_destroyed;
+    });
+}
+
 } // namespace
+
+Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, int priority) {
+    if (handle == nullptr || (flags & ~static_cast<unsigned>(stream_non_blocking)) != 0) {
+        return invalid_value;
+    }
+    const int valid_priority = std::clamp(priority, greatest_stream_priority, least_stream_priority);
+    StreamRef stream = make_stream(context, flags, valid_priority);
+    *handle = stream->handle;
+    streams().add(stream->handle, stream);
+    return success;
+}
 
 bool is_in_host_function() {
     return is_running_host_function;
@@ -213,14 +225,24 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetDevice(Handle handle, Device* device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamGetCtx(Handle handle, Handle* context) {
-    return entry_in_context("cuStreamGetCtx", [&](const ContextRef& current) {
-        StreamRef stream;
-        if (const Result result = find_any_stream(handle, current, &stream); result != success) {
-            return result;
+    return query_owner("cuStreamGetCtx", handle,
+                       [&](const Context& owner) { return write_result<Handle>(context, owner.handle); });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetCtx_v2(Handle handle, Handle* context, Handle* green) {
+    return query_owner("cuStreamGetCtx_v2", handle, [&](const Context& owner) {
+        if (context == nullptr || green == nullptr) {
+            return invalid_value;
         }
-        const ContextRef owner = stream->context.lock();
-        return owner && owner->is_alive ? write_result<Handle>(context, owner->handle) : context_is_destroyed;
+        *context = owner.contents_owner;
+        *green = owner.green;
+        return success;
     });
+}
+
+GDRKIT_CUDA_ENTRY Result cuStreamGetGreenCtx(Handle handle, Handle* green) {
+    return query_owner("cuStreamGetGreenCtx", handle,
+                       [&](const Context& owner) { return write_result<Handle>(green, owner.green); });
 }
 
 } // namespace gdrkit::twin::cuda

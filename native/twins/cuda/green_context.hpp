@@ -1,0 +1,34 @@
+// Green contexts: contexts with a part of the multiprocessors of a device. The twin runs no kernels, so the parts are
+// only numbers; streams of a green context carry out copies as other streams do.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "cuda/context.hpp"
+
+namespace gdrkit::twin::cuda {
+
+// CUdevResourceType, CUdevSmResourceSplit_flags, CUgreenCtxCreate_flags
+enum ResourceType : std::int32_t { resource_invalid = 0, resource_multiprocessors = 1 };
+enum SplitFlags : std::uint32_t { split_ignore_coscheduling = 1, split_max_cluster_size = 2 };
+inline constexpr unsigned green_default_stream = 1;
+
+// CUdevResource. The bytes between the type and the counts belong to the driver.
+struct DeviceResource {
+    std::int32_t type;
+    std::uint32_t magic;
+    Device device;
+    std::uint32_t split; // the number of the split that made the resource, or 0
+    std::uint32_t part;  // the number of the part in this split
+    std::uint8_t unused[76];
+    std::uint32_t count, partition_min, alignment;
+    std::uint8_t unused_too[36];
+};
+static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, count) == 96);
+
+// Return the contexts of the green contexts of a device.
+std::vector<ContextRef> green_contexts_of(Device device);
+
+} // namespace gdrkit::twin::cuda

@@ -1,0 +1,149 @@
+// Tests of green contexts and of the resources from which they are made.
+#include "cuda/device.hpp"
+#include "cuda/green_context.hpp"
+#include "cuda_driver.hpp"
+
+using namespace gdrkit::twin::cuda;
+
+namespace {
+
+constexpr int multiprocessors = resource_multiprocessors;
+
+DeviceResource device_resource(Device device = 0) {
+    DeviceResource resource{};
+    EXPECT_SUCCESS("cuDeviceGetDevResource", device, &resource, multiprocessors);
+    return resource;
+}
+
+int split(DeviceResource* parts, std::uint32_t* count, const DeviceResource& input, DeviceResource* rest,
+          unsigned flags, unsigned count_min) {
+    return cu("cuDevSmResourceSplitByCount", parts, count, &input, rest, flags, count_min);
+}
+
+Handle descriptor_of(std::vector<DeviceResource> resources) {
+    Handle descriptor = 0;
+    EXPECT_SUCCESS("cuDevResourceGenerateDesc", &descriptor, resources.data(), static_cast<unsigned>(resources.size()));
+    return descriptor;
+}
+
+Handle create_green_context(Handle descriptor) {
+    Handle green = 0;
+    EXPECT_SUCCESS("cuGreenCtxCreate", &green, descriptor, 0, green_default_stream);
+    return green;
+}
+
+// 132 multiprocessors make groups of at least 8, or of 2 if a cluster of blocks need not run on one group.
+void test_resource_is_split() {
+    const DeviceResource whole = device_resource();
+    CHECK(whole.count == multiprocessor_count && whole.partition_min == 8 && whole.alignment == 8);
+    std::uint32_t count = 0;
+    CHECK(split(nullptr, &count, whole, nullptr, 0, 0) == success && count == 16);
+    CHECK(split(nullptr, &count, whole, nullptr, 0, 9) == success && count == 8);
+    CHECK(split(nullptr, &count, whole, nullptr, split_ignore_coscheduling, 3) == success && count == 33);
+    DeviceResource parts[4] = {}, rest{};
+    count = 4;
+    CHECK(split(parts, &count, whole, &rest, 0, 20) == success && count == 4);
+    CHECK(parts[0].count == 24 && parts[3].count == 24 && rest.count == 132 - 4 * 24);
+    count = 3;
+    CHECK(split(parts, &count, whole, &rest, split_ignore_coscheduling, 66) == success && count == 2);
+    CHECK(parts[0].count == 66 && rest.type == resource_invalid);
+}
+
+void test_wrong_resources_are_refused() {
+    DeviceResource resource = device_resource(), part{}, other_part{};
+    std::uint32_t count = 1;
+    Handle handle = 0;
+    EXPECT_RESULT(invalid_resource_type, "cuDeviceGetDevResource", 0, &resource, 1000);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetDevResource", 99, &resource, multiprocessors);
+    CHECK(split(&part, nullptr, resource, nullptr, 0, 8) == invalid_value);
+    CHECK(split(&part, &count, resource, nullptr, 4, 8) == invalid_value);
+    CHECK(split(&part, &count, resource, nullptr, 0, 133) == invalid_value);
+    CHECK(split(&part, &count, resource, nullptr, 0, 130) == invalid_resource_configuration);
+    CHECK(split(&part, &count, DeviceResource{}, nullptr, 0, 8) == invalid_resource_type);
+    CHECK(split(&part, &count, resource, nullptr, 0, 8) == success);
+    CHECK(split(&other_part, &count, part, nullptr, 0, 8) == invalid_resource_configuration);
+    CHECK(split(&other_part, &count, resource, nullptr, 0, 8) == success);
+    // Several resources must be different parts of one split.
+    for (const DeviceResource& second : {part, other_part}) {
+        const DeviceResource both[] = {part, second};
+        EXPECT_RESULT(invalid_resource_configuration, "cuDevResourceGenerateDesc", &handle,
+                      static_cast<const DeviceResource*>(both), 2U);
+    }
+    EXPECT_RESULT(invalid_value, "cuDevResourceGenerateDesc", &handle, static_cast<const DeviceResource*>(&part), 0U);
+    const Handle descriptor = descriptor_of({part});
+    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, descriptor, 0, 0U);
+    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, Handle{5}, 0, green_default_stream);
+    EXPECT_RESULT(invalid_device, "cuGreenCtxCreate", &handle, descriptor, 1, green_default_stream);
+    EXPECT_RESULT(invalid_context, "cuGreenCtxDestroy", Handle{5});
+}
+
+// The parts of one split make a green context together, whose resource can be split again.
+void test_green_context_has_its_resources() {
+    DeviceResource parts[2] = {}, rest{}, found{};
+    std::uint32_t count = 2;
+    CHECK(split(parts, &count, device_resource(), &rest, 0, 16) == success);
+    const Handle green = create_green_context(descriptor_of({parts[0], rest}));
+    Handle context = 0;
+    EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green);
+    EXPECT_SUCCESS("cuGreenCtxGetDevResource", green, &found, multiprocessors);
+    CHECK(found.count == 16 + rest.count);
+    EXPECT_SUCCESS("cuCtxGetDevResource", context, &found, multiprocessors);
+    CHECK(found.count == 16 + rest.count);
+    CHECK(split(parts, &count, found, nullptr, 0, 56) == success && count == 2);
+    EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context);
+    EXPECT_SUCCESS("cuGreenCtxDestroy", green);
+    EXPECT_RESULT(invalid_context, "cuCtxSetCurrent", context);
+}
+
+// A stream of a green context copies. Memory belongs to the primary context, and outlives the green context.
+void test_green_context_copies(Handle primary) {
+    const Handle green = create_green_context(descriptor_of({device_resource()}));
+    Handle context = 0, stream = 0, found = 0, found_green = 0;
+    EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green);
+    EXPECT_RESULT(invalid_value, "cuGreenCtxStreamCreate", &stream, green, 0U, 0);
+    EXPECT_SUCCESS("cuGreenCtxStreamCreate", &stream, green, 1U, 0);
+    EXPECT_SUCCESS("cuStreamGetCtx", stream, &found);
+    CHECK(found == context && found != primary);
+    EXPECT_SUCCESS("cuStreamGetCtx_v2", stream, &found, &found_green);
+    CHECK(found == primary && found_green == green);
+    EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &found_green);
+    CHECK(found_green == 0);
+    EXPECT_SUCCESS("cuCtxPushCurrent_v2", context);
+    EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &found_green);
+    CHECK(found_green == green);
+    const u64 memory = allocate(1000);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &found);
+    for (unsigned value = 1; value < 4; ++value) {
+        EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(value), u64{1000}, stream);
+        EXPECT_SUCCESS("cuCtxSynchronize"); // of the primary context, which includes the green contexts
+        EXPECT_SUCCESS("cuStreamQuery", stream);
+    }
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+    EXPECT_SUCCESS("cuGreenCtxDestroy", green);
+    CHECK(read_device(memory, 1000)[999] == 3);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+// A green context retains the primary context of its device.
+void test_green_context_keeps_the_primary_context() {
+    const Handle green = create_green_context(descriptor_of({device_resource()}));
+    unsigned flags = 0;
+    int is_active = 0;
+    EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxGetState", 0, &flags, &is_active);
+    CHECK(is_active == 1);
+    EXPECT_SUCCESS("cuGreenCtxDestroy", green);
+    EXPECT_SUCCESS("cuDevicePrimaryCtxGetState", 0, &flags, &is_active);
+    CHECK(is_active == 0);
+}
+
+} // namespace
+
+int main() {
+    const Handle primary = init_device();
+    test_resource_is_split();
+    test_wrong_resources_are_refused();
+    test_green_context_has_its_resources();
+    test_green_context_copies(primary);
+    test_green_context_keeps_the_primary_context();
+}
