@@ -25,7 +25,7 @@ BLOCK_BYTES = MIB
 _SEED = 0x6F6273
 
 
-class _Array:
+class _CudaArray:
     """Device memory with the interface that kvikio needs."""
 
     def __init__(self, address: int, length_bytes: int) -> None:
@@ -56,7 +56,7 @@ def load_by_kvikio(path: Path) -> bytes:
     importlib.import_module("kvikio.defaults").set({"compat_mode": kvikio.CompatMode.ON, "num_threads": 16})
     with cuda.Device(0) as device, device.allocate(path.stat().st_size) as memory, device.current():
         with kvikio.CuFile(str(path)) as file:
-            file.read(_Array(memory.address, memory.length_bytes))
+            file.read(_CudaArray(memory.address, memory.length_bytes))
         return memory.read(length_bytes=BLOCK_BYTES, offset_bytes=memory.length_bytes - BLOCK_BYTES)
 
 

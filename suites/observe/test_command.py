@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-OBSERVE = [sys.executable, "-m", "gdrkit", "observe"]
-TWIN = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
-# The program writes 8 MiB from one queue pair to another, and then waits, so that it is seen before it ends.
-WRITE = """
+OBSERVE_COMMAND = [sys.executable, "-m", "gdrkit", "observe"]
+TWIN_RUN_COMMAND = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
+# The program writes 8 MiB from one queue pair to another, and then waits, so that `gdrkit observe` sees it.
+WRITE_BY_RDMA = """
 import contextlib, time
 from gdrkit.verbs import Nic
 with contextlib.ExitStack() as stack:
@@ -48,34 +48,34 @@ with contextlib.ExitStack() as stack:
     time.sleep(0.3)
 """
 # The program sends 4 MiB to itself over TCP, and waits with open sockets.
-SEND = """
+SEND_BY_TCP = """
 import socket, threading, time
 listener = socket.create_server(("127.0.0.1", 0))
 sender = socket.create_connection(listener.getsockname())
 receiver, _ = listener.accept()
 thread = threading.Thread(target=sender.sendall, args=(bytes(4 << 20),))
 thread.start()
-left = 4 << 20
-while left:
-    left -= len(receiver.recv(65536))
+missing_bytes = 4 << 20
+while missing_bytes:
+    missing_bytes -= len(receiver.recv(65536))
 thread.join()
 time.sleep(0.3)
 """
 
 
 def observe(
-    report: Path, command: Sequence[str], *, before: Sequence[str] = (), options: Sequence[str] = ()
+    report: Path, command: Sequence[str], *, prefix: Sequence[str] = (), options: Sequence[str] = ()
 ) -> Observation:
-    """Observe a command, which must succeed."""
-    full = [*before, *OBSERVE, "--report", str(report), *options, "--", *command]
-    completed = subprocess.run(full, capture_output=True, text=True, check=False, timeout=60)
+    """Run a command, which must succeed, by `gdrkit observe`, and return the observation."""
+    full_command = [*prefix, *OBSERVE_COMMAND, "--report", str(report), *options, "--", *command]
+    completed = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
     assert completed.returncode == 0, completed.stderr
     return Observation.from_json(report.read_text())
 
 
 @needs(software(Api.VERBS))
 def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [sys.executable, "-c", WRITE], before=TWIN)
+    observation = observe(tmp_path / "report", [sys.executable, "-c", WRITE_BY_RDMA], prefix=TWIN_RUN_COMMAND)
     route = observation.route("rdma")
     assert route is not None
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
@@ -88,14 +88,14 @@ def test_write_on_the_twin_is_rdma(tmp_path: Path) -> None:
 
 @needs(software(Api.VERBS))
 def test_run_on_twins_can_be_observed_from_outside(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [*TWIN, sys.executable, "-c", WRITE])
+    observation = observe(tmp_path / "report", [*TWIN_RUN_COMMAND, sys.executable, "-c", WRITE_BY_RDMA])
     route = observation.route("rdma")
     assert route is not None
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.PROVEN, 8 * MIB)
 
 
 def test_payload_over_tcp_is_counted_once(tmp_path: Path) -> None:
-    observation = observe(tmp_path / "report", [sys.executable, "-c", SEND])
+    observation = observe(tmp_path / "report", [sys.executable, "-c", SEND_BY_TCP])
     route = observation.route("tcp")
     assert route is not None
     # The kernel counts the connection request as one byte.
@@ -122,18 +122,18 @@ def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
 def test_dmabuf_of_another_process_is_seen(device: str) -> None:
     with LineChild("observe.dmabuf_holder", device, MIB) as child:
         child.expect_line("ready")
-        full = [*OBSERVE, "--pid", str(child.process.pid), "--seconds", "0.2", "--json"]
-        completed = subprocess.run(full, capture_output=True, check=True, timeout=60)
+        full_command = [*OBSERVE_COMMAND, "--pid", str(child.process.pid), "--seconds", "0.2", "--json"]
+        completed = subprocess.run(full_command, capture_output=True, check=True, timeout=60)
     (process,) = Observation.from_json(completed.stdout).processes
     (dmabuf,) = process.dmabufs
     assert (dmabuf.size_bytes, bool(dmabuf.exporter)) == (MIB, True)
 
 
 def test_running_process_is_observed_from_now_on() -> None:
-    with subprocess.Popen([sys.executable, "-c", SEND.replace("sleep(0.3)", "sleep(30)")]) as child:
+    with subprocess.Popen([sys.executable, "-c", SEND_BY_TCP.replace("sleep(0.3)", "sleep(30)")]) as child:
         signal.sigtimedwait([signal.SIGCHLD], 1.0)
-        full = [*OBSERVE, "--pid", str(child.pid), "--seconds", "0.2"]
-        completed = subprocess.run(full, capture_output=True, text=True, check=False, timeout=60)
+        full_command = [*OBSERVE_COMMAND, "--pid", str(child.pid), "--seconds", "0.2"]
+        completed = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
         child.kill()
     # The bytes that the process sent before the observation do not count.
     assert (completed.returncode, completed.stdout.splitlines()[0]) == (0, "unknown: unproven"), completed.stderr
@@ -141,17 +141,17 @@ def test_running_process_is_observed_from_now_on() -> None:
 
 def test_page_has_the_verdict_and_escapes_the_command(tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    observe(tmp_path / "report", [sys.executable, "-c", SEND, "<script>"], options=["--html", str(page)])
+    observe(tmp_path / "report", [sys.executable, "-c", SEND_BY_TCP, "<script>"], options=["--html", str(page)])
     text = page.read_text()
     assert "tcp: proven, 4.19 MB" in text
     assert "&lt;script&gt;" in text
     assert "<script>" not in text
 
 
-@pytest.mark.parametrize("code", [0, 7])
-def test_exit_code_is_that_of_the_command(code: int) -> None:
-    full = [*OBSERVE, "--", "sh", "-c", f"exit {code}"]
-    assert subprocess.run(full, capture_output=True, check=False, timeout=60).returncode == code
+@pytest.mark.parametrize("exit_code", [0, 7])
+def test_exit_code_is_that_of_the_command(exit_code: int) -> None:
+    full_command = [*OBSERVE_COMMAND, "--", "sh", "-c", f"exit {exit_code}"]
+    assert subprocess.run(full_command, capture_output=True, check=False, timeout=60).returncode == exit_code
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_exit_code_is_that_of_the_command(code: int) -> None:
     ],
 )
 def test_bad_input_is_one_clear_line(arguments: list[str], code: int, text: str) -> None:
-    completed = subprocess.run([*OBSERVE, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    completed = subprocess.run([*OBSERVE_COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=60)
     assert completed.returncode == code
     (line,) = completed.stderr.splitlines()
     assert re.search(text, line)
@@ -194,18 +194,18 @@ def test_process_of_another_user_is_seen_by_root() -> None:
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        full = [*OBSERVE, "--pid", str(child.pid), "--seconds", "0.2", "--json"]
-        completed = subprocess.run(full, capture_output=True, check=True, timeout=60)
+        full_command = [*OBSERVE_COMMAND, "--pid", str(child.pid), "--seconds", "0.2", "--json"]
+        completed = subprocess.run(full_command, capture_output=True, check=True, timeout=60)
         child.communicate(timeout=60)
     observation = Observation.from_json(completed.stdout)
     (process,) = observation.processes
-    # The kernel has the counters of bytes, as the descriptors, only for a reader that may trace the process.
+    # The kernel shows the byte counters and the descriptors only to a reader that may trace the process.
     assert (process.process_id, process.read_bytes is None) == (child.pid, False)
     assert not any("CAP_SYS_PTRACE" in text for text in observation.not_seen)
 
 
 @contextlib.contextmanager
-def received_bytes() -> Iterator[socket.socket]:
+def receive_bytes() -> Iterator[socket.socket]:
     """Yield a TCP socket that has received 64 KiB."""
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
         sender = stack.enter_context(socket.create_connection(listener.getsockname()))
@@ -219,7 +219,7 @@ def received_bytes() -> Iterator[socket.socket]:
 @pytest.mark.parametrize("is_privileged", [False, True])
 def test_process_that_hides_is_named_or_seen_by_root(is_privileged: bool) -> None:  # noqa: FBT001 - a parameter.
     """The kernel hides the descriptors of a program whose file its user may not read, except from CAP_SYS_PTRACE."""
-    with folder_for_all_users() as folder, received_bytes() as receiver:
+    with folder_for_all_users() as folder, receive_bytes() as receiver:
         shutil.copy(shutil.which("sleep") or "", folder / "sleep")
         (folder / "sleep").chmod(0o111)
         program = f"""
@@ -246,6 +246,6 @@ gdrkit.cli.main()
     (process,) = [process for process in observation.processes if process.program == "sleep"]
     gap = f"libraries, descriptors and sockets of pid {process.process_id} (sleep): Permission denied (EACCES)"
     gaps = [text for text in observation.not_seen if text.startswith(gap)]
-    seen_bytes = process.loopback_received_bytes
-    assert (seen_bytes, bool(gaps)) == ((64 << 10, False) if is_privileged else (0, True))
+    observed_bytes = process.loopback_received_bytes
+    assert (observed_bytes, bool(gaps)) == ((64 << 10, False) if is_privileged else (0, True))
     assert all(text.endswith("CAP_SYS_PTRACE is needed to see them") for text in gaps)

@@ -1,7 +1,7 @@
 """`gdrkit observe` of programs that load a file into a real GPU, and of an all-reduce between two GPUs.
 
-Each program runs in a process of its own and does not know that it is observed. The bytes that NVML counts are compared
-with the size of the file, and with the bytes that the algorithm of NCCL moves.
+The programs contain no code for `gdrkit observe`. The cases compare the bytes that NVML counts with the size of the
+file, and with the bytes that the algorithm of NCCL moves.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ def folder() -> Iterator[Path]:
 
 
 def observe(report: Path, *command: str) -> Observation:
-    """Observe a command, which must succeed."""
-    observed = [sys.executable, "-m", "gdrkit", "observe", "--report", str(report), "--", *command]
+    """Run a command, which must succeed, by `gdrkit observe`, and return the observation."""
+    command_line = [sys.executable, "-m", "gdrkit", "observe", "--report", str(report), "--", *command]
     completed = subprocess.run(
-        observed, env=suites_environ(os.environ), capture_output=True, text=True, check=False, timeout=100
+        command_line, env=suites_environ(os.environ), capture_output=True, text=True, check=False, timeout=100
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return Observation.from_json(report.read_text())
 
 
-def record(evidence: Evidence, observation: Observation) -> None:
+def record_observation(evidence: Evidence, observation: Observation) -> None:
     """Record the verdicts and the counters."""
     evidence["routes"] = observation.routes
     evidence["gpus"] = observation.gpus
@@ -82,10 +82,10 @@ def record(evidence: Evidence, observation: Observation) -> None:
 )
 def test_file_load_has_its_route_and_bytes(folder: Path, evidence: Evidence, loader: str) -> None:
     path = folder / "file"
-    create = module_command("observe.file_loader", f"create-for-{loader}", path, FILE_BLOCKS)
-    subprocess.run(create, env=suites_environ(os.environ), check=True, timeout=60)
+    create_command = module_command("observe.file_loader", f"create-for-{loader}", path, FILE_BLOCKS)
+    subprocess.run(create_command, env=suites_environ(os.environ), check=True, timeout=60)
     observation = observe(folder / "report.json", *module_command("observe.file_loader", loader, path))
-    record(evidence, observation)
+    record_observation(evidence, observation)
     file_bytes = path.stat().st_size
     received_bytes = sum(gpu.pcie_received_bytes or 0 for gpu in observation.gpus)
     evidence.number("file_bytes", file_bytes)
@@ -103,7 +103,7 @@ def test_all_reduce_moves_its_bytes_over_nvlink(folder: Path, evidence: Evidence
     """In an all-reduce of two ranks, each GPU sends the bytes of the buffer once."""
     program = module_command("observe.ranks_program", folder, REDUCED_BYTES, ROUNDS)
     observation = observe(folder / "report.json", *program)
-    record(evidence, observation)
+    record_observation(evidence, observation)
     evidence["log"] = observation.log
     expected_bytes = REDUCED_BYTES * (ROUNDS + 1)
     evidence.number("algorithm_bytes", expected_bytes)

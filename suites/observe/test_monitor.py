@@ -40,23 +40,24 @@ if TYPE_CHECKING:
 
 GDRKIT = [sys.executable, "-m", "gdrkit"]
 RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
-REGISTRATIONS = 10_000
-HELD = 100
-# The metrics of each source that a machine may lack. A machine with NICs may have no RDMA object at the moment.
-SOURCES = {
+REGISTRATION_COUNT = 10_000
+HELD_COUNT = 100
+# Sources that a machine may lack, each with the prefix of its metrics. rdma_netlink may have no metric on a machine
+# with NICs, if no RDMA object exists.
+METRIC_PREFIXES = {
     "rdma_netlink": "gdrkit_rdma_",
     "nvml": "gdrkit_bar1_",
     "nvidia_fs": "gdrkit_nvidia_fs_",
 }
-PROCESSES, READINGS, SCRAPE_INTERVAL_S = 300, 10, 15
-TWIN_HOLDER = (
+PROCESS_COUNT, READING_COUNT, SCRAPE_INTERVAL_S = 300, 10, 15
+TWIN_HOLDER_COMMAND = (
     *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
     *(sys.executable, "-m", "observe.twin_holder"),
 )
 
 
 def scrape(address: str) -> dict[str, float]:
-    """Return the value of each sample, by name and labels as in the text of the server."""
+    """Return the value of each sample by its name and labels, as they are in the text of the server."""
     with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
         lines = reply.read().decode().splitlines()
     samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -64,7 +65,7 @@ def scrape(address: str) -> dict[str, float]:
 
 
 @contextlib.contextmanager
-def started(*command: str) -> Iterator[subprocess.Popen[str]]:
+def start_gdrkit(*command: str) -> Iterator[subprocess.Popen[str]]:
     """Run a command of gdrkit, end it by SIGTERM, and require exit code 0."""
     with subprocess.Popen([*GDRKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -75,7 +76,7 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
     assert process.returncode == 0
 
 
-def address_in(stream: IO[str] | None) -> str:
+def read_address(stream: IO[str] | None) -> str:
     """Return the first address in the output of a command."""
     assert stream is not None
     for line in stream:
@@ -86,8 +87,8 @@ def address_in(stream: IO[str] | None) -> str:
 
 
 def test_monitor_serves_the_machine_until_sigterm() -> None:
-    with started("monitor", "--listen", "127.0.0.1:0") as process:
-        address = address_in(process.stdout)
+    with start_gdrkit("monitor", "--listen", "127.0.0.1:0") as process:
+        address = read_address(process.stdout)
         with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
             text = reply.read().decode()
     for name in ("gdrkit_rdma_regions", "gdrkit_dmabufs", "gdrkit_bar1_used_bytes", "gdrkit_port_sent_bytes_total"):
@@ -96,14 +97,14 @@ def test_monitor_serves_the_machine_until_sigterm() -> None:
 
 def test_missing_source_has_a_cause_and_no_value() -> None:
     with contextlib.ExitStack() as stack:
-        process = stack.enter_context(started("monitor", "--listen", "127.0.0.1:0"))
-        address = address_in(process.stdout)
+        process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0"))
+        address = read_address(process.stdout)
         scrape(address)
         samples = scrape(address)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
         log = process.stderr.read()
-    for source, prefix in SOURCES.items():
+    for source, prefix in METRIC_PREFIXES.items():
         causes = [name for name in samples if name.startswith("gdrkit_not_read{") and f'source="{source}"' in name]
         values = [name for name in samples if name.startswith(prefix) and 'device="twin"' not in name]
         assert causes or values or source == "rdma_netlink", source
@@ -135,34 +136,34 @@ from support.other_user import become_unprivileged
 machine_metrics()
 become_unprivileged()
 metrics = {metric.name: metric.values for metric in machine_metrics()}
-seen = sum(("pid", sys.argv[1]) in labels for values in metrics.values() for labels in values)
+sample_count = sum(("pid", sys.argv[1]) in labels for values in metrics.values() for labels in values)
 cause = (("source", "descriptors_of_processes"), ("cause", "Permission denied"))
-print(json.dumps([seen, metrics["gdrkit_not_read"].get(cause, 0)]))
+print(json.dumps([sample_count, metrics["gdrkit_not_read"].get(cause, 0)]))
 """
-    with LineChild(*TWIN_HOLDER) as child:
+    with LineChild(*TWIN_HOLDER_COMMAND) as child:
         process_id = child.read_line()
         child.write_line("hold 5")
         child.expect_line("done")
         completed = run_program(program, process_id)
-        seen_by_root = samples_of(process_id)
+        samples_for_root = read_process_samples(process_id)
         child.end()
     assert completed.returncode == 0, completed.stderr
-    seen, not_read = json.loads(completed.stdout)
-    assert (seen, not_read > 0) == (0, True)
-    assert (seen_by_root["gdrkit_rdma_regions twin"], seen_by_root[f"gdrkit_dmabufs {process_id}"]) == (5, 5)
+    sample_count, not_read = json.loads(completed.stdout)
+    assert (sample_count, not_read > 0) == (0, True)
+    assert (samples_for_root["gdrkit_rdma_regions twin"], samples_for_root[f"gdrkit_dmabufs {process_id}"]) == (5, 5)
 
 
 def test_reading_costs_less_than_one_percent_of_a_core() -> None:
     with contextlib.ExitStack() as stack:
-        for _ in range(PROCESSES):
+        for _ in range(PROCESS_COUNT):
             stack.callback(stack.enter_context(subprocess.Popen(["sleep", "600"])).kill)
-        process = stack.enter_context(started("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
-        address = address_in(process.stdout)
+        process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
+        address = read_address(process.stdout)
         scrape(address)  # The first reading imports libraries.
         before_s = processor_time_s(process.pid)
-        for _ in range(READINGS):
+        for _ in range(READING_COUNT):
             scrape(address)
-        reading_s = (processor_time_s(process.pid) - before_s) / READINGS
+        reading_s = (processor_time_s(process.pid) - before_s) / READING_COUNT
     assert reading_s < 0.01 * SCRAPE_INTERVAL_S
 
 
@@ -191,7 +192,7 @@ def processor_time_s(process_id: int) -> float:
 
 @needs(verbs.nic())
 def test_monitor_counts_the_bytes_that_a_nic_sends(nic: Nic) -> None:
-    def sent_bytes() -> float:
+    def read_sent_bytes() -> float:
         metrics = {metric.name: metric for metric in monitor.machine_metrics()}
         return sum(
             value
@@ -199,15 +200,15 @@ def test_monitor_counts_the_bytes_that_a_nic_sends(nic: Nic) -> None:
             if ("device", nic.name) in labels
         )
 
-    before = sent_bytes()
+    bytes_before = read_sent_bytes()
     memory = bytearray(1 << 20)
     with nic.register_host(memory) as region, connect_initiator(nic, memory_bytes=1 << 20) as initiator:
         initiator.run(Direction.WRITE, region.remote(), length_bytes=1 << 20, operations=4, depth=2)
-    assert sent_bytes() - before >= 4 << 20
+    assert read_sent_bytes() - bytes_before >= 4 << 20
 
 
 def test_numbers_of_the_present_are_no_counters() -> None:
-    """Every name of a gauge is a number of some statistics, and all other numbers count events."""
+    """Every gauge is a field of the statistics, and all other fields count events."""
     names = {
         field.name
         for kind in (CacheStatistics, PoolStatistics, MemoryPoolStatistics)
@@ -228,16 +229,20 @@ def test_registrations_that_ended_leave_zero(device: Device, nic: Nic) -> None:
         monitor.serve_metrics("127.0.0.1", 0) as server,
     ):
         with device.allocate(4096) as first, device.allocate(4096) as second:
-            for index in range(REGISTRATIONS):
+            for index in range(REGISTRATION_COUNT):
                 cache.lease((first, second)[index % 2]).close()
-            during = scrape(server.address)
-        after = scrape(server.address)
-    assert during['gdrkit_cache_registrations_total{name="test"}'] == REGISTRATIONS
-    assert during['gdrkit_cache_regions{name="test"}'] == 1
-    assert after['gdrkit_cache_regions{name="test"}'] == after['gdrkit_cache_registered_bytes{name="test"}'] == 0
+            samples_while_allocated = scrape(server.address)
+        samples_after_free = scrape(server.address)
+    assert samples_while_allocated['gdrkit_cache_registrations_total{name="test"}'] == REGISTRATION_COUNT
+    assert samples_while_allocated['gdrkit_cache_regions{name="test"}'] == 1
+    assert (
+        samples_after_free['gdrkit_cache_regions{name="test"}']
+        == samples_after_free['gdrkit_cache_registered_bytes{name="test"}']
+        == 0
+    )
 
 
-def samples_of(process_id: str) -> dict[str, float]:
+def read_process_samples(process_id: str) -> dict[str, float]:
     """Return the values of a process that the metrics of the machine have now, by metric and first label."""
     return {
         f"{metric.name} {labels[0][1]}": value
@@ -249,12 +254,12 @@ def samples_of(process_id: str) -> dict[str, float]:
 
 @needs(software(Api.VERBS), software(Api.CUDA))
 def test_registrations_of_another_process_leave_zero() -> None:
-    with LineChild(*TWIN_HOLDER) as child:
+    with LineChild(*TWIN_HOLDER_COMMAND) as child:
         process_id = child.read_line()
-        for line in ("hold 5", f"cycle {REGISTRATIONS}"):
+        for line in ("hold 5", f"cycle {REGISTRATION_COUNT}"):
             child.write_line(line)
             child.expect_line("done")
-        assert samples_of(process_id) == {
+        assert read_process_samples(process_id) == {
             "gdrkit_rdma_queue_pairs twin": 0,
             "gdrkit_rdma_regions twin": 5,
             "gdrkit_rdma_region_bytes twin": 5 * REGION_BYTES,
@@ -263,12 +268,12 @@ def test_registrations_of_another_process_leave_zero() -> None:
         }
         child.write_line("release")
         child.expect_line("done")
-        assert set(samples_of(process_id).values()) == {0}
+        assert set(read_process_samples(process_id).values()) == {0}
         child.end()
-    assert samples_of(process_id) == {}
+    assert read_process_samples(process_id) == {}
 
 
-def own_values() -> dict[str, float]:
+def read_own_metrics() -> dict[str, float]:
     """Return the metrics of this process that have one label, by name and label."""
     return {
         f"{metric.name} {labels[0][1]}": value
@@ -277,21 +282,23 @@ def own_values() -> dict[str, float]:
     }
 
 
-def changes(before: dict[str, float]) -> dict[str, float]:
+def compute_changes(before: dict[str, float]) -> dict[str, float]:
     """Return the differences of the metrics of this process to `before`, without zeros."""
-    return {name: value - before.get(name, 0) for name, value in own_values().items() if value != before.get(name, 0)}
+    return {
+        name: value - before.get(name, 0) for name, value in read_own_metrics().items() if value != before.get(name, 0)
+    }
 
 
 @needs(cuda_needs.device(), verbs.nic())
 def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: Nic) -> None:
-    before = own_values()
+    before = read_own_metrics()
     with (
         device.allocate(8192) as memory,
         memory.export_dmabuf(),
         PinnedMemory(device, 4096),
         nic.register_host(bytearray(100)),
     ):
-        during = changes(before)
+        during = compute_changes(before)
     # The context and the memory of the device are open too.
     kinds = ("verbs.region", "dmabuf_range", "cuda.pinned")
     assert {name: value for name, value in during.items() if name.endswith(kinds)} == {
@@ -302,17 +309,19 @@ def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: 
         "gdrkit_open_object_bytes dmabuf_range": 8192,
         "gdrkit_open_object_bytes cuda.pinned": 4096,
     }
-    assert own_values()["gdrkit_open_object_bytes verbs.region"] == before["gdrkit_open_object_bytes verbs.region"]
+    assert (
+        read_own_metrics()["gdrkit_open_object_bytes verbs.region"] == before["gdrkit_open_object_bytes verbs.region"]
+    )
 
 
 @pytest.mark.parametrize("length_bytes", [1 << 10, 1 << 20])
 def test_short_and_long_transfers_are_counted(tmp_path: Path, length_bytes: int) -> None:
     (tmp_path / "data").write_bytes(bytes(length_bytes))
-    before = own_values()
+    before = read_own_metrics()
     with gds.File(tmp_path / "data", direct="never") as file:
         file.read_into(bytearray(length_bytes))
     gds.close_engines()
-    assert changes(before) == {"gdrkit_transfers engine": 1, "gdrkit_transferred_bytes engine": length_bytes}
+    assert compute_changes(before) == {"gdrkit_transfers engine": 1, "gdrkit_transferred_bytes engine": length_bytes}
 
 
 @pytest.mark.parametrize("command", ["server", "agent"])
@@ -321,18 +330,18 @@ def test_agent_and_server_export_their_counters(tmp_path: Path, command: str) ->
     arguments = ["serve", "--store", str(tmp_path)] if command == "server" else ["agent", str(tmp_path)]
     if command == "agent":
         arguments += ["--store", str(tmp_path)]
-    with started(*arguments, "--metrics", "127.0.0.1:0") as process:
-        samples = scrape(address_in(process.stderr))
+    with start_gdrkit(*arguments, "--metrics", "127.0.0.1:0") as process:
+        samples = scrape(read_address(process.stderr))
     assert any(name.startswith(f"gdrkit_{command}_") for name in samples)
 
 
 @needs(host.program("prometheus"), cuda_needs.device(), verbs.nic())
 @pytest.mark.timeout(240)
 def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: Nic) -> None:
-    """The windows of the rule are shortened from minutes to seconds. One cache leaks, and one registers and evicts."""
+    """One cache leaks, and one cache registers and evicts. The rules have windows of seconds instead of minutes."""
     write_short_rules(tmp_path)
     with contextlib.ExitStack() as stack:
-        # At the default limit of the number of entries, the cache would stop to grow while Prometheus looks.
+        # With the default limit of entries, the cache could be full before the alert fires.
         leaking = stack.enter_context(RegionCache([nic], regions_max=100_000))
         steady = stack.enter_context(RegionCache([nic], regions_max=1))
         for name, cache in (("leaking", leaking), ("steady", steady)):
@@ -342,7 +351,7 @@ def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: N
         worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
         worker.start()
         try:
-            assert labels_of_fired_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
+            assert wait_for_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
         finally:
             stop.set()
             worker.join()
@@ -362,18 +371,18 @@ def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: thread
 def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
     write_short_rules(tmp_path)
     with (
-        started("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
-        LineChild(*TWIN_HOLDER) as healthy,
-        LineChild(*TWIN_HOLDER) as leaking,
+        start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
+        LineChild(*TWIN_HOLDER_COMMAND) as healthy,
+        LineChild(*TWIN_HOLDER_COMMAND) as leaking,
     ):
         healthy.read_line()
         process_id = leaking.read_line()
-        for line in (f"hold {HELD}", f"cycle {REGISTRATIONS}"):
+        for line in (f"hold {HELD_COUNT}", f"cycle {REGISTRATION_COUNT}"):
             healthy.write_line(line)
             healthy.expect_line("done")
         leaking.write_line("leak")
         names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
-        assert labels_of_fired_alerts(tmp_path, address_in(process.stdout), names, "pid") == {process_id}
+        assert wait_for_alerts(tmp_path, read_address(process.stdout), names, "pid") == {process_id}
 
 
 def write_short_rules(folder: Path) -> None:
@@ -382,7 +391,7 @@ def write_short_rules(folder: Path) -> None:
     (folder / "rules.yml").write_text(rules.replace("[5m]", "[4s]"))
 
 
-def labels_of_fired_alerts(folder: Path, address: str, names: set[str], label: str) -> set[str]:
+def wait_for_alerts(folder: Path, address: str, names: set[str], label: str) -> set[str]:
     """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
     (folder / "prometheus.yml").write_text(
         json.dumps(
@@ -395,7 +404,7 @@ def labels_of_fired_alerts(folder: Path, address: str, names: set[str], label: s
             }
         )
     )
-    port = free_port()
+    port = find_free_port()
     command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (
         (folder / "prometheus.log").open("w") as log,
@@ -403,35 +412,35 @@ def labels_of_fired_alerts(folder: Path, address: str, names: set[str], label: s
     ):
         try:
             deadline_s = time.monotonic() + 150
-            seen = set[tuple[str, str]]()
+            fired = set[tuple[str, str]]()
             while time.monotonic() < deadline_s:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     prometheus.wait(0.5)
-                seen |= fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
-                if {name for name, _ in seen} == names:
-                    return {value for _, value in seen}
+                fired |= query_fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
+                if {name for name, _ in fired} == names:
+                    return {value for _, value in fired}
         finally:
             prometheus.terminate()
             prometheus.wait(30)
     pytest.fail((folder / "prometheus.log").read_text()[-2000:])
 
 
-def fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
+def query_fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
     """Return the name and the label of each of these alerts that fires."""
     try:
         with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
-            found = json.load(reply)["data"]["alerts"]
+            alerts = json.load(reply)["data"]["alerts"]
     except OSError:
         return set()  # Prometheus has not started yet.
     return {
         (alert["labels"]["alertname"], alert["labels"][label])
-        for alert in found
+        for alert in alerts
         if alert["labels"]["alertname"] in names and alert["state"] == "firing"
     }
 
 
-def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
+def find_free_port() -> int:
+    """Return a TCP port on which no program listened just now."""
     with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
         return int(server.address.split(":")[2].partition("/")[0])
 

@@ -1,4 +1,4 @@
-"""The verdicts about routes: from the evidence of an observation to proven, unproven, fell back and not possible."""
+"""Verdicts about routes (proven, unproven, fell back, not possible) that follow from the evidence of an observation."""
 
 from __future__ import annotations
 
@@ -14,56 +14,60 @@ from gdrkit.observe.observer import port_traffic
 from gdrkit.units import GIB, MIB
 from gdrkit.verdict import RouteOutcome
 
-PAIR = RdmaQueuePair("mlx5_0", 1, 10, 20, "RC", "RTS", 7)
+QUEUE_PAIR = RdmaQueuePair("mlx5_0", 1, 10, 20, "RC", "RTS", 7)
 PORT = PortTraffic("mlx5_0", 1, 500 * MIB, 4 * MIB, 120_000, 60_000)
-STILL_PORT = PortTraffic("mlx5_0", 1, 0, 0, 0, 0)
+PORT_WITHOUT_TRAFFIC = PortTraffic("mlx5_0", 1, 0, 0, 0, 0)
 GPU = GpuTraffic("0000:1b:00.0", 0, int(1.08 * GIB), 20 * MIB, 0, 0, 0, ())
 
 
-def process(*libraries: str, **fields: object) -> ObservedProcess:
-    """Return a process that has these libraries and nothing else."""
+def make_process(*libraries: str, **fields: object) -> ObservedProcess:
+    """Return an observed process that has loaded these libraries and has done nothing else."""
     empty = ObservedProcess(7, "program", (), (), (), (), (), None, None, None, 0, 0, 0, 0, 0, {}, {})
     loaded = tuple(ObservedLibrary(name, f"/usr/lib/lib{name}.so", None, is_twin=False) for name in libraries)
     return dataclasses.replace(empty, libraries=loaded, **fields)  # type: ignore[arg-type]
 
 
-def routes(*processes: ObservedProcess, **fields: object) -> dict[str, ObservedRoute]:
+def derive_routes_by_name(*processes: ObservedProcess, **fields: object) -> dict[str, ObservedRoute]:
     """Return the verdicts about an observation of these processes."""
     empty = Observation(SCHEMA_VERSION, ("program",), 1.0, 0, processes, (), (), None, (), (), (), ())
     observation = derive_routes(dataclasses.replace(empty, **fields))  # type: ignore[arg-type]
     return {route.route: route for route in observation.routes}
 
 
-def reader(*libraries: str, **fields: object) -> ObservedProcess:
-    """Return a process that has the GPU open and has read 1 GiB."""
+def make_reader(*libraries: str, **fields: object) -> ObservedProcess:
+    """Return an observed process that has a GPU open and has read 1 GiB from files."""
     counts = {"read_bytes": GIB, "storage_read_bytes": 0, "nodes": ("/dev/nvidia0", "/dev/nvidiactl")}
-    return process("cuda", *libraries, **{**counts, **fields})
+    return make_process("cuda", *libraries, **{**counts, **fields})
 
 
 def test_queue_pair_and_growing_counters_prove_rdma() -> None:
-    route = routes(process("verbs", queue_pairs=(PAIR,)), ports=(PORT,))["rdma"]
+    route = derive_routes_by_name(make_process("verbs", queue_pairs=(QUEUE_PAIR,)), ports=(PORT,))["rdma"]
     assert (route.outcome, route.moved_bytes, route.cause) == (RouteOutcome.PROVEN, 500 * MIB, None)
     assert "1 queue pair RC on mlx5_0" in route.evidence[0]
 
 
 def test_counters_that_stand_still_prove_nothing() -> None:
-    route = routes(process("verbs", queue_pairs=(PAIR,)), ports=(STILL_PORT,))["rdma"]
+    route = derive_routes_by_name(make_process("verbs", queue_pairs=(QUEUE_PAIR,)), ports=(PORT_WITHOUT_TRAFFIC,))[
+        "rdma"
+    ]
     assert (route.outcome, route.cause) == (RouteOutcome.UNPROVEN, "the counters of the ports stood still")
 
 
 @pytest.mark.parametrize(
     ("other", "cause"),
     [
-        (dataclasses.replace(PAIR, number=20, remote_number=10, process_id=8), None),
-        (dataclasses.replace(PAIR, number=99, remote_number=98, process_id=8), "include pid 8"),
-        (dataclasses.replace(PAIR, number=99, remote_number=98, process_id=None), "include the kernel"),
-        (dataclasses.replace(PAIR, number=1, remote_number=None, process_id=None, type="GSI"), None),
-        (dataclasses.replace(PAIR, device="mlx5_1", number=99, process_id=8), None),
+        (dataclasses.replace(QUEUE_PAIR, number=20, remote_number=10, process_id=8), None),
+        (dataclasses.replace(QUEUE_PAIR, number=99, remote_number=98, process_id=8), "include pid 8"),
+        (dataclasses.replace(QUEUE_PAIR, number=99, remote_number=98, process_id=None), "include the kernel"),
+        (dataclasses.replace(QUEUE_PAIR, number=1, remote_number=None, process_id=None, type="GSI"), None),
+        (dataclasses.replace(QUEUE_PAIR, device="mlx5_1", number=99, process_id=8), None),
     ],
     ids=["peer", "process", "kernel", "management", "device"],
 )
 def test_others_on_the_port_make_rdma_unproven(other: RdmaQueuePair, cause: str | None) -> None:
-    route = routes(process("verbs", queue_pairs=(PAIR,)), ports=(PORT,), other_queue_pairs=(other,))["rdma"]
+    route = derive_routes_by_name(
+        make_process("verbs", queue_pairs=(QUEUE_PAIR,)), ports=(PORT,), other_queue_pairs=(other,)
+    )["rdma"]
     if cause is None:
         assert (route.outcome, route.cause) == (RouteOutcome.PROVEN, None)
     else:
@@ -72,22 +76,24 @@ def test_others_on_the_port_make_rdma_unproven(other: RdmaQueuePair, cause: str 
 
 
 def test_unconnected_queue_pair_proves_nothing() -> None:
-    route = routes(process("verbs", queue_pairs=(dataclasses.replace(PAIR, state="INIT"),)), ports=(PORT,))["rdma"]
+    route = derive_routes_by_name(
+        make_process("verbs", queue_pairs=(dataclasses.replace(QUEUE_PAIR, state="INIT"),)), ports=(PORT,)
+    )["rdma"]
     assert route.outcome is RouteOutcome.UNPROVEN
     assert "in which it can send" in (route.cause or "")
 
 
-@pytest.mark.parametrize(("ports", "reason"), [((), "no RDMA device"), ((STILL_PORT,), "no queue pair")])
+@pytest.mark.parametrize(("ports", "reason"), [((), "no RDMA device"), ((PORT_WITHOUT_TRAFFIC,), "no queue pair")])
 def test_ucx_over_tcp_fell_back(ports: tuple[PortTraffic, ...], reason: str) -> None:
-    verdicts = routes(process("ucx", remote_sent_bytes=GIB), ports=ports)
+    verdicts = derive_routes_by_name(make_process("ucx", remote_sent_bytes=GIB), ports=ports)
     assert verdicts["rdma"].outcome is RouteOutcome.FELL_BACK
     assert reason in (verdicts["rdma"].cause or "")
     assert (verdicts["tcp"].outcome, verdicts["tcp"].moved_bytes) == (RouteOutcome.PROVEN, GIB)
 
 
 def test_queue_pairs_without_bytes_fell_back_to_tcp() -> None:
-    ucx = process("ucx", "verbs", queue_pairs=(PAIR,), remote_sent_bytes=GIB)
-    route = routes(ucx, ports=(STILL_PORT,))["rdma"]
+    ucx = make_process("ucx", "verbs", queue_pairs=(QUEUE_PAIR,), remote_sent_bytes=GIB)
+    route = derive_routes_by_name(ucx, ports=(PORT_WITHOUT_TRAFFIC,))["rdma"]
     assert (route.outcome, route.moved_bytes) == (RouteOutcome.FELL_BACK, 0)
     assert "went over TCP" in (route.cause or "")
 
@@ -95,37 +101,42 @@ def test_queue_pairs_without_bytes_fell_back_to_tcp() -> None:
 def test_dmabuf_without_a_queue_pair_is_not_rdma() -> None:
     memory = HeldDmabuf(4096, "nv_dmabuf", GIB)
     gpu = dataclasses.replace(GPU, nvlink_sent_bytes=GIB, nvlink_received_bytes=GIB, process_ids=(7,))
-    assert "rdma" not in routes(process("nccl", nodes=("/dev/nvidia0",), dmabufs=(memory,)), gpus=(gpu,))
+    assert "rdma" not in derive_routes_by_name(
+        make_process("nccl", nodes=("/dev/nvidia0",), dmabufs=(memory,)), gpus=(gpu,)
+    )
 
 
 def test_bytes_between_two_observed_processes_count_once() -> None:
-    first, second = process(loopback_sent_bytes=GIB), process(loopback_received_bytes=GIB)
-    assert routes(first, second)["tcp"].moved_bytes == GIB
+    first, second = make_process(loopback_sent_bytes=GIB), make_process(loopback_received_bytes=GIB)
+    assert derive_routes_by_name(first, second)["tcp"].moved_bytes == GIB
 
 
 def test_handshake_over_tcp_is_no_fallback() -> None:
-    assert routes(process("ucx", remote_sent_bytes=2000)).keys() == {"unknown"}
+    assert derive_routes_by_name(make_process("ucx", remote_sent_bytes=2000)).keys() == {"unknown"}
 
 
 def test_verbs_without_a_device_is_not_possible() -> None:
-    assert routes(process("verbs"))["rdma"].outcome is RouteOutcome.NOT_POSSIBLE
+    assert derive_routes_by_name(make_process("verbs"))["rdma"].outcome is RouteOutcome.NOT_POSSIBLE
 
 
 @pytest.mark.parametrize(("library", "name"), [("torch", "posix"), ("gdrkit.gds", "engine"), ("cufile", "posix")])
 def test_cached_file_came_through_host_memory(library: str, name: str) -> None:
-    route = routes(reader(library), gpus=(GPU,))[name]
+    route = derive_routes_by_name(make_reader(library), gpus=(GPU,))[name]
     assert (route.outcome, route.moved_bytes, route.cause) == (RouteOutcome.PROVEN, GIB, None)
 
 
 def test_cufile_from_a_disk_may_be_peer_to_peer() -> None:
-    route = routes(reader("cufile", storage_read_bytes=GIB), gpus=(GPU,))["unknown"]
+    route = derive_routes_by_name(make_reader("cufile", storage_read_bytes=GIB), gpus=(GPU,))["unknown"]
     assert route.outcome is RouteOutcome.UNPROVEN
     assert "peer to peer" in (route.cause or "")
 
 
 def test_counters_of_nvidia_fs_prove_nvfs() -> None:
     growth = {"Reads.readMiB": 1024, "Reads.ok": 64}
-    assert routes(reader("cufile"), gpus=(GPU,), nvidia_fs=growth)["nvfs"].outcome is RouteOutcome.PROVEN
+    assert (
+        derive_routes_by_name(make_reader("cufile"), gpus=(GPU,), nvidia_fs=growth)["nvfs"].outcome
+        is RouteOutcome.PROVEN
+    )
 
 
 @pytest.mark.parametrize(
@@ -140,28 +151,30 @@ def test_counters_of_nvidia_fs_prove_nvfs() -> None:
     ids=["half", "double", "none", "late", "shared"],
 )
 def test_wrong_pcie_bytes_make_a_file_unproven(gpu: GpuTraffic, cause: str) -> None:
-    route = routes(reader("torch"), gpus=(gpu,))["posix"]
+    route = derive_routes_by_name(make_reader("torch"), gpus=(gpu,))["posix"]
     assert route.outcome is RouteOutcome.UNPROVEN
     assert cause in (route.cause or "")
 
 
 def test_mapped_file_is_unproven() -> None:
-    route = routes(reader("torch", read_bytes=MIB, mapped_file_bytes=GIB), gpus=(GPU,))["posix"]
+    route = derive_routes_by_name(make_reader("torch", read_bytes=MIB, mapped_file_bytes=GIB), gpus=(GPU,))["posix"]
     assert route.outcome is RouteOutcome.UNPROVEN
     assert "were mapped" in (route.cause or "")
 
 
 def test_gpu_that_is_not_open_does_not_count() -> None:
-    busy = dataclasses.replace(GPU, minor=1, nvlink_sent_bytes=GIB)
-    assert routes(reader("torch"), gpus=(dataclasses.replace(busy, pcie_received_bytes=GIB),)).keys() == {"unknown"}
+    other_gpu = dataclasses.replace(GPU, minor=1, nvlink_sent_bytes=GIB)
+    assert derive_routes_by_name(
+        make_reader("torch"), gpus=(dataclasses.replace(other_gpu, pcie_received_bytes=GIB),)
+    ).keys() == {"unknown"}
 
 
 @pytest.mark.parametrize(("others", "outcome"), [((7,), RouteOutcome.PROVEN), ((7, 9), RouteOutcome.UNPROVEN)])
 def test_nvlink_is_proven_for_the_only_user(others: tuple[int, ...], outcome: RouteOutcome) -> None:
     gpu = dataclasses.replace(GPU, nvlink_sent_bytes=GIB, nvlink_received_bytes=GIB, process_ids=others)
-    route = routes(process("nccl", nodes=("/dev/nvidia0",)), gpus=(gpu,), log=("NCCL: channels via P2P/CUMEM",))[
-        "nvlink"
-    ]
+    route = derive_routes_by_name(
+        make_process("nccl", nodes=("/dev/nvidia0",)), gpus=(gpu,), log=("NCCL: channels via P2P/CUMEM",)
+    )["nvlink"]
     assert (route.outcome, route.moved_bytes) == (outcome, GIB)
     assert "NCCL: channels via P2P/CUMEM" in route.evidence
 

@@ -1,9 +1,9 @@
 """Program that holds memory regions and dma-bufs on the twins, for the cases of `gdrkit monitor`.
 
-`python -m observe.twin_holder` prints its process ID. Then it obeys lines of its standard input and answers each with
-`done`: `cycle N` registers and deregisters N times, `hold N` keeps N regions and N dma-bufs, and `release` closes them.
-`leak` adds one region and one dma-buf every 0.01 s, until the next line. Twins are libraries that emulate the hardware
-below an API.
+`python -m observe.twin_holder` prints its process ID. Then it executes the commands on its standard input, and prints
+`done` after each: `cycle N` registers and deregisters N times, `hold N` opens N regions and N dma-bufs, and `release`
+closes them. `leak` opens a region and a dma-buf every 0.01 s until the next command. Twins are libraries that emulate
+the hardware below an API.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ MEMORY_BYTES = 64 * KIB
 
 
 def main() -> None:
-    """Obey the lines of standard input."""
+    """Execute the commands on standard input."""
     with (
         Nic.open("twin0") as nic,
         cuda.Device(0) as device,
         device.allocate(MEMORY_BYTES) as memory,
-        contextlib.ExitStack() as held,
+        contextlib.ExitStack() as open_objects,
     ):
 
-        def hold(count: int) -> None:
+        def open_more(count: int) -> None:
             for _ in range(count):
-                held.enter_context(nic.register_host(bytearray(REGION_BYTES)))
-                held.enter_context(memory.export_dmabuf())
+                open_objects.enter_context(nic.register_host(bytearray(REGION_BYTES)))
+                open_objects.enter_context(memory.export_dmabuf())
 
         print(os.getpid(), flush=True)  # noqa: T201 - the case reads it.
         while line := sys.stdin.readline().split():
@@ -43,12 +43,12 @@ def main() -> None:
                 for _ in range(int(line[1])):
                     nic.register_host(bytearray(REGION_BYTES)).close()
             elif line[0] == "hold":
-                hold(int(line[1]))
+                open_more(int(line[1]))
             elif line[0] == "leak":
                 while not select.select([sys.stdin], [], [], 0.01)[0]:
-                    hold(1)
+                    open_more(1)
             else:
-                held.close()
+                open_objects.close()
             print("done", flush=True)  # noqa: T201
 
 

@@ -13,20 +13,20 @@ if TYPE_CHECKING:
 
     from gdrkit.storage.client import StorageClient
 
-__all__ = ["client", "memory", "service"]
+__all__ = ["client", "memory", "server"]
 
 
 @pytest.fixture
-def service(tmp_path: Path) -> Iterator[StorageServer]:
-    """Yield a server over TCP with an empty store."""
-    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as service:
-        yield service
+def server(tmp_path: Path) -> Iterator[StorageServer]:
+    """Run a storage server over TCP with an empty store, and yield it."""
+    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "127.0.0.1:0") as server:
+        yield server
 
 
 @pytest.fixture
-def client(service: StorageServer) -> Iterator[StorageClient]:
+def client(server: StorageServer) -> Iterator[StorageClient]:
     """Yield a client that uses all NICs."""
-    with service.connect() as client:
+    with server.connect() as client:
         yield client
 
 

@@ -13,14 +13,14 @@ from gdrkit.storage import control, wire
 from gdrkit.storage.checksum import crc32c
 from gdrkit.storage.wire import HEADER_BYTES, FrameType
 
-__all__ = ["TARGET", "parse_frame"]
+__all__ = ["TARGET", "repack_frame"]
 
 _VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
 _CHECKSUM = struct.Struct("<I")
 
 
-def parse_frame(frame: bytes) -> bytes:
-    """Parse a frame, pack the result again, and return it. A valid frame is returned unchanged."""
+def repack_frame(frame: bytes) -> bytes:
+    """Parse a frame, pack the result, and return the packed frame. It equals `frame` if that is valid."""
     header = wire.parse_header(frame[:HEADER_BYTES])
     payload = frame[HEADER_BYTES:]
     if header.type is FrameType.IO_REQUEST:
@@ -36,10 +36,10 @@ def parse_frame(frame: bytes) -> bytes:
     return wire.pack_control(header.type, payload, sequence=header.sequence)
 
 
-def _parse_in_all_ways(data: bytes) -> None:
+def _check_all_parsers(data: bytes) -> None:
     """Parse the data as a frame, as a frame with valid checksums, and as the payload of a control frame."""
-    for candidate in (data, _with_checksums(data)):
-        fuzz.require_round_trip(parse_frame, candidate)
+    for candidate in (data, _add_checksums(data)):
+        fuzz.require_round_trip(repack_frame, candidate)
     try:
         control.parse_request(data)
     except UsageError as error:
@@ -47,20 +47,20 @@ def _parse_in_all_ways(data: bytes) -> None:
             raise
 
 
-def _with_checksums(data: bytes) -> bytes:
-    """Return the data as a frame with valid checksums, so that the fuzzer also reaches the code after their check."""
+def _add_checksums(data: bytes) -> bytes:
+    """Return the data as a frame with valid checksums, so that the fuzzer also reaches the code after the check."""
     header = data[: HEADER_BYTES - 8].ljust(HEADER_BYTES - 8, b"\0")
     payload = data[HEADER_BYTES:]
     header += _CHECKSUM.pack(crc32c(payload))
     return header + _CHECKSUM.pack(crc32c(header)) + payload
 
 
-def _valid_frames() -> list[bytes]:
+def _read_valid_frames() -> list[bytes]:
     lines = [line.split() for line in _VECTORS.read_text().splitlines()]
     return [bytes.fromhex(fields[2]) for fields in lines if fields and fields[0] == "right"]
 
 
-TARGET = fuzz.FuzzTarget(_parse_in_all_ways, _valid_frames(), (wire, control, serialization))
+TARGET = fuzz.FuzzTarget(_check_all_parsers, _read_valid_frames(), (wire, control, serialization))
 
 if __name__ == "__main__":
     fuzz.main({"frames": TARGET})

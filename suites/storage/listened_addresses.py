@@ -1,7 +1,7 @@
 """A listener of the storage server with clients on several hosts: ``python -m storage.listened_addresses ACTION``.
 
 The program needs a network namespace in which it may add addresses to the loopback device. It prints its results as
-JSON. ACTION is ``refuse`` or ``fill``: see :func:`logged_addresses` and :func:`closed_connections`.
+JSON. ACTION is ``refuse`` or ``fill``: see :func:`log_refused_addresses` and :func:`find_closed_connections`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ _ADDED_ADDRESSES = (
     *("192.0.2.1/32", "192.0.2.2/32", "192.0.2.3/32"),
     *("2001:db8::1/128", "2001:db8:0:0:ffff::1/128", "2001:db8:0:1::1/128"),
 )
-# Hosts of the clients of `refuse`. The listener gets IPv4 addresses in IPv6 form from an IPv6 socket.
+# Addresses of the clients of `refuse`. An IPv6 socket reports an IPv4 address in IPv6 form.
 _CLIENT_HOSTS = (
     *("127.0.0.1", "::1", "192.0.2.1", "::ffff:192.0.2.1"),
     *("2001:db8::1", "2001:db8:0:0:ffff::1", "2001:db8:0:1::1"),
 )
-# Numbers of silent connections of the hosts of `fill`: 128 together, which is the limit of the listener.
+# Number of silent connections of each host of `fill`. The sum is 128, the limit of the listener.
 _SILENT_CONNECTIONS = {"192.0.2.1": 40, "192.0.2.2": 50, "192.0.2.3": 38}
 
 
-def _admit(_connection: ControlConnection, _payload: bytes, _sequence: int) -> None:
+def _refuse_admission(_connection: ControlConnection, _payload: bytes, _sequence: int) -> None:
     message = "the program sends no complete request"
     raise AssertionError(message)
 
 
 @contextlib.contextmanager
-def _listener(address: str) -> Iterator[int]:
+def _run_listener(address: str) -> Iterator[int]:
     """Run a listener on an IPv4 address, or on all addresses of both families for ``::``. Yield its port."""
     if address == "::":
         listening_socket = socket.create_server((address, 0), family=socket.AF_INET6, dualstack_ipv6=True)
     else:
         listening_socket = socket.create_server((address, 0))
     port = listening_socket.getsockname()[1]
-    listener = Listener(listening_socket, _admit)
+    listener = Listener(listening_socket, _refuse_admission)
     thread = threading.Thread(target=listener.run)
     thread.start()
     try:
@@ -64,13 +64,13 @@ def _listener(address: str) -> Iterator[int]:
         listener.close()
 
 
-def logged_addresses() -> dict[str, str]:
-    """Return the address that the listener logs for a refused connection, by the host of the client."""
+def log_refused_addresses() -> dict[str, str]:
+    """Connect from each host, and return the address that the listener logs for the refused connection, by host."""
     log = io.StringIO()
     logging.getLogger("gdrkit.storage").addHandler(logging.StreamHandler(log))
     for host in _CLIENT_HOSTS:
         with (
-            _listener("::" if ":" in host else "0.0.0.0") as port,  # noqa: S104 - in a network namespace.
+            _run_listener("::" if ":" in host else "0.0.0.0") as port,  # noqa: S104 - in a network namespace.
             socket.create_connection((host, port), _TIMEOUT_S, source_address=(host, 0)) as connection,
         ):
             connection.sendall(bytes(64))
@@ -80,9 +80,9 @@ def logged_addresses() -> dict[str, str]:
     return dict(zip(_CLIENT_HOSTS, addresses, strict=True))
 
 
-def closed_connections() -> dict[str, list[int]]:
-    """Open 128 silent connections and one more, and return the indices of the closed ones, by host."""
-    with _listener("0.0.0.0") as port, contextlib.ExitStack() as stack:  # noqa: S104 - in a network namespace.
+def find_closed_connections() -> dict[str, list[int]]:
+    """Open 128 silent connections and one more, and return the indices of the connections that were closed, by host."""
+    with _run_listener("0.0.0.0") as port, contextlib.ExitStack() as stack:  # noqa: S104 - in a network namespace.
         connections = {
             host: [
                 stack.enter_context(socket.create_connection(("192.0.2.1", port), _TIMEOUT_S, source_address=(host, 0)))
@@ -108,7 +108,7 @@ def main(action: str) -> None:
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     for address in _ADDED_ADDRESSES:
         subprocess.run(["ip", "address", "add", address, "dev", "lo", *(["nodad"] * (":" in address))], check=True)
-    print(json.dumps({"refuse": logged_addresses, "fill": closed_connections}[action]()))  # noqa: T201
+    print(json.dumps({"refuse": log_refused_addresses, "fill": find_closed_connections}[action]()))  # noqa: T201
 
 
 if __name__ == "__main__":

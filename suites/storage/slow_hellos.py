@@ -1,8 +1,8 @@
 """An attack on a storage server by slow first requests: ``python -m storage.slow_hellos HOST PORT COUNT``.
 
-The attack keeps COUNT connections open, sends one byte of a valid request on each every 7 s, and replaces each
-connection that the server closes. It prints ``ready`` when the server has closed a connection for the first time. At
-the end of standard input, it prints the number of connections that it opened, and exits.
+The attack keeps COUNT connections open. Every 7 s, it sends one byte of a valid request on each connection. It replaces
+each connection that the server closes, and prints ``ready`` at the first close. At the end of standard input, it prints
+the number of connections that it has opened.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def main(host: str, port: int, count: int) -> None:
         poller = select.poll()
         for connection in sent_bytes_by_connection:
             poller.register(connection, select.POLLIN)
-        by_descriptor = {connection.fileno(): connection for connection in sent_bytes_by_connection}
-        closed_by_server = poller.poll(0)
-        for descriptor, _events in closed_by_server:
-            connection = by_descriptor[descriptor]
+        connections_by_descriptor = {connection.fileno(): connection for connection in sent_bytes_by_connection}
+        closed_events = poller.poll(0)
+        for descriptor, _events in closed_events:
+            connection = connections_by_descriptor[descriptor]
             with contextlib.suppress(OSError):
                 connection.recv(4096)
             del sent_bytes_by_connection[connection]
@@ -58,7 +58,7 @@ def main(host: str, port: int, count: int) -> None:
             for connection, sent_bytes in sent_bytes_by_connection.items():
                 with contextlib.suppress(OSError):
                     sent_bytes_by_connection[connection] += connection.send(frame[sent_bytes : sent_bytes + 1])
-        if not is_ready and closed_by_server:
+        if not is_ready and closed_events:
             is_ready = True
             sys.stdout.write("ready\n")
             sys.stdout.flush()

@@ -19,9 +19,9 @@ def test_server_accepts_again_after_an_unexpected_error(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "file").write_bytes(b"x")
     log = tmp_path / "log"
-    with run_storage_server(tmp_path / "store", log, "--listen", "127.0.0.1:0") as service:
-        with fail_next_call(service.process.pid, "accept4", "EPROTO"), service.connect() as client:
+    with run_storage_server(tmp_path / "store", log, "--listen", "127.0.0.1:0") as server:
+        with fail_next_call(server.process.pid, "accept4", "EPROTO"), server.connect() as client:
             assert client.list_folder()[0].name == "file"
-        with service.connect() as client:
+        with server.connect() as client:
             assert client.list_folder()[0].name == "file"
     assert "accept: Protocol error" in log.read_text()

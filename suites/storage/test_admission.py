@@ -1,4 +1,4 @@
-"""Connections to a storage server that have no session: limits, deadlines, and an attack beside honest clients."""
+"""Limits and deadlines of connections without a session, and an attack on a storage server that serves a client."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# Number of operations of the honest client during an attack. The evidence for a release must come from a run with
+# Number of operations of a client during the attack. The evidence for a release must come from a run with
 # 100,000 operations.
-OPERATIONS = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
-SLOW_CONNECTIONS = 300
+OPERATION_COUNT = int(os.environ.get("GDRKIT_HONEST_OPERATIONS", "2000"))
+SLOW_CONNECTION_COUNT = 300
 BATCH_OPERATIONS, OPERATION_BYTES = 50, 4 * KIB
 NEW_NETWORK_NAMESPACE = ("unshare", "--user", "--map-root-user", "--net")
 # The need of cases in a new network namespace: this user may create it, and the kernel supports IPv6.
@@ -49,14 +49,14 @@ NETWORK_NAMESPACE = host.program(
 
 
 @contextlib.contextmanager
-def slow_hellos(service: StorageServer) -> Iterator[list[int]]:
+def run_slow_hellos(server: StorageServer) -> Iterator[list[int]]:
     """Run the attack of :mod:`storage.slow_hellos`.
 
     After the block, the yielded list holds one number: the count of connections that the attack made.
     """
-    address, connection_counts = ServerAddress.parse(service.address), list[int]()
+    address, connection_counts = ServerAddress.parse(server.address), list[int]()
     with subprocess.Popen(
-        module_command("storage.slow_hellos", address.host, address.port, SLOW_CONNECTIONS),
+        module_command("storage.slow_hellos", address.host, address.port, SLOW_CONNECTION_COUNT),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=suites_environ(),
@@ -83,7 +83,7 @@ def run_in_network_namespace(action: str) -> object:
     return json.loads(completed.stdout)
 
 
-def is_closed(connected_socket: socket.socket, timeout_s: float) -> bool:
+def is_closed_by_server(connected_socket: socket.socket, timeout_s: float) -> bool:
     """Return whether the server closes a connection in time."""
     connected_socket.settimeout(timeout_s)
     try:
@@ -95,18 +95,18 @@ def is_closed(connected_socket: socket.socket, timeout_s: float) -> bool:
 
 
 @needs(verbs.nic())
-@pytest.mark.timeout(300 + OPERATIONS / 50)
-def test_client_works_beside_slow_hellos(service: StorageServer, nic: Nic, seed: int, evidence: Evidence) -> None:
+@pytest.mark.timeout(300 + OPERATION_COUNT / 50)
+def test_client_works_beside_slow_hellos(server: StorageServer, nic: Nic, seed: int, evidence: Evidence) -> None:
     data = pattern.payload(BATCH_OPERATIONS * OPERATION_BYTES, seed=seed)
     operation_count = session_count = 0
-    with slow_hellos(service) as connection_counts:
+    with run_slow_hellos(server) as connection_counts:
         begin_s = time.monotonic()
-        while operation_count < OPERATIONS:
+        while operation_count < OPERATION_COUNT:
             # A new session begins after every 400 operations, because the attack targets the start of sessions.
-            with service.connect(nic) as client, client.open("file", write=True, create=True) as file:
+            with server.connect(nic) as client, client.open("file", write=True, create=True) as file:
                 session_count += 1
-                source, target = bytearray(data), bytearray(len(data))
-                with client.register(source) as source_buffer, client.register(target) as target_buffer:
+                sent_data, received_data = bytearray(data), bytearray(len(data))
+                with client.register(sent_data) as source_buffer, client.register(received_data) as target_buffer:
                     transfers = [
                         (
                             IORequest(
@@ -123,11 +123,11 @@ def test_client_works_beside_slow_hellos(service: StorageServer, nic: Nic, seed:
                         for offset_bytes in range(0, len(data), OPERATION_BYTES)
                     ]
                     for _ in range(4):
-                        target[:] = bytes(len(data))
+                        received_data[:] = bytes(len(data))
                         results = client.batch_write([write_request for write_request, _ in transfers])
                         results += client.batch_read([read_request for _, read_request in transfers])
                         assert [result.length_bytes for result in results] == [OPERATION_BYTES] * (2 * BATCH_OPERATIONS)
-                        assert target == data
+                        assert received_data == data
                         operation_count += len(results)
         duration_s = time.monotonic() - begin_s
     evidence.number("operations_count", operation_count)
@@ -137,57 +137,57 @@ def test_client_works_beside_slow_hellos(service: StorageServer, nic: Nic, seed:
 
 
 @needs(verbs.nic())
-def test_first_request_has_one_deadline_for_all_its_bytes(service: StorageServer) -> None:
-    with ServerAddress.parse(service.address).connect(10) as connection:
+def test_first_request_has_one_deadline_for_all_its_bytes(server: StorageServer) -> None:
+    with ServerAddress.parse(server.address).connect(10) as connection:
         begin_s, sent_bytes = time.monotonic(), 0
         while not select.select([connection], (), (), 1)[0] and sent_bytes < 20:
             with contextlib.suppress(OSError):
                 sent_bytes += connection.send(b"G")
-        assert is_closed(connection, 0)
+        assert is_closed_by_server(connection, 0)
         assert 8 < time.monotonic() - begin_s < 15
 
 
 @needs(verbs.nic())
-def test_host_above_its_limit_loses_its_oldest_connections(service: StorageServer) -> None:
+def test_host_above_its_limit_loses_its_oldest_connections(server: StorageServer) -> None:
     # At most 64 connections of a host may be without a request, so the server closes the 16 oldest of 80.
-    address = ServerAddress.parse(service.address)
+    address = ServerAddress.parse(server.address)
     with contextlib.ExitStack() as stack:
         connections = [stack.enter_context(address.connect(10)) for _ in range(80)]
         for connection in connections:
             connection.sendall(b"G")
-        assert all(is_closed(connection, 5) for connection in connections[:16])
+        assert all(is_closed_by_server(connection, 5) for connection in connections[:16])
         assert select.select(connections[16:], (), (), 0.2)[0] == []
-        with service.connect() as client:
+        with server.connect() as client:
             assert client.list_folder() == ()
 
 
 @needs(verbs.nic())
-def test_refused_connections_share_a_log_line(service: StorageServer) -> None:
-    address = ServerAddress.parse(service.address)
+def test_refused_connections_share_a_log_line(server: StorageServer) -> None:
+    address = ServerAddress.parse(server.address)
     for _ in range(50):
         with address.connect(10) as connection:
             connection.sendall(bytes(64))
-            assert is_closed(connection, 10)
+            assert is_closed_by_server(connection, 10)
     for _ in range(3):
         with pytest.raises(ApiError):
-            service.connect(token="wrong")  # noqa: S106 - not a password.
-    service.process.terminate()
-    assert service.process.wait(20) == 0
-    lines = [line for line in service.log_text().splitlines() if "refused" in line]
+            server.connect(token="wrong")  # noqa: S106 - not a password.
+    server.process.terminate()
+    assert server.process.wait(20) == 0
+    lines = [line for line in server.log_text().splitlines() if "refused" in line]
     assert len(lines) <= 3, lines
     assert sum(int(count) for count in re.findall(r"refused: (\d+)", "\n".join(lines))) == 53, lines
 
 
 @needs(verbs.nic())
-def test_refused_connection_is_logged_within_10_s(service: StorageServer) -> None:
+def test_refused_connection_is_logged_within_10_s(server: StorageServer) -> None:
     def is_logged(line_count: int) -> bool:
-        return service.log_text().count("connections refused: 1 ") == line_count
+        return server.log_text().count("connections refused: 1 ") == line_count
 
-    # The first line is logged at once, and the second when 10 s have passed since the first.
+    # The server logs the first refusal at once, and the second refusal 10 s after the first.
     for line_count in (1, 2):
-        with ServerAddress.parse(service.address).connect(10) as connection:
+        with ServerAddress.parse(server.address).connect(10) as connection:
             connection.sendall(bytes(64))
-            assert is_closed(connection, 10)
+            assert is_closed_by_server(connection, 10)
         wait_until(partial(is_logged, line_count), "the refusal is logged", timeout_s=15)
 
 
@@ -213,19 +213,19 @@ def test_host_with_the_most_silent_connections_loses_one() -> None:
 
 @needs(verbs.nic(), host.program("ip", "-6", "address", "show", "to", "::1"))
 def test_server_listens_on_an_ipv6_address(tmp_path: Path) -> None:
-    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "[::1]:0") as service:
-        assert re.fullmatch(r"\[::1\]:[1-9]\d*", service.address)
-        with service.connect() as client:
+    with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", "[::1]:0") as server:
+        assert re.fullmatch(r"\[::1\]:[1-9]\d*", server.address)
+        with server.connect() as client:
             assert client.list_folder() == ()
 
 
 @needs(verbs.nic())
-def test_session_limit_is_64(service: StorageServer, nic: Nic) -> None:
+def test_session_limit_is_64(server: StorageServer, nic: Nic) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(64):
-            stack.enter_context(service.connect(nic))
+            stack.enter_context(server.connect(nic))
         with pytest.raises(ApiError) as error:
-            service.connect(nic)
+            server.connect(nic)
         assert error.value.errno == errno.ENOBUFS
 
 
@@ -255,7 +255,8 @@ def test_server_refuses_another_user_on_its_unix_socket(tmp_path: Path, monkeypa
     with folder_for_all_users() as folder:
         path = folder / "socket"
         with run_storage_server(tmp_path / "store", tmp_path / "log", "--listen", f"unix:{path}"):
-            # With this mode another user can connect. The server then refuses that user by SO_PEERCRED.
+            # With this mode, another user can connect. The server reads the user by SO_PEERCRED, and refuses the
+            # connection.
             path.chmod(0o777)
             for user, expected_output in (("self", "answered\n"), ("other", "ended\n")):
                 result = run_program(STATFS_PROGRAM, str(path), user)

@@ -1,4 +1,4 @@
-"""Checksums of chunks when the end of the file is at or near the end of a chunk."""
+"""Checksums of the chunks of a file that ends at the end of a chunk, or a byte before or after it."""
 
 from __future__ import annotations
 
@@ -18,15 +18,17 @@ FILE_BYTES = 16 * CHUNK_BYTES
 
 
 @needs(verbs.nic())
-@pytest.mark.parametrize("kept_bytes", [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, FILE_BYTES - CHUNK_BYTES])
-def test_file_that_shrinks_and_grows_again_reads_as_zeros(client: StorageClient, kept_bytes: int) -> None:
+@pytest.mark.parametrize(
+    "truncated_bytes", [0, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 1, FILE_BYTES - CHUNK_BYTES]
+)
+def test_file_that_shrinks_and_grows_again_reads_as_zeros(client: StorageClient, truncated_bytes: int) -> None:
     data = os.urandom(FILE_BYTES)
-    with client.open("file", write=True, create=True) as file, client.register(bytearray(data)) as written:
-        file.write(written, offset_bytes=0)
-        file.truncate(kept_bytes)
+    with client.open("file", write=True, create=True) as file, client.register(bytearray(data)) as written_buffer:
+        file.write(written_buffer, offset_bytes=0)
+        file.truncate(truncated_bytes)
         file.truncate(FILE_BYTES)
-        target = bytearray(FILE_BYTES)
-        with client.register(target) as buffer:
+        received_data = bytearray(FILE_BYTES)
+        with client.register(received_data) as buffer:
             assert file.read(buffer, offset_bytes=0).length_bytes == FILE_BYTES
-        assert target == data[:kept_bytes] + bytes(FILE_BYTES - kept_bytes)
+        assert received_data == data[:truncated_bytes] + bytes(FILE_BYTES - truncated_bytes)
         assert client.statistics()["corruptions"] == 0

@@ -1,4 +1,4 @@
-"""Control messages of the storage service: the names of the operations, and the values at both sides of each limit."""
+"""Control messages of the storage server: the names of the operations, and the values at both sides of each limit."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 ENDPOINT: dict[str, int | str] = {"qp_number": 1}
 TEXT_CHARACTERS_MAX = 4096
-# One request of every operation.
-REQUEST_OF_OPERATION: dict[str, Request] = {
+# An example of the request of every operation.
+REQUESTS_BY_OPERATION: dict[str, Request] = {
     "hello": messages.StorageHello(1, "client", (ENDPOINT,), token="secret", replaces="other"),  # noqa: S106 - not a password.
     "attach": messages.Attach("session"),
     "open": messages.Open("a", read=False, write=True, create=True, truncate=True, exclusive=True, mode=0o600),
@@ -56,16 +56,16 @@ REQUEST_OF_OPERATION: dict[str, Request] = {
 }
 
 
-def refusal_reason(payload: bytes) -> Reason | None:
+def get_refusal_reason(payload: bytes) -> Reason | None:
     """Return the reason for which the payload of a request is refused."""
     with pytest.raises(UsageError) as error:
         parse_request(payload)
     return error.value.reason
 
 
-@pytest.mark.parametrize("name", sorted(REQUEST_OF_OPERATION))
+@pytest.mark.parametrize("name", sorted(REQUESTS_BY_OPERATION))
 def test_operation_has_its_name_in_the_json(name: str) -> None:
-    request = REQUEST_OF_OPERATION[name]
+    request = REQUESTS_BY_OPERATION[name]
     assert operation_of(request) == name
     assert json.loads(pack_request(request))["op"] == name
     assert parse_request(pack_request(request)) == request
@@ -75,11 +75,11 @@ def test_operation_has_its_name_in_the_json(name: str) -> None:
     "request_", [messages.SetUser((1 << 32) - 1, 0), messages.SetUser(0, 0, (1 << 32,)), messages.Chown("a", 1 << 32)]
 )
 def test_number_of_a_user_has_a_limit(request_: Request) -> None:
-    assert refusal_reason(pack_request(request_)) is Reason.MALFORMED
+    assert get_refusal_reason(pack_request(request_)) is Reason.MALFORMED
 
 
 def test_every_operation_is_listed() -> None:
-    assert REQUESTS.keys() == REQUEST_OF_OPERATION.keys()
+    assert REQUESTS.keys() == REQUESTS_BY_OPERATION.keys()
 
 
 @pytest.mark.parametrize(
@@ -93,16 +93,16 @@ def test_text_of_a_hello_has_a_limit(field: str, length_max: int) -> None:
         if length == length_max:
             assert getattr(parse_request(payload), field) == "x" * length
         else:
-            assert refusal_reason(payload) is Reason.MALFORMED
+            assert get_refusal_reason(payload) is Reason.MALFORMED
 
 
 def test_session_and_path_have_limits() -> None:
     assert parse_request(pack_request(messages.Attach("x" * 64))) == messages.Attach("x" * 64)
-    assert refusal_reason(pack_request(messages.Attach("x" * 65))) is Reason.MALFORMED
+    assert get_refusal_reason(pack_request(messages.Attach("x" * 65))) is Reason.MALFORMED
     assert parse_request(pack_request(messages.Stat("x" * TEXT_CHARACTERS_MAX))) == messages.Stat(
         "x" * TEXT_CHARACTERS_MAX
     )
-    assert refusal_reason(pack_request(messages.Stat("x" * (TEXT_CHARACTERS_MAX + 1)))) is Reason.MALFORMED
+    assert get_refusal_reason(pack_request(messages.Stat("x" * (TEXT_CHARACTERS_MAX + 1)))) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("field", ["server", "session"])
@@ -137,7 +137,7 @@ def test_zero_character_is_refused_in_every_text() -> None:
         messages.Attach("\0"),
         messages.StorageHello(1, "a\0", (ENDPOINT,)),
     ):
-        assert refusal_reason(pack_request(request)) is Reason.MALFORMED
+        assert get_refusal_reason(pack_request(request)) is Reason.MALFORMED
     with pytest.raises(UsageError):
         parse_reply(pack_reply(messages.ReadlinkReply("a\0b")), messages.ReadlinkReply)
 
@@ -148,7 +148,7 @@ def test_hello_has_1_to_16_lanes(count: int) -> None:
     if 1 <= count <= 16:
         parse_request(payload)
     else:
-        assert refusal_reason(payload) is Reason.MALFORMED
+        assert get_refusal_reason(payload) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("count", [0, 1, 1024, 1025])
@@ -157,12 +157,12 @@ def test_punch_hole_has_1_to_1024_ranges(count: int) -> None:
     if 1 <= count <= 1024:
         parse_request(payload)
     else:
-        assert refusal_reason(payload) is Reason.MALFORMED
+        assert get_refusal_reason(payload) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("bounds", [(), (1,), (1, 2, 3), (2, 1)])
 def test_range_without_begin_and_end_is_refused(bounds: tuple[int, ...]) -> None:
-    assert refusal_reason(pack_request(messages.PunchHole(1, ((0, 1), bounds)))) is Reason.MALFORMED
+    assert get_refusal_reason(pack_request(messages.PunchHole(1, ((0, 1), bounds)))) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("request_type", [messages.Stat, lambda **fields: messages.Truncate(1, **fields)])
@@ -171,21 +171,23 @@ def test_exactly_one_of_path_and_handle_is_given(request_type: type[messages.Sta
         request = request_type(**valid_fields)
         assert parse_request(pack_request(request)) == request
     for invalid_fields in ({}, {"path": "a", "handle": 1}):
-        assert refusal_reason(pack_request(request_type(**invalid_fields))) is Reason.MALFORMED  # type: ignore[arg-type]
+        assert get_refusal_reason(pack_request(request_type(**invalid_fields))) is Reason.MALFORMED  # type: ignore[arg-type]
 
 
 def test_rename_is_exclusive_or_an_exchange() -> None:
     for exclusive, exchange in ((False, False), (True, False), (False, True)):
         request = messages.Rename("a", "b", exclusive=exclusive, exchange=exchange)
         assert parse_request(pack_request(request)) == request
-    assert refusal_reason(pack_request(messages.Rename("a", "b", exclusive=True, exchange=True))) is Reason.MALFORMED
+    assert (
+        get_refusal_reason(pack_request(messages.Rename("a", "b", exclusive=True, exchange=True))) is Reason.MALFORMED
+    )
 
 
 @pytest.mark.parametrize("request_type", [messages.Open, messages.Mkdir, messages.Chmod])
 def test_mode_has_at_most_12_bits(request_type: type[messages.Chmod]) -> None:
     request = request_type("a", mode=0o7777)
     assert parse_request(pack_request(request)) == request
-    assert refusal_reason(pack_request(request_type("a", mode=0o10000))) is Reason.MALFORMED
+    assert get_refusal_reason(pack_request(request_type("a", mode=0o10000))) is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("field", ["access_time_ns", "modification_time_ns"])
@@ -194,13 +196,14 @@ def test_times_of_a_file_may_be_negative(field: str) -> None:
     payload = json.dumps({"op": "utimens", "path": "a", field: time_min_ns}).encode()
     assert getattr(parse_request(payload), field) == time_min_ns
     assert (
-        refusal_reason(json.dumps({"op": "utimens", "path": "a", field: time_min_ns - 1}).encode()) is Reason.MALFORMED
+        get_refusal_reason(json.dumps({"op": "utimens", "path": "a", field: time_min_ns - 1}).encode())
+        is Reason.MALFORMED
     )
 
 
 def test_other_numbers_are_not_negative() -> None:
     assert parse_request(pack_request(messages.Close(0))) == messages.Close(0)
-    assert refusal_reason(pack_request(messages.Close(-1))) is Reason.MALFORMED
+    assert get_refusal_reason(pack_request(messages.Close(-1))) is Reason.MALFORMED
     with pytest.raises(UsageError):
         parse_reply(b'{"ok":{"counters":{"a":-1}}}', messages.StatisticsReply)
 
@@ -212,7 +215,7 @@ def test_change_time_of_a_reply_may_be_negative() -> None:
 
 def test_operation_name_that_is_not_a_string_is_refused() -> None:
     for payload in (b'{"op":1}', b'{"op":["statfs"]}', b'{"path":"a"}'):
-        assert refusal_reason(payload) is Reason.MALFORMED
+        assert get_refusal_reason(payload) is Reason.MALFORMED
 
 
 def test_largest_control_message_is_64_kib() -> None:
@@ -228,7 +231,7 @@ def test_largest_control_message_is_64_kib() -> None:
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
 def test_number_that_json_lacks_is_not_packed(number: float) -> None:
-    # parse_request() and parse_reply() refuse these numbers, and json.dumps() writes them by default.
+    # json.dumps() writes these numbers by default, but parse_request() and parse_reply() refuse them.
     with pytest.raises(ValueError, match="not JSON compliant"):
         pack_request(messages.StorageHello(1, "client", ({"qp_number": number},)))  # type: ignore[dict-item]
 

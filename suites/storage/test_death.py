@@ -1,4 +1,4 @@
-"""When a server or client dies, hangs or sends invalid bytes, its peer gets an error in time."""
+"""If a server or a client dies, hangs or sends invalid bytes, its peer gets an error before the timeout."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ if TYPE_CHECKING:
 __all__ = ["session"]
 
 
-def begin_session(service: StorageServer, nic: Nic, *, replaces: str | None = None) -> StorageSession:
-    """Begin a session. The case itself sends and receives the bytes of the data connection."""
-    address = ServerAddress.parse(service.address)
+def begin_session(server: StorageServer, nic: Nic, *, replaces: str | None = None) -> StorageSession:
+    """Begin a session whose data connection the case itself uses."""
+    address = ServerAddress.parse(server.address)
     session = StorageSession(
         lambda: address.connect(10),
         [nic],
         client="a case",
-        token=service.token(),
+        token=server.token(),
         timeout_ms=10_000,
         replaces=replaces,
     )
@@ -49,18 +49,18 @@ def begin_session(service: StorageServer, nic: Nic, *, replaces: str | None = No
 
 
 @pytest.fixture
-def session(service: StorageServer, nic: Nic) -> Iterator[StorageSession]:
+def session(server: StorageServer, nic: Nic) -> Iterator[StorageSession]:
     """Yield a session of :func:`begin_session`."""
-    with begin_session(service, nic) as session:
+    with begin_session(server, nic) as session:
         yield session
 
 
 @needs(verbs.nic())
-def test_call_after_server_was_killed_fails_with_eremoteio(service: StorageServer) -> None:
-    with service.connect() as client, client.register(bytearray(MIB)) as buffer:
+def test_call_after_server_was_killed_fails_with_eremoteio(server: StorageServer) -> None:
+    with server.connect() as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file", write=True, create=True)
         file.write(buffer, offset_bytes=0)
-        service.kill()
+        server.kill()
         for _ in range(2):
             with pytest.raises(ApiError) as error:
                 file.read(buffer, offset_bytes=0)
@@ -69,49 +69,49 @@ def test_call_after_server_was_killed_fails_with_eremoteio(service: StorageServe
                 client.stat("file")
             assert error.value.errno == errno.EREMOTEIO
     with pytest.raises(ApiError) as error:
-        service.connect()
+        server.connect()
     assert error.value.errno == errno.EREMOTEIO
-    assert service.root.joinpath("file").stat().st_size == MIB
+    assert server.root.joinpath("file").stat().st_size == MIB
 
 
 @needs(verbs.nic())
-def test_hanging_server_cannot_write_after_the_timeout(service: StorageServer) -> None:
-    (service.root / "file").write_bytes(os.urandom(MIB))
-    with service.connect(timeout_ms=1000) as client, client.register(bytearray(MIB)) as buffer:
+def test_hanging_server_cannot_write_after_the_timeout(server: StorageServer) -> None:
+    (server.root / "file").write_bytes(os.urandom(MIB))
+    with server.connect(timeout_ms=1000) as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file")
-        with service.suspend():
+        with server.suspend():
             with pytest.raises(ApiError) as error:
                 file.read(buffer, offset_bytes=0)
             assert error.value.errno == errno.ETIMEDOUT
             buffer.data()[:] = b"\xee" * MIB
-        with service.connect() as other_client:
-            while any(target.endswith("/store/file") for target in service.list_open_files()):
+        with server.connect() as other_client:
+            while any(path.endswith("/store/file") for path in server.list_open_files()):
                 other_client.stat("file")
         assert buffer.data() == b"\xee" * MIB
 
 
 @needs(verbs.nic())
 def test_replaced_session_ends_before_the_new_one_begins(
-    service: StorageServer, session: StorageSession, nic: Nic
+    server: StorageServer, session: StorageSession, nic: Nic
 ) -> None:
-    (service.root / "file").write_bytes(bytes(MIB))
+    (server.root / "file").write_bytes(bytes(MIB))
     session.request(messages.Open("file", write=True), messages.OpenReply)
-    with begin_session(service, nic, replaces=session.secret):
+    with begin_session(server, nic, replaces=session.secret):
         readable, _, _ = select.select([session.data], [], [], 0)
         assert readable, "the new session began before the data connection of the replaced one ended"
         assert session.data.recv(1) == b""
     # An unknown secret is not an error: its session may have ended long ago.
-    begin_session(service, nic, replaces="0" * 64).close()
+    begin_session(server, nic, replaces="0" * 64).close()
 
 
 @needs(verbs.nic())
-def test_second_data_connection_of_a_session_is_refused(service: StorageServer, session: StorageSession) -> None:
-    connection = ControlConnection(ServerAddress.parse(service.address).connect(10))
+def test_second_data_connection_of_a_session_is_refused(server: StorageServer, session: StorageSession) -> None:
+    connection = ControlConnection(ServerAddress.parse(server.address).connect(10))
     try:
         connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Attach(session.secret)), sequence=1)
-        received = connection.receive(FrameType.CONTROL_REPLY)
-        assert received is not None
-        reply = parse_reply(received[0], messages.Done)
+        reply_frame = connection.receive(FrameType.CONTROL_REPLY)
+        assert reply_frame is not None
+        reply = parse_reply(reply_frame[0], messages.Done)
         assert isinstance(reply, messages.ErrorReply)
         assert reply.errno == errno.ESTALE
     finally:
@@ -123,22 +123,22 @@ def test_second_data_connection_of_a_session_is_refused(service: StorageServer, 
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("may_write", [False, True])
-def test_write_needs_a_handle_that_is_open_for_writing(service: StorageServer, nic: Nic, may_write: bool) -> None:  # noqa: FBT001
+def test_write_needs_a_handle_that_is_open_for_writing(server: StorageServer, nic: Nic, may_write: bool) -> None:  # noqa: FBT001
     content = os.urandom(MIB)
-    (service.root / "file").write_bytes(content)
-    with service.connect(nic) as client, client.register(bytearray(MIB)) as buffer:
+    (server.root / "file").write_bytes(content)
+    with server.connect(nic) as client, client.register(bytearray(MIB)) as buffer:
         file = client.open("file", write=may_write)
         remote = buffer.remote(nic)
         operation = Operation(0, file.handle, 0, MIB, remote.address, remote.rkey, 0, IoOpcode.WRITE)
         (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - the client itself refuses this.
         assert result.result == (MIB if may_write else -errno.EBADF)
-    assert (service.root / "file").read_bytes() == (bytes(MIB) if may_write else content)
+    assert (server.root / "file").read_bytes() == (bytes(MIB) if may_write else content)
 
 
 @needs(verbs.nic())
-def test_write_by_a_read_only_handle_reads_no_client_memory(service: StorageServer, nic: Nic) -> None:
-    (service.root / "file").write_bytes(bytes(MIB))
-    with service.connect(nic) as client:
+def test_write_by_a_read_only_handle_reads_no_client_memory(server: StorageServer, nic: Nic) -> None:
+    (server.root / "file").write_bytes(bytes(MIB))
+    with server.connect(nic) as client:
         file = client.open("file")
         with client.register(bytearray(MIB)) as buffer:
             stale_range = buffer.remote(nic)
@@ -150,9 +150,9 @@ def test_write_by_a_read_only_handle_reads_no_client_memory(service: StorageServ
 
 
 @needs(verbs.nic())
-def test_stale_rkey_ends_only_the_session_that_used_it(service: StorageServer, nic: Nic) -> None:
-    (service.root / "file").write_bytes(os.urandom(MIB))
-    with service.connect(nic) as other_client, service.connect(nic) as client:
+def test_stale_rkey_ends_only_the_session_that_used_it(server: StorageServer, nic: Nic) -> None:
+    (server.root / "file").write_bytes(os.urandom(MIB))
+    with server.connect(nic) as other_client, server.connect(nic) as client:
         file = client.open("file")
         with client.register(bytearray(MIB)) as buffer:
             stale_range = buffer.remote(nic)
@@ -168,10 +168,10 @@ def test_stale_rkey_ends_only_the_session_that_used_it(service: StorageServer, n
 
 
 @needs(verbs.nic())
-def test_each_invalid_operation_gets_its_own_errno(service: StorageServer, session: StorageSession) -> None:
-    (service.root / "file").write_bytes(bytes(MIB))
-    opened = session.request(messages.Open("file", write=True), messages.OpenReply)
-    u64_max, handle = (1 << 64) - 1, opened.handle
+def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, session: StorageSession) -> None:
+    (server.root / "file").write_bytes(bytes(MIB))
+    open_reply = session.request(messages.Open("file", write=True), messages.OpenReply)
+    u64_max, handle = (1 << 64) - 1, open_reply.handle
     expected = {
         Operation(1, handle + 1, 0, 1, 0, 0, 0, IoOpcode.READ): errno.EBADF,
         Operation(2, handle, 0, 1, 0, 0, 1, IoOpcode.READ): errno.EINVAL,
@@ -196,7 +196,7 @@ def test_each_invalid_operation_gets_its_own_errno(service: StorageServer, sessi
 
 
 @needs(verbs.nic())
-def test_write_with_wrong_checksum_changes_nothing(service: StorageServer, client: StorageClient) -> None:
+def test_write_with_wrong_checksum_changes_nothing(server: StorageServer, client: StorageClient) -> None:
     with client.open("file", write=True, create=True) as file, client.register(bytearray(b"x" * 9000)) as buffer:
         file.write(buffer, offset_bytes=0)
         remote = buffer.remote(client.nics[0])
@@ -205,12 +205,12 @@ def test_write_with_wrong_checksum_changes_nothing(service: StorageServer, clien
         operation = Operation(0, file.handle, 0, 9000, remote.address, remote.rkey, 0, IoOpcode.WRITE, flags, 12345)
         (result,) = client._transfers.run([operation], timeout_s=20)  # noqa: SLF001 - the client itself sends the correct checksum.
         assert result.result == -errno.EBADMSG
-        assert (service.root / "file").read_bytes() == b"x" * 9000
+        assert (server.root / "file").read_bytes() == b"x" * 9000
 
 
 @needs(verbs.nic())
 @pytest.mark.parametrize("fault", ["garbage", "truncated", "changed", "control"])
-def test_invalid_frame_ends_the_session(service: StorageServer, session: StorageSession, fault: str, seed: int) -> None:
+def test_invalid_frame_ends_the_session(server: StorageServer, session: StorageSession, fault: str, seed: int) -> None:
     valid_frame = pack_operations([Operation(1, 1, 0, 4096, 0, 0, 0, IoOpcode.READ)] * 4, sequence=1)
     changed_frame = bytearray(valid_frame)
     changed_frame[random.Random(seed).randrange(len(valid_frame))] ^= 0x10
@@ -233,18 +233,18 @@ def test_invalid_frame_ends_the_session(service: StorageServer, session: Storage
     with pytest.raises(ApiError) as error:
         session.request(messages.Statfs(), messages.StatfsReply)
     assert error.value.errno == errno.EREMOTEIO
-    with service.connect() as client:
+    with server.connect() as client:
         assert client.statistics()["refused_frames"] == (0 if fault == "truncated" else 1)
 
 
 @needs(verbs.nic())
-def test_write_beyond_the_file_size_limit_fails_as_a_whole(service: StorageServer, client: StorageClient) -> None:
+def test_write_beyond_the_file_size_limit_fails_as_a_whole(server: StorageServer, client: StorageClient) -> None:
     import resource
 
     with client.open("file", write=True, create=True) as file, client.register(bytearray(b"x" * MIB)) as buffer:
         file.write(buffer, offset_bytes=0)
         limit_bytes = 2 * MIB + 1000
-        resource.prlimit(service.process.pid, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+        resource.prlimit(server.process.pid, resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
         with pytest.raises(ApiError) as error:
             file.write(buffer, offset_bytes=2 * MIB)
         assert error.value.errno == errno.EFBIG

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gdrkit.storage.control import Request
 
 
-def refused_errno(client: StorageClient, request: Request) -> int | None:
+def get_refused_errno(client: StorageClient, request: Request) -> int | None:
     """Return the errno with which the server refuses a request."""
     with pytest.raises(ApiError) as error:
         client.request(request, messages.Done)
@@ -40,20 +40,20 @@ def refused_errno(client: StorageClient, request: Request) -> int | None:
 
 
 @needs(verbs.nic())
-def test_requests_create_change_and_remove_files(service: StorageServer, client: StorageClient) -> None:
+def test_requests_create_change_and_remove_files(server: StorageServer, client: StorageClient) -> None:
     assert stat.S_ISDIR(client.request(messages.Mkdir("a", 0o750), messages.FileStat).mode)
     client.open("a/one", write=True, create=True, mode=0o640).close()
     assert client.stat("a/one").mode == stat.S_IFREG | 0o640
-    assert refused_errno(client, messages.Open("a/one", write=True, create=True, exclusive=True)) == errno.EEXIST
+    assert get_refused_errno(client, messages.Open("a/one", write=True, create=True, exclusive=True)) == errno.EEXIST
     assert client.request(messages.HardLink("a/one", "a/two"), messages.FileStat).links == 2
     client.request(messages.Symlink("a/three", "../somewhere"), messages.FileStat)
     assert client.request(messages.Readlink("a/three"), messages.ReadlinkReply).target == "../somewhere"
     assert [entry.name for entry in client.list_folder("a")] == ["one", "three", "two"]
     client.request(messages.Rename("a/two", "b"), messages.Done)
-    assert refused_errno(client, messages.Rename("b", "a/one", exclusive=True)) == errno.EEXIST
+    assert get_refused_errno(client, messages.Rename("b", "a/one", exclusive=True)) == errno.EEXIST
     client.request(messages.Rename("b", "a", exchange=True), messages.Done)
-    assert stat.S_ISREG((service.root / "a").stat().st_mode)
-    assert refused_errno(client, messages.Rmdir("b")) == errno.ENOTEMPTY
+    assert stat.S_ISREG((server.root / "a").stat().st_mode)
+    assert get_refused_errno(client, messages.Rmdir("b")) == errno.ENOTEMPTY
     assert client.request(messages.Chmod("a", 0o400), messages.FileStat).mode == stat.S_IFREG | 0o400
     changed_status = client.request(messages.Utimens("b", access_time_ns=1, modification_time_ns=-5), messages.FileStat)
     assert (changed_status.access_time_ns, changed_status.modification_time_ns) == (1, -5)
@@ -63,61 +63,61 @@ def test_requests_create_change_and_remove_files(service: StorageServer, client:
     client.request(messages.Rmdir("b"), messages.Done)
     assert client.list_folder() == ()
     assert client.request(messages.Statfs(), messages.StatfsReply).blocks > 0
-    assert not [path for path in (service.root / ".gdrkit" / "sums").rglob("*") if path.is_file()]
+    assert not [path for path in (server.root / ".gdrkit" / "sums").rglob("*") if path.is_file()]
 
 
 @needs(verbs.nic())
-def test_large_folder_is_listed_completely(service: StorageServer, client: StorageClient) -> None:
+def test_large_folder_is_listed_completely(server: StorageServer, client: StorageClient) -> None:
     names = sorted([f"{'long-name' * 12}-{index:04}".encode() for index in range(700)] + [b"\xff\xfe not utf-8"])
     for name in names:
-        (service.root / os.fsdecode(name)).touch()
+        (server.root / os.fsdecode(name)).touch()
     assert [os.fsencode(entry.name) for entry in client.list_folder()] == names
     assert client.stat(os.fsdecode(b"\xff\xfe not utf-8")).size_bytes == 0
 
 
 @needs(verbs.nic())
-def test_folder_of_names_with_long_escapes_is_listed(service: StorageServer, client: StorageClient) -> None:
+def test_folder_of_names_with_long_escapes_is_listed(server: StorageServer, client: StorageClient) -> None:
     # An emoji has 4 bytes in a name, and 12 in JSON.
     names = sorted(f"{index:02}{chr(0x1F600) * 62}" for index in range(90))
     for name in names:
-        (service.root / name).touch()
+        (server.root / name).touch()
     assert [entry.name for entry in client.list_folder()] == names
 
 
 @needs(verbs.nic())
 def test_own_folders_of_a_store_are_hidden(tmp_path: Path) -> None:
-    with run_storage_server(tmp_path / "store", tmp_path / "log") as service, service.connect(token="") as client:
-        (service.root / "3fs-virt").mkdir()
-        (service.root / "3fs-virt" / "file").touch()
-        (service.root / "folder" / "3fs-virt").mkdir(parents=True)
+    with run_storage_server(tmp_path / "store", tmp_path / "log") as server, server.connect(token="") as client:
+        (server.root / "3fs-virt").mkdir()
+        (server.root / "3fs-virt" / "file").touch()
+        (server.root / "folder" / "3fs-virt").mkdir(parents=True)
         for path in ("", ".", "./", "./."):
             assert [entry.name for entry in client.list_folder(path)] == ["folder"]
         # These names are hidden only in the root of the store.
         assert [entry.name for entry in client.list_folder("folder")] == ["3fs-virt"]
         for path in ("3fs-virt", "./3fs-virt", "3fs-virt/file", ".gdrkit", ".gdrkit/token"):
-            assert refused_errno(client, messages.Stat(path)) == errno.ENOENT
-            assert refused_errno(client, messages.Open(path)) == errno.ENOENT
-            assert refused_errno(client, messages.List(path)) == errno.ENOENT
+            assert get_refused_errno(client, messages.Stat(path)) == errno.ENOENT
+            assert get_refused_errno(client, messages.Open(path)) == errno.ENOENT
+            assert get_refused_errno(client, messages.List(path)) == errno.ENOENT
         for path in ("3fs-virt/file", ".gdrkit/token"):
-            with (service.root / path).open("rb") as local_file, pytest.raises(ApiError) as error:
+            with (server.root / path).open("rb") as local_file, pytest.raises(ApiError) as error:
                 client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
             assert error.value.errno == errno.EXDEV
 
 
 @needs(verbs.nic())
-def test_modes_from_clients_are_masked_to_0777(service: StorageServer, client: StorageClient) -> None:
+def test_modes_from_clients_are_masked_to_0777(server: StorageServer, client: StorageClient) -> None:
     client.open("file", write=True, create=True, mode=0o6755).close()
     client.request(messages.Mkdir("folder", 0o7755), messages.FileStat)
     for name in ("file", "folder"):
-        assert stat.S_IMODE((service.root / name).stat().st_mode) == 0o755
+        assert stat.S_IMODE((server.root / name).stat().st_mode) == 0o755
         assert stat.S_IMODE(client.request(messages.Chmod(name, 0o7711), messages.FileStat).mode) == 0o711
-        assert stat.S_IMODE((service.root / name).stat().st_mode) == 0o711
+        assert stat.S_IMODE((server.root / name).stat().st_mode) == 0o711
 
 
 @needs(verbs.nic())
-def test_lone_surrogate_fails_with_an_errno(service: StorageServer, client: StorageClient) -> None:
+def test_lone_surrogate_fails_with_an_errno(server: StorageServer, client: StorageClient) -> None:
     with pytest.raises(ApiError) as error:
-        service.connect(token="\ud800")  # noqa: S106 - not a password.
+        server.connect(token="\ud800")  # noqa: S106 - not a password.
     assert error.value.errno == errno.EACCES
     for request in (
         messages.Stat("\ud800"),
@@ -126,18 +126,18 @@ def test_lone_surrogate_fails_with_an_errno(service: StorageServer, client: Stor
         messages.Rename("\ud83d", "b"),
         messages.List("", "\udc00"),
     ):
-        assert refused_errno(client, request) == errno.EINVAL
+        assert get_refused_errno(client, request) == errno.EINVAL
     # The session continues. A pair of surrogates in JSON is a valid character.
     client.open("\U0001f600", write=True, create=True).close()
     assert [entry.name for entry in client.list_folder()] == ["\U0001f600"]
-    assert "Traceback" not in service.log_text()
+    assert "Traceback" not in server.log_text()
 
 
 @needs(verbs.nic())
-def test_failed_close_of_a_file_can_be_repeated(service: StorageServer) -> None:
-    with service.connect(timeout_ms=500) as client:
+def test_failed_close_of_a_file_can_be_repeated(server: StorageServer) -> None:
+    with server.connect(timeout_ms=500) as client:
         file = client.open("file", write=True, create=True)
-        with service.suspend():
+        with server.suspend():
             for _ in range(2):
                 with pytest.raises(ApiError) as error:
                     file.close()
@@ -172,24 +172,24 @@ def test_listen_does_not_change_the_umask(tmp_path: Path) -> None:
 
 
 @needs(verbs.nic())
-def test_paths_out_of_the_store_are_refused(service: StorageServer, client: StorageClient, tmp_path: Path) -> None:
+def test_paths_out_of_the_store_are_refused(server: StorageServer, client: StorageClient, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("secret")
-    (service.root / "out").symlink_to(tmp_path)
-    (service.root / "file").symlink_to(tmp_path / "secret")
-    (service.root / "own").symlink_to(".gdrkit")
+    (server.root / "out").symlink_to(tmp_path)
+    (server.root / "file").symlink_to(tmp_path / "secret")
+    (server.root / "own").symlink_to(".gdrkit")
     for path in ("/etc/passwd", "../secret", "a/../../secret", "a/.."):
-        assert refused_errno(client, messages.Open(path)) == errno.EXDEV
+        assert get_refused_errno(client, messages.Open(path)) == errno.EXDEV
     for path in ("out/secret", "file", "own/token"):
-        assert refused_errno(client, messages.Open(path)) == errno.ELOOP
+        assert get_refused_errno(client, messages.Open(path)) == errno.ELOOP
     for path in (".gdrkit/token", ".gdrkit", "./.gdrkit/token", "3fs-virt/agent.sock", "//.gdrkit/token"):
-        assert refused_errno(client, messages.Open(path)) in {errno.ENOENT, errno.EXDEV}
-        assert refused_errno(client, messages.Stat(path)) in {errno.ENOENT, errno.EXDEV}
-    assert refused_errno(client, messages.Rename("out", ".gdrkit/x")) == errno.ENOENT
-    assert refused_errno(client, messages.Unlink("out/secret")) == errno.ELOOP
-    assert refused_errno(client, messages.Chmod("file", 0o777)) == errno.ELOOP
-    os.mkfifo(service.root / "fifo")
-    assert refused_errno(client, messages.Open("fifo")) == errno.EINVAL
-    assert refused_errno(client, messages.Open("fifo", write=True)) == errno.EINVAL
+        assert get_refused_errno(client, messages.Open(path)) in {errno.ENOENT, errno.EXDEV}
+        assert get_refused_errno(client, messages.Stat(path)) in {errno.ENOENT, errno.EXDEV}
+    assert get_refused_errno(client, messages.Rename("out", ".gdrkit/x")) == errno.ENOENT
+    assert get_refused_errno(client, messages.Unlink("out/secret")) == errno.ELOOP
+    assert get_refused_errno(client, messages.Chmod("file", 0o777)) == errno.ELOOP
+    os.mkfifo(server.root / "fifo")
+    assert get_refused_errno(client, messages.Open("fifo")) == errno.EINVAL
+    assert get_refused_errno(client, messages.Open("fifo", write=True)) == errno.EINVAL
     assert [entry.name for entry in client.list_folder()] == ["fifo", "file", "out", "own"]
 
 
@@ -208,50 +208,50 @@ def test_transfer_against_the_open_mode_fails_with_ebadf(client: StorageClient) 
 
 
 @needs(verbs.nic())
-def test_wrong_token_is_refused(service: StorageServer) -> None:
+def test_wrong_token_is_refused(server: StorageServer) -> None:
     for token in ("", "0" * 64, "é"):
         with pytest.raises(ApiError) as error:
-            service.connect(token=token)
+            server.connect(token=token)
         assert (error.value.errno, error.value.reason) == (errno.EACCES, Reason.NO_PERMISSION)
     for name in ("token", "store.json"):
-        assert stat.S_IMODE((service.root / ".gdrkit" / name).stat().st_mode) == 0o600
-    with service.connect() as client:
+        assert stat.S_IMODE((server.root / ".gdrkit" / name).stat().st_mode) == 0o600
+    with server.connect() as client:
         assert client.list_folder() == ()
 
 
 @needs(verbs.nic())
 def test_unix_socket_is_private_and_accepts_descriptors(tmp_path: Path) -> None:
-    with run_storage_server(tmp_path / "store", tmp_path / "log") as service:
-        address = ServerAddress.parse(service.address)
+    with run_storage_server(tmp_path / "store", tmp_path / "log") as server:
+        address = ServerAddress.parse(server.address)
         assert address.path is not None
         assert stat.S_IMODE(address.path.stat().st_mode) == 0o600
-        (service.root / "file").write_bytes(b"content")
-        with service.connect(token="") as client:
-            with (service.root / "file").open("rb") as local_file:
-                (service.root / "file").unlink()
-                opened = client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
-                assert opened.stat.size_bytes == 7
+        (server.root / "file").write_bytes(b"content")
+        with server.connect(token="") as client:
+            with (server.root / "file").open("rb") as local_file:
+                (server.root / "file").unlink()
+                open_reply = client.request(messages.Adopt(), messages.OpenReply, descriptor=local_file.fileno())
+                assert open_reply.stat.size_bytes == 7
                 with pytest.raises(ApiError) as error:
                     client.request(messages.Adopt(write=True), messages.OpenReply, descriptor=local_file.fileno())
                 assert error.value.errno == errno.EACCES
-            with (service.root / "second").open("wb") as local_file, pytest.raises(ApiError) as error:
+            with (server.root / "second").open("wb") as local_file, pytest.raises(ApiError) as error:
                 client.request(messages.Adopt(read=True), messages.OpenReply, descriptor=local_file.fileno())
             assert error.value.errno == errno.EACCES
-            with (tmp_path / "log").open("rb") as other, pytest.raises(ApiError) as error:
-                client.request(messages.Adopt(), messages.OpenReply, descriptor=other.fileno())
+            with (tmp_path / "log").open("rb") as outside_file, pytest.raises(ApiError) as error:
+                client.request(messages.Adopt(), messages.OpenReply, descriptor=outside_file.fileno())
             assert error.value.errno == errno.EXDEV
     assert not address.path.exists()
 
 
 @needs(verbs.nic())
-def test_second_server_of_a_store_is_refused(service: StorageServer) -> None:
+def test_second_server_of_a_store_is_refused(server: StorageServer) -> None:
     with pytest.raises(BlockingIOError):
-        FileStore(service.root)
+        FileStore(server.root)
 
 
 @needs(verbs.nic())
-def test_connection_with_an_invalid_first_request_is_closed(service: StorageServer) -> None:
-    address = ServerAddress.parse(service.address)
+def test_connection_with_an_invalid_first_request_is_closed(server: StorageServer) -> None:
+    address = ServerAddress.parse(server.address)
     for invalid_bytes in (b"GET / HTTP/1.1\r\n\r\n" + bytes(64), b"\0" * 32, os.urandom(4096)):
         with address.connect(10) as connected_socket:
             connected_socket.sendall(invalid_bytes)
@@ -261,47 +261,47 @@ def test_connection_with_an_invalid_first_request_is_closed(service: StorageServ
     connection = ControlConnection(address.connect(10))
     try:
         connection.send(FrameType.CONTROL_REQUEST, pack_request(messages.Attach("0" * 64)), sequence=7)
-        received = connection.receive(FrameType.CONTROL_REPLY)
-        assert received is not None
-        reply = parse_reply(received[0], messages.Done)
+        reply_frame = connection.receive(FrameType.CONTROL_REPLY)
+        assert reply_frame is not None
+        reply = parse_reply(reply_frame[0], messages.Done)
         assert isinstance(reply, messages.ErrorReply)
-        assert (reply.errno, received[1]) == (errno.ESTALE, 7)
+        assert (reply.errno, reply_frame[1]) == (errno.ESTALE, 7)
         with contextlib.suppress(ConnectionResetError):
             assert connection.receive(FrameType.CONTROL_REPLY) is None
     finally:
         connection.close()
-    with service.connect() as client:
+    with server.connect() as client:
         assert client.list_folder() == ()
 
 
 @needs(verbs.nic())
-def test_session_leaves_no_open_descriptors(service: StorageServer) -> None:
-    run_session(service)  # The libraries of the server open some descriptors once and keep them.
-    counts_before = settled_descriptor_counts(service)
+def test_session_leaves_no_open_descriptors(server: StorageServer) -> None:
+    run_session(server)  # In the first session, the libraries of the server open some descriptors that stay open.
+    counts_before = wait_for_descriptor_counts(server)
     for _ in range(3):
-        run_session(service)
-    assert settled_descriptor_counts(service) == counts_before
+        run_session(server)
+    assert wait_for_descriptor_counts(server) == counts_before
 
 
-def run_session(service: StorageServer) -> None:
+def run_session(server: StorageServer) -> None:
     """Begin a session with all NICs and end it with an open file."""
-    with service.connect() as client, client.register(bytearray(100)) as buffer:
+    with server.connect() as client, client.register(bytearray(100)) as buffer:
         file = client.open("file", write=True, create=True)
         for _ in client.nics:
             file.write(buffer, offset_bytes=0)
 
 
-def settled_descriptor_counts(service: StorageServer) -> Counter[str]:
+def wait_for_descriptor_counts(server: StorageServer) -> Counter[str]:
     """Poll the counts of the server's open descriptors until they have not changed in five polls, and return them."""
-    last_counts, equal_polls = count_descriptors(service), 0
+    last_counts, equal_polls = count_descriptors(server), 0
     while equal_polls < 5:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            service.process.wait(0.05)
-        counts = count_descriptors(service)
+            server.process.wait(0.05)
+        counts = count_descriptors(server)
         last_counts, equal_polls = counts, equal_polls + 1 if counts == last_counts else 0
     return last_counts
 
 
-def count_descriptors(service: StorageServer) -> Counter[str]:
+def count_descriptors(server: StorageServer) -> Counter[str]:
     """Count the open descriptors of the server by type, such as socket or pipe."""
-    return Counter(descriptor.partition(":")[0] for descriptor in service.list_open_files())
+    return Counter(descriptor.partition(":")[0] for descriptor in server.list_open_files())

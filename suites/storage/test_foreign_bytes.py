@@ -22,21 +22,21 @@ FILE_BYTES = 64 * KIB
 VECTORS = Path(__file__).resolve().parents[1] / "vectors" / "frames.txt"
 
 
-def sums_of(root: Path, name: str) -> Path:
+def find_sums_file(root: Path, name: str) -> Path:
     """Return the path of the sums file of a file."""
     inode = (root / name).stat().st_ino
     return root / ".gdrkit" / "sums" / f"{inode & 255:02x}" / f"{inode:016x}"
 
 
 @needs(verbs.nic())
-def test_invalid_frame_gets_no_result_and_ends_the_session(service: StorageServer) -> None:
+def test_invalid_frame_gets_no_result_and_ends_the_session(server: StorageServer) -> None:
     lines = [line.split() for line in VECTORS.read_text().splitlines() if line and not line.startswith("#")]
     invalid_frames = {name: bytes.fromhex(frame) for verdict, name, frame in lines if verdict == "wrong"}
     assert {"version", "magic"} <= invalid_frames.keys()
-    # This vector is a valid frame with one more byte. On a connection, that byte is the start of the next frame.
+    # This vector is a valid frame and one more byte. On a connection, the byte would be the start of the next frame.
     del invalid_frames["too-long"]
     for name, frame in invalid_frames.items():
-        with service.connect() as client:
+        with server.connect() as client:
             data_socket = client._transfers._socket  # noqa: SLF001 - the client itself never sends such a frame.
             data_socket.settimeout(10)
             data_socket.sendall(frame)
@@ -52,17 +52,17 @@ def test_invalid_frame_gets_no_result_and_ends_the_session(service: StorageServe
 def test_sums_of_another_file_are_ignored(tmp_path: Path) -> None:
     root, log = tmp_path / "store", tmp_path / "log"
     contents = {name: os.urandom(FILE_BYTES) for name in ("one", "other")}
-    with run_storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
+    with run_storage_server(root, log, "--listen", "127.0.0.1:0") as server, server.connect() as client:
         for name, data in contents.items():
             with client.open(name, write=True, create=True) as file, client.register(bytearray(data)) as buffer:
                 file.write(buffer, offset_bytes=0)
-    # A deleted file and a new file with the same inode number, size and time would leave this state.
-    shutil.copyfile(sums_of(root, "one"), sums_of(root, "other"))
+    # This state could arise if a new file gets the inode number, the size and the time of a deleted file.
+    shutil.copyfile(find_sums_file(root, "one"), find_sums_file(root, "other"))
     status = (root / "one").stat()
     os.utime(root / "other", ns=(status.st_atime_ns, status.st_mtime_ns))
-    with run_storage_server(root, log, "--listen", "127.0.0.1:0") as service, service.connect() as client:
-        target = bytearray(FILE_BYTES)
-        with client.open("other") as file, client.register(target) as buffer:
+    with run_storage_server(root, log, "--listen", "127.0.0.1:0") as server, server.connect() as client:
+        received_data = bytearray(FILE_BYTES)
+        with client.open("other") as file, client.register(received_data) as buffer:
             assert file.read(buffer, offset_bytes=0).length_bytes == FILE_BYTES
-        assert target == contents["other"]
+        assert received_data == contents["other"]
         assert client.statistics()["corruptions"] == 0

@@ -22,20 +22,20 @@ def test_client_is_closed_in_a_forked_child(client: StorageClient) -> None:
     ):
         request = IORequest(file, 0, buffer)
 
-        def child() -> None:
+        def check_closed_client() -> None:
             assert client.closed
-            for refused in (
+            for refused_call in (
                 lambda: client.batch_write([request]),
                 lambda: client.allocate(HostAllocator(), 4096),
                 lambda: client.stat("file"),
             ):
                 with pytest.raises(ClosedResource):
-                    refused()
+                    refused_call()
             buffer.close()
             client.close()
 
         with hold_in_another_thread(get_lock(client)):
-            assert run_in_forked_child(child) == 0
+            assert run_in_forked_child(check_closed_client) == 0
         # The session of the parent goes on, and its buffer is still registered.
         client.batch_write([request])
         assert client.stat("file").size_bytes == 4096

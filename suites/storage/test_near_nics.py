@@ -1,4 +1,4 @@
-"""The storage client uses the nearest NICs that reach a GPU, leaves out one that fails, and uses it again later."""
+"""The storage client uses the NICs that are nearest to a GPU, and leaves out a NIC as long as it fails."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-READ_BYTES, READS = 65536, 8
-# The client is in this program, so that it can count the bytes by NIC: its NICs serve the RDMA WRITEs of the server.
-# It reads a file in parts into GPU 0, and prints the number of bytes that each NIC served. In the second part, a rule
-# of the fault plan lets a NIC register memory and move nothing. In the third, this rule is gone.
+READ_BYTES, READ_COUNT = 65536, 8
+# The program reads a file into GPU 0, and prints the number of bytes that each NIC of the client served: the server
+# sends RDMA WRITEs to these NICs. For the second read, a fault plan lets one NIC register memory but move no bytes. For
+# the third read, there is no fault plan.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -39,34 +39,34 @@ from support.faults import inject_faults
 from support.ledger import read_traffic
 from support.storage import StorageClient, run_storage_server
 
-root, failing, seed, length, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+root, failing_nic, seed, length, count = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
 data = pattern.payload(length * count, seed=seed)
 placement = Placement(HostTree(root / "tree"), reach=ReachTable(retry_after_s=0))
 
-def served():
+def read_served_bytes():
     return {name: row["served_write_bytes"] for name, row in read_traffic(Api.VERBS).items()}
 
-def read(client, file, device):
+def read_into_gpu(client, file, device):
     with device.allocate(len(data)) as memory, client.register(memory) as buffer:
-        before = served()
+        bytes_before = read_served_bytes()
         parts = [
             IORequest(file, index * length, buffer.subrange(offset_bytes=index * length, length_bytes=length))
             for index in range(count)
         ]
         assert sum(result.length_bytes for result in client.batch_read(parts)) == len(data)
         assert memory.read() == data
-        print(json.dumps({name: number - before[name] for name, number in served().items()}))
+        print(json.dumps({name: count - bytes_before[name] for name, count in read_served_bytes().items()}))
 
-with run_storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
-    with StorageClient(service.address, token=service.token(), placement=placement) as client:
+    with StorageClient(server.address, token=server.token(), placement=placement) as client:
         with client.open("file") as file:
-            read(client, file, device)
-    if failing:
-        rules = [f"wc.{kind} call=* status=12 nic={failing}" for kind in ("rdma_write", "rdma_read")]
+            read_into_gpu(client, file, device)
+    if failing_nic:
+        rules = [f"wc.{kind} call=* status=12 nic={failing_nic}" for kind in ("rdma_write", "rdma_read")]
         with inject_faults(Api.VERBS, *rules):
             placement.reach.forget(device.uuid, client.nics)
-            with StorageClient(service.address, token=service.token(), placement=placement) as client:
+            with StorageClient(server.address, token=server.token(), placement=placement) as client:
                 with client.open("file") as file:
                     read(client, file, device)
                     with inject_faults(Api.VERBS):
@@ -74,13 +74,15 @@ with run_storage_server(root / "store", root / "log") as service, cuda.Device(0)
 """
 
 
-def bytes_by_nic(root: Path, nics: Mapping[str, str], gpu: Device, *, failing: str, seed: int) -> list[dict[str, int]]:
+def measure_bytes_by_nic(
+    root: Path, nics: Mapping[str, str], gpu: Device, *, failing_nic: str, seed: int
+) -> list[dict[str, int]]:
     """Run the program, and return the bytes that each NIC served in each part."""
     paths = move_gpu(gpu.pci_bus_id) | {"0000:07:00.0": (f"{SWITCH}/0000:02:00.0/0000:07:00.0", 0)}
     (root / "tree").mkdir()
     create_pci_tree(root / "tree", nics, pci_paths=paths)
     child = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(root), failing, str(seed), str(READ_BYTES), str(READS)],
+        [sys.executable, "-c", PROGRAM, str(root), failing_nic, str(seed), str(READ_BYTES), str(READ_COUNT)],
         env=suites_environ() | {"GDRKIT_TWINS_NICS": "4"},
         capture_output=True,
         text=True,
@@ -88,8 +90,8 @@ def bytes_by_nic(root: Path, nics: Mapping[str, str], gpu: Device, *, failing: s
         timeout=100,
     )
     assert child.returncode == 0, child.stdout + child.stderr
-    if failing:
-        assert f"NIC {failing} is left out for GPU {gpu.pci_bus_id}" in child.stderr
+    if failing_nic:
+        assert f"NIC {failing_nic} is left out for GPU {gpu.pci_bus_id}" in child.stderr
     return [json.loads(line) for line in child.stdout.splitlines()]
 
 
@@ -99,17 +101,19 @@ NICS = {"twin0": "0000:81:00.0", "twin1": "0000:07:00.0", "twin2": "0000:04:00.0
 
 
 def test_reads_into_a_gpu_use_the_near_nics_only(tmp_path: Path, device: Device, seed: int) -> None:
-    (served,) = bytes_by_nic(tmp_path, NICS, device, failing="", seed=seed)
-    half = READ_BYTES * READS // 2
-    assert served == {"twin0": 0, "twin1": half, "twin2": half, "twin3": 0}
+    (served_bytes,) = measure_bytes_by_nic(tmp_path, NICS, device, failing_nic="", seed=seed)
+    half = READ_BYTES * READ_COUNT // 2
+    assert served_bytes == {"twin0": 0, "twin1": half, "twin2": half, "twin3": 0}
 
 
 @pytest.mark.parametrize("failing", ["twin1", "twin2"])
 def test_nic_that_moves_nothing_is_left_out_until_it_works(
-    tmp_path: Path, device: Device, seed: int, failing: str
+    tmp_path: Path, device: Device, seed: int, failing_nic: str
 ) -> None:
-    _, during, after = bytes_by_nic(tmp_path, NICS, device, failing=failing, seed=seed)
-    total = READ_BYTES * READS
-    other = {"twin1": "twin2", "twin2": "twin1"}[failing]
-    assert during == {name: total if name == other else 0 for name in NICS}
-    assert after == {name: total // 2 if name in {failing, other} else 0 for name in NICS}
+    _, bytes_with_fault, bytes_without_fault = measure_bytes_by_nic(
+        tmp_path, NICS, device, failing_nic=failing_nic, seed=seed
+    )
+    total = READ_BYTES * READ_COUNT
+    other_nic = {"twin1": "twin2", "twin2": "twin1"}[failing_nic]
+    assert bytes_with_fault == {name: total if name == other_nic else 0 for name in NICS}
+    assert bytes_without_fault == {name: total // 2 if name in {failing_nic, other_nic} else 0 for name in NICS}

@@ -33,8 +33,8 @@ def root(tmp_path: Path) -> Path:
     return folder
 
 
-def opening_error(root: Path) -> SetupMissing:
-    """Return the error of opening a store."""
+def open_and_get_error(root: Path) -> SetupMissing:
+    """Open a store, which must fail, and return the error."""
     with pytest.raises(SetupMissing) as error:
         FileStore(root).close()
     assert error.value.what_to_do
@@ -44,13 +44,13 @@ def opening_error(root: Path) -> SetupMissing:
 @needs(verbs.nic())
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_link_in_private_folder_of_store_is_refused(root: Path, tmp_path: Path, name: str) -> None:
-    private_folder, elsewhere = root / ".gdrkit", tmp_path / "elsewhere"
-    (private_folder / name).rename(elsewhere)
-    (private_folder / name).symlink_to(elsewhere)
-    status_before = elsewhere.lstat()
-    error = opening_error(root)
+    private_folder, link_target = root / ".gdrkit", tmp_path / "elsewhere"
+    (private_folder / name).rename(link_target)
+    (private_folder / name).symlink_to(link_target)
+    status_before = link_target.lstat()
+    error = open_and_get_error(root)
     assert (error.errno, error.arguments["path"]) == (errno.ELOOP, str(private_folder / name))
-    assert elsewhere.lstat() == status_before
+    assert link_target.lstat() == status_before
 
 
 @needs(verbs.nic())
@@ -59,7 +59,7 @@ def test_dangling_link_in_store_creates_nothing(root: Path, tmp_path: Path, name
     private_folder = root / ".gdrkit"
     (private_folder / name).rmdir() if name == "sums" else (private_folder / name).unlink()
     (private_folder / name).symlink_to(tmp_path / "elsewhere")
-    assert opening_error(root).errno == errno.ELOOP
+    assert open_and_get_error(root).errno == errno.ELOOP
     assert not (tmp_path / "elsewhere").exists()
 
 
@@ -67,7 +67,7 @@ def test_dangling_link_in_store_creates_nothing(root: Path, tmp_path: Path, name
 def test_link_in_place_of_private_folder_is_refused(root: Path, tmp_path: Path) -> None:
     (root / ".gdrkit").rename(tmp_path / "elsewhere")
     (root / ".gdrkit").symlink_to(tmp_path / "elsewhere")
-    assert opening_error(root).errno == errno.ELOOP
+    assert open_and_get_error(root).errno == errno.ELOOP
 
 
 @needs(verbs.nic())
@@ -76,7 +76,7 @@ def test_token_that_others_could_read_is_refused(root: Path, mode: int) -> None:
     token = root / ".gdrkit" / "token"
     token.write_text(PLANTED_TOKEN)
     token.chmod(mode)
-    error = opening_error(root)
+    error = open_and_get_error(root)
     assert (error.errno, f"{mode:04o}" in error.detail) == (errno.EPERM, True)
     with pytest.raises(SetupMissing):
         read_token(root)
@@ -101,14 +101,14 @@ def test_store_folder_planted_by_another_user_is_refused() -> None:
         root.chmod(0o1777)
         completed = run_program(PLANTING_PROGRAM, str(root / ".gdrkit"))
         assert completed.returncode == 0, completed.stderr
-        assert "user 65534" in opening_error(root).detail
+        assert "user 65534" in open_and_get_error(root).detail
 
 
 @needs(verbs.nic(), host.capability("CAP_SETUID"))
 @pytest.mark.parametrize("name", STORE_FILES)
 def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
     os.chown(root / ".gdrkit" / name, 65534, -1)
-    error = opening_error(root)
+    error = open_and_get_error(root)
     assert (error.errno, "user 65534" in error.detail) == (errno.EPERM, True)
 
 
@@ -116,7 +116,7 @@ def test_private_file_of_another_user_is_refused(root: Path, name: str) -> None:
 def test_shared_parent_without_sticky_bit_is_refused(root: Path) -> None:
     for mode in (0o777, 0o775, 0o2770):
         root.chmod(mode)
-        assert "chmod +t" in opening_error(root).what_to_do
+        assert "chmod +t" in open_and_get_error(root).what_to_do
     root.chmod(0o1777)
     FileStore(root).close()
 
@@ -128,7 +128,7 @@ def test_private_folder_is_made_private_or_refused(root: Path) -> None:
     FileStore(root).close()
     assert stat.S_IMODE(private_folder.stat().st_mode) == 0o700
     private_folder.chmod(0o770)
-    assert "0770" in opening_error(root).detail
+    assert "0770" in open_and_get_error(root).detail
 
 
 @needs(verbs.nic())

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_buffers_of_similar_sizes_are_registered_once(
-    service: StorageServer, client: StorageClient, memory: Memory
+    server: StorageServer, client: StorageClient, memory: Memory
 ) -> None:
     data = os.urandom(MIB)
-    (service.root / "file").write_bytes(data)
+    (server.root / "file").write_bytes(data)
     allocator = memory.device or HostAllocator()
     with client.open("file") as file:
         for length_bytes in (MIB, 600 * KIB, MIB - 1, 700_001):

@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 pytestmark = needs(verbs.nic())
 
 
-def refused_errno(client: StorageClient, request: Request) -> int | None:
+def get_refused_errno(client: StorageClient, request: Request) -> int | None:
     """Return the errno with which the server refuses a request."""
     with pytest.raises(ApiError) as error:
         client.request(request, messages.Done)
     return error.value.errno
 
 
-def first_reply(service: StorageServer, request: Request) -> messages.ErrorReply:
-    """Send a request as the first of a new connection, and return the error that the server replies with."""
-    connection = ControlConnection(ServerAddress.parse(service.address).connect(10))
+def request_error_of_new_connection(server: StorageServer, request: Request) -> messages.ErrorReply:
+    """Send a request as the first request of a new connection, and return the error in the reply."""
+    connection = ControlConnection(ServerAddress.parse(server.address).connect(10))
     try:
         connection.send(FrameType.CONTROL_REQUEST, pack_request(request), sequence=3)
-        received = connection.receive(FrameType.CONTROL_REPLY)
-        assert received is not None
-        reply = parse_reply(received[0], messages.Done)
+        reply_frame = connection.receive(FrameType.CONTROL_REPLY)
+        assert reply_frame is not None
+        reply = parse_reply(reply_frame[0], messages.Done)
         assert isinstance(reply, messages.ErrorReply)
-        assert received[1] == 3
+        assert reply_frame[1] == 3
         return reply
     finally:
         connection.close()
@@ -67,38 +67,41 @@ def test_client_knows_the_limits_of_the_server(client: StorageClient) -> None:
     assert client.server == f"gdrkit {gdrkit.__version__}"
 
 
-def test_first_request_must_begin_a_session(service: StorageServer) -> None:
-    reply = first_reply(service, messages.Statfs())
+def test_first_request_must_begin_a_session(server: StorageServer) -> None:
+    reply = request_error_of_new_connection(server, messages.Statfs())
     assert (reply.errno, reply.message) == (errno.EPROTO, "the first request must be hello or attach")
 
 
-def test_hello_of_another_version_is_refused(service: StorageServer) -> None:
+def test_hello_of_another_version_is_refused(server: StorageServer) -> None:
     for version in (0, 2):
-        reply = first_reply(service, messages.StorageHello(version, "a", ({"qp_number": 1},), token=service.token()))
+        reply = request_error_of_new_connection(
+            server, messages.StorageHello(version, "a", ({"qp_number": 1},), token=server.token())
+        )
         assert reply.errno == errno.EPROTONOSUPPORT
         assert f"not {version}" in reply.message
 
 
-def test_hello_with_an_invalid_name_is_einval(service: StorageServer) -> None:
-    # In a file name, the surrogates U+DC80 to U+DCFF stand for bytes. The surrogate in this name stands for no byte.
-    reply = first_reply(service, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=service.token()))
+def test_hello_with_an_invalid_name_is_einval(server: StorageServer) -> None:
+    # Python represents invalid bytes of a file name as U+DC80 to U+DCFF. This surrogate represents no byte.
+    reply = request_error_of_new_connection(
+        server, messages.StorageHello(1, "\ud800", ({"qp_number": 1},), token=server.token())
+    )
     assert reply.errno == errno.EINVAL
     assert "client" in reply.message
-    # The log gets no text of an unknown client.
-    service.process.terminate()
-    assert service.process.wait(20) == 0
-    assert "because the request has an invalid file name" in service.log_text()
+    # The server logs a cause of its own, and no text from an unknown client.
+    server.process.terminate()
+    assert server.process.wait(20) == 0
+    assert "because the request has an invalid file name" in server.log_text()
 
 
 def test_hello_and_attach_inside_a_session_are_refused(client: StorageClient) -> None:
-    assert refused_errno(client, messages.Attach("0" * 64)) == errno.EPROTO
-    assert refused_errno(client, messages.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
+    assert get_refused_errno(client, messages.Attach("0" * 64)) == errno.EPROTO
+    assert get_refused_errno(client, messages.StorageHello(1, "a", ({"qp_number": 1},))) == errno.EPROTO
     assert client.list_folder() == ()
 
 
 def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
-    # The server ends a session that another session replaces. Its thread may have received a request just before the
-    # end.
+    # A replaced session ends while its thread may just have received a request.
     with (
         FileStore(tmp_path) as store,
         nic.completion_queue(depth=1) as completion_queue,
@@ -118,25 +121,25 @@ def test_ended_session_refuses_requests(tmp_path: Path, nic: Nic) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == [".gdrkit", "early"]
 
 
-def test_open_needs_an_access_and_truncate_needs_write(service: StorageServer, client: StorageClient) -> None:
-    (service.root / "file").write_bytes(b"content")
-    assert refused_errno(client, messages.Open("file", read=False, write=False)) == errno.EINVAL
-    assert refused_errno(client, messages.Open("file", truncate=True)) == errno.EINVAL
-    assert (service.root / "file").read_bytes() == b"content"
+def test_open_needs_an_access_and_truncate_needs_write(server: StorageServer, client: StorageClient) -> None:
+    (server.root / "file").write_bytes(b"content")
+    assert get_refused_errno(client, messages.Open("file", read=False, write=False)) == errno.EINVAL
+    assert get_refused_errno(client, messages.Open("file", truncate=True)) == errno.EINVAL
+    assert (server.root / "file").read_bytes() == b"content"
 
 
-def test_open_flags_are_those_of_the_request(service: StorageServer, client: StorageClient) -> None:
-    assert refused_errno(client, messages.Open("file", write=True)) == errno.ENOENT
-    # Without `create`, `exclusive` has no effect: it creates no file, and an existing file is no error.
-    assert refused_errno(client, messages.Open("file", write=True, exclusive=True)) == errno.ENOENT
+def test_open_flags_are_those_of_the_request(server: StorageServer, client: StorageClient) -> None:
+    assert get_refused_errno(client, messages.Open("file", write=True)) == errno.ENOENT
+    # Without `create`, `exclusive` has no effect, so an existing file is not an error.
+    assert get_refused_errno(client, messages.Open("file", write=True, exclusive=True)) == errno.ENOENT
     client.request(messages.Open("file", write=True, create=True), messages.OpenReply)
     client.request(messages.Open("file", write=True, exclusive=True), messages.OpenReply)
-    assert refused_errno(client, messages.Open("file", write=True, create=True, exclusive=True)) == errno.EEXIST
-    (service.root / "file").write_bytes(b"content")
-    opened = client.request(messages.Open("file", write=True), messages.OpenReply)
-    assert opened.stat.size_bytes == 7
-    opened = client.request(messages.Open("file", write=True, truncate=True), messages.OpenReply)
-    assert opened.stat.size_bytes == 0
+    assert get_refused_errno(client, messages.Open("file", write=True, create=True, exclusive=True)) == errno.EEXIST
+    (server.root / "file").write_bytes(b"content")
+    open_reply = client.request(messages.Open("file", write=True), messages.OpenReply)
+    assert open_reply.stat.size_bytes == 7
+    open_reply = client.request(messages.Open("file", write=True, truncate=True), messages.OpenReply)
+    assert open_reply.stat.size_bytes == 0
 
 
 def test_handles_are_counted_and_not_used_again(client: StorageClient) -> None:
@@ -157,52 +160,52 @@ def test_handle_that_is_not_open_is_ebadf(client: StorageClient) -> None:
             messages.Sync(handle),
             messages.PunchHole(handle, ((0, 1),)),
         ):
-            assert refused_errno(client, request) == errno.EBADF
+            assert get_refused_errno(client, request) == errno.EBADF
 
 
-def test_handle_for_reading_changes_nothing(service: StorageServer, client: StorageClient) -> None:
-    (service.root / "file").write_bytes(b"content")
+def test_handle_for_reading_changes_nothing(server: StorageServer, client: StorageClient) -> None:
+    (server.root / "file").write_bytes(b"content")
     handle = client.request(messages.Open("file"), messages.OpenReply).handle
-    assert refused_errno(client, messages.Truncate(1, handle=handle)) == errno.EBADF
-    assert refused_errno(client, messages.PunchHole(handle, ((0, 4),))) == errno.EBADF
+    assert get_refused_errno(client, messages.Truncate(1, handle=handle)) == errno.EBADF
+    assert get_refused_errno(client, messages.PunchHole(handle, ((0, 4),))) == errno.EBADF
     client.request(messages.Sync(handle), messages.Done)
-    assert (service.root / "file").read_bytes() == b"content"
+    assert (server.root / "file").read_bytes() == b"content"
 
 
-def test_stat_and_truncate_work_by_path_and_by_handle(service: StorageServer, client: StorageClient) -> None:
-    (service.root / "file").write_bytes(b"content")
+def test_stat_and_truncate_work_by_path_and_by_handle(server: StorageServer, client: StorageClient) -> None:
+    (server.root / "file").write_bytes(b"content")
     handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
-    by_handle = client.request(messages.Stat(handle=handle), messages.FileStat)
-    assert by_handle == client.request(messages.Stat("file"), messages.FileStat)
-    assert (by_handle.size_bytes, by_handle.inode) == (7, (service.root / "file").stat().st_ino)
+    status_by_handle = client.request(messages.Stat(handle=handle), messages.FileStat)
+    assert status_by_handle == client.request(messages.Stat("file"), messages.FileStat)
+    assert (status_by_handle.size_bytes, status_by_handle.inode) == (7, (server.root / "file").stat().st_ino)
     assert client.request(messages.Truncate(3, handle=handle), messages.FileStat).size_bytes == 3
     assert client.request(messages.Truncate(5, path="file"), messages.FileStat).size_bytes == 5
-    assert (service.root / "file").read_bytes() == b"con\0\0"
+    assert (server.root / "file").read_bytes() == b"con\0\0"
     # An empty path is the root of the store.
-    assert client.request(messages.Stat(""), messages.FileStat).inode == service.root.stat().st_ino
-    assert refused_errno(client, messages.Truncate(0, path="")) == errno.EISDIR
+    assert client.request(messages.Stat(""), messages.FileStat).inode == server.root.stat().st_ino
+    assert get_refused_errno(client, messages.Truncate(0, path="")) == errno.EISDIR
 
 
-def test_punched_ranges_read_as_zeros(service: StorageServer, client: StorageClient) -> None:
-    (service.root / "file").write_bytes(b"x" * 16384)
+def test_punched_ranges_read_as_zeros(server: StorageServer, client: StorageClient) -> None:
+    (server.root / "file").write_bytes(b"x" * 16384)
     handle = client.request(messages.Open("file", write=True), messages.OpenReply).handle
     client.request(messages.PunchHole(handle, ((1, 3), (4096, 8192), (16000, 20000))), messages.Done)
     expected = bytearray(b"x" * 16384)
     for begin, end in ((1, 3), (4096, 8192), (16000, 16384)):
         expected[begin:end] = bytes(end - begin)
-    assert (service.root / "file").read_bytes() == expected
+    assert (server.root / "file").read_bytes() == expected
 
 
 def test_server_raises_its_limit_of_open_files(tmp_path: Path) -> None:
     _soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with limit_open_files(512), run_storage_server(tmp_path / "store", tmp_path / "log") as service:
-        assert resource.prlimit(service.process.pid, resource.RLIMIT_NOFILE) == (min(hard_limit, 1 << 20), hard_limit)
+    with limit_open_files(512), run_storage_server(tmp_path / "store", tmp_path / "log") as server:
+        assert resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE) == (min(hard_limit, 1 << 20), hard_limit)
 
 
-# The server has a descriptor for each open file, and some of its own.
+# The server needs a descriptor for each open file, and further descriptors.
 @needs(host.open_files(5000))
-def test_session_has_at_most_4096_open_files(service: StorageServer, client: StorageClient) -> None:
-    (service.root / "file").touch()
+def test_session_has_at_most_4096_open_files(server: StorageServer, client: StorageClient) -> None:
+    (server.root / "file").touch()
     handles = [client.request(messages.Open("file"), messages.OpenReply).handle for _ in range(4096)]
     with pytest.raises(ApiError, match="a session has at most 4096 open files") as error:
         client.request(messages.Open("file"), messages.OpenReply)
@@ -214,11 +217,11 @@ def test_session_has_at_most_4096_open_files(service: StorageServer, client: Sto
 @needs(STRACE)
 @pytest.mark.parametrize(("data_only", "call"), [(False, "fsync"), (True, "fdatasync")])
 def test_sync_reports_the_error_of_its_call(
-    service: StorageServer, client: StorageClient, call: str, *, data_only: bool
+    server: StorageServer, client: StorageClient, call: str, *, data_only: bool
 ) -> None:
     handle = client.request(messages.Open("file", write=True, create=True), messages.OpenReply).handle
-    with fail_next_call(service.process.pid, call, "EIO"):
-        assert refused_errno(client, messages.Sync(handle, data_only=data_only)) == errno.EIO
+    with fail_next_call(server.process.pid, call, "EIO"):
+        assert get_refused_errno(client, messages.Sync(handle, data_only=data_only)) == errno.EIO
     client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 
 
@@ -228,11 +231,11 @@ def test_sync_of_a_handle_succeeds(client: StorageClient, *, data_only: bool) ->
     client.request(messages.Sync(handle, data_only=data_only), messages.Done)
 
 
-def test_adopt_over_tcp_is_ebadf(service: StorageServer, client: StorageClient) -> None:
+def test_adopt_over_tcp_is_ebadf(server: StorageServer, client: StorageClient) -> None:
     # The request Adopt needs exactly one descriptor, and TCP cannot transport descriptors.
-    assert refused_errno(client, messages.Adopt()) == errno.EBADF
+    assert get_refused_errno(client, messages.Adopt()) == errno.EBADF
     assert client.list_folder() == ()
-    assert [entry.name for entry in service.root.iterdir()] == [".gdrkit"]
+    assert [entry.name for entry in server.root.iterdir()] == [".gdrkit"]
 
 
 def test_error_reply_names_the_cause(client: StorageClient) -> None:

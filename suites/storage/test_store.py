@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def store(tmp_path: Path) -> Iterator[FileStore]:
     """A new store in the folder `store`."""
     (tmp_path / "store").mkdir()
-    with FileStore(tmp_path / "store") as created:
-        yield created
+    with FileStore(tmp_path / "store") as new_store:
+        yield new_store
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def root(store: FileStore, tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-def errno_of(call: Callable[[], object]) -> int | None:
-    """Return the errno of a call that must fail."""
+def get_errno(call: Callable[[], object]) -> int | None:
+    """Make a call that must fail, and return its errno."""
     try:
         call()
     except OSError as error:
@@ -43,8 +43,8 @@ def errno_of(call: Callable[[], object]) -> int | None:
     pytest.fail("the call did not fail")
 
 
-def attributes(path: Path) -> FileStat:
-    """Return the expected attributes of a path, from lstat(2)."""
+def read_attributes(path: Path) -> FileStat:
+    """Read the attributes that the store must return for a path, by lstat(2)."""
     status = path.lstat()
     return FileStat(
         inode=status.st_ino,
@@ -61,8 +61,8 @@ def attributes(path: Path) -> FileStat:
 
 
 def test_chunk_size_is_fixed_by_the_first_open(tmp_path: Path) -> None:
-    with FileStore(tmp_path) as created:
-        assert created.chunk_bytes == 4096
+    with FileStore(tmp_path) as new_store:
+        assert new_store.chunk_bytes == 4096
     for requested in (None, 4096):
         with FileStore(tmp_path, chunk_bytes=requested) as reopened:
             assert reopened.chunk_bytes == 4096
@@ -105,8 +105,8 @@ def test_root_that_is_a_file_is_enotdir(tmp_path: Path) -> None:
 
 
 def test_token_has_256_bits_and_stays(tmp_path: Path) -> None:
-    with FileStore(tmp_path) as created:
-        token = created.token
+    with FileStore(tmp_path) as new_store:
+        token = new_store.token
     assert len(bytes.fromhex(token)) == 32
     with FileStore(tmp_path) as reopened:
         assert reopened.token == token
@@ -114,7 +114,7 @@ def test_token_has_256_bits_and_stays(tmp_path: Path) -> None:
 
 def test_store_is_locked_until_it_is_closed(tmp_path: Path) -> None:
     locked_store = FileStore(tmp_path)
-    assert errno_of(lambda: FileStore(tmp_path)) == errno.EWOULDBLOCK
+    assert get_errno(lambda: FileStore(tmp_path)) == errno.EWOULDBLOCK
     locked_store.close()
     locked_store.close()
     FileStore(tmp_path).close()
@@ -141,10 +141,10 @@ def test_open_gives_the_requested_access(
 
 
 def test_open_creates_truncates_and_is_exclusive(store: FileStore, root: Path) -> None:
-    assert errno_of(lambda: store.open("file", flags=os.O_RDWR)) == errno.ENOENT
+    assert get_errno(lambda: store.open("file", flags=os.O_RDWR)) == errno.ENOENT
     store.open("file", flags=os.O_RDWR | os.O_CREAT, mode=0o4751)
     assert stat.S_IMODE((root / "file").stat().st_mode) == 0o751
-    assert errno_of(lambda: store.open("file", flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
+    assert get_errno(lambda: store.open("file", flags=os.O_RDWR | os.O_CREAT | os.O_EXCL)) == errno.EEXIST
     (root / "file").write_bytes(b"content")
     store.open("file", flags=os.O_RDWR | os.O_CREAT)
     assert (root / "file").stat().st_size == 7
@@ -178,7 +178,7 @@ def test_adopted_descriptor_must_permit_the_access(
             assert (file.may_read, file.may_write) == (read, write)
             assert fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_APPEND == 0
         else:
-            assert errno_of(lambda: store.adopt(descriptor, read=read, write=write)) == errno.EACCES
+            assert get_errno(lambda: store.adopt(descriptor, read=read, write=write)) == errno.EACCES
     finally:
         os.close(descriptor)
 
@@ -189,21 +189,21 @@ def test_adopted_file_must_be_in_the_store(store: FileStore, root: Path, name: s
     for path in (root / "3fs-virt" / "file", root.parent / "outside"):
         path.touch()
     with (root / name).open("rb") as file:
-        assert errno_of(lambda: store.adopt(file.fileno(), read=True, write=False)) == errno.EXDEV
+        assert get_errno(lambda: store.adopt(file.fileno(), read=True, write=False)) == errno.EXDEV
 
 
 def test_calls_return_the_attributes_of_the_file(store: FileStore, root: Path) -> None:
     (root / "file").write_bytes(b"content" * 1000)
-    assert store.stat("") == attributes(root)
-    assert store.stat("file") == attributes(root / "file")
-    assert store.mkdir("folder", 0o4711) == attributes(root / "folder")
+    assert store.stat("") == read_attributes(root)
+    assert store.stat("file") == read_attributes(root / "file")
+    assert store.mkdir("folder", 0o4711) == read_attributes(root / "folder")
     assert stat.S_IMODE((root / "folder").stat().st_mode) == 0o711
-    assert store.symlink("link", "file") == store.stat("link") == attributes(root / "link")
+    assert store.symlink("link", "file") == store.stat("link") == read_attributes(root / "link")
     assert stat.S_ISLNK(store.stat("link").mode)
-    assert store.link("file", "folder/second") == attributes(root / "file")
-    assert store.chmod("file", 0o6640) == attributes(root / "file")
+    assert store.link("file", "folder/second") == read_attributes(root / "file")
+    assert store.chmod("file", 0o6640) == read_attributes(root / "file")
     assert stat.S_IMODE((root / "file").stat().st_mode) == 0o640
-    assert store.utimens("file", access_time_ns=5, modification_time_ns=7) == attributes(root / "file")
+    assert store.utimens("file", access_time_ns=5, modification_time_ns=7) == read_attributes(root / "file")
 
 
 def test_hard_link_of_a_symbolic_link_is_a_symbolic_link(store: FileStore, root: Path) -> None:
@@ -224,21 +224,21 @@ def test_links_keep_names_that_are_not_utf8(store: FileStore, root: Path) -> Non
 def test_rename_replaces_exchanges_or_is_exclusive(store: FileStore, root: Path) -> None:
     for name in ("a", "b"):
         (root / name).write_text(name)
-    assert errno_of(lambda: store.rename("a", "b", exclusive=True, exchange=False)) == errno.EEXIST
+    assert get_errno(lambda: store.rename("a", "b", exclusive=True, exchange=False)) == errno.EEXIST
     store.rename("a", "b", exclusive=False, exchange=True)
     assert [(root / name).read_text() for name in ("a", "b")] == ["b", "a"]
-    assert errno_of(lambda: store.rename("a", "c", exclusive=False, exchange=True)) == errno.ENOENT
+    assert get_errno(lambda: store.rename("a", "c", exclusive=False, exchange=True)) == errno.ENOENT
     store.rename("a", "b", exclusive=False, exchange=False)
     assert (root / "b").read_text() == "b"
     assert not (root / "a").exists()
     store.rename("b", "c", exclusive=True, exchange=False)
     assert (root / "c").read_text() == "b"
-    assert errno_of(lambda: store.rename("b", "d", exclusive=False, exchange=False)) == errno.ENOENT
+    assert get_errno(lambda: store.rename("b", "d", exclusive=False, exchange=False)) == errno.ENOENT
 
 
 def test_full_reply_is_the_last_if_no_entry_is_left(store: FileStore, root: Path) -> None:
-    # An entry counts 80 bytes plus its name as a JSON string. The name has 46 characters and two quotes, so 504 entries
-    # of 128 bytes are exactly 63 KiB.
+    # A reply has at most 63 KiB. Each entry counts as 80 bytes plus its name as a JSON string. These names have 48
+    # bytes with their quotes, so 504 entries are exactly 63 KiB.
     names = [f"{index:046}" for index in range(504)]
     for name in names:
         (root / name).touch()
@@ -266,7 +266,7 @@ def test_reserved_names_are_hidden_only_in_the_root(store: FileStore, root: Path
     for name in (".gdrkit", "3fs-virt"):
         (root / name).mkdir(exist_ok=True)
         (root / "folder" / name).mkdir(parents=True)
-        assert errno_of(partial(store.stat, name)) == errno.ENOENT
+        assert get_errno(partial(store.stat, name)) == errno.ENOENT
         assert stat.S_ISDIR(store.stat(f"folder/{name}").mode)
     assert [entry.name for entry in store.list("", None).entries] == ["folder"]
     assert [entry.name for entry in store.list("folder", None).entries] == [".gdrkit", "3fs-virt"]
@@ -276,20 +276,20 @@ def test_reserved_names_are_hidden_only_in_the_root(store: FileStore, root: Path
 def test_path_that_leaves_the_store_is_exdev(store: FileStore, path: str) -> None:
     store.mkdir("folder", 0o700)
     for call in (store.stat, store.rmdir, store.unlink, lambda path: store.list(path, None)):
-        assert errno_of(partial(call, path)) == errno.EXDEV
-    assert errno_of(lambda: store.open(path, flags=os.O_RDONLY)) == errno.EXDEV
+        assert get_errno(partial(call, path)) == errno.EXDEV
+    assert get_errno(lambda: store.open(path, flags=os.O_RDONLY)) == errno.EXDEV
 
 
 @pytest.mark.parametrize("path", [".", "folder/.", "./", "./."])
 def test_path_that_ends_with_a_dot_is_einval(store: FileStore, path: str) -> None:
     store.mkdir("folder", 0o700)
     for call in (store.stat, store.rmdir, store.unlink, lambda path: store.mkdir(path, 0o700)):
-        assert errno_of(partial(call, path)) == errno.EINVAL
+        assert get_errno(partial(call, path)) == errno.EINVAL
 
 
 def test_slash_at_the_end_of_a_folder_is_accepted(store: FileStore, root: Path) -> None:
     store.mkdir("folder//", 0o700)
-    assert store.stat("folder/") == attributes(root / "folder")
+    assert store.stat("folder/") == read_attributes(root / "folder")
     store.rmdir("folder/")
     assert not (root / "folder").exists()
 
@@ -308,16 +308,16 @@ def test_times_that_are_not_given_are_kept(store: FileStore, root: Path) -> None
 
 
 def test_space_is_that_of_statvfs(store: FileStore, root: Path) -> None:
-    reported, expected = store.statfs(), os.statvfs(root)
-    assert (reported.block_bytes, reported.blocks, reported.files) == (
-        expected.f_frsize,
-        expected.f_blocks,
-        expected.f_files,
+    space, statvfs_result = store.statfs(), os.statvfs(root)
+    assert (space.block_bytes, space.blocks, space.files) == (
+        statvfs_result.f_frsize,
+        statvfs_result.f_blocks,
+        statvfs_result.f_files,
     )
-    assert reported.name_bytes_max == expected.f_namemax
+    assert space.name_bytes_max == statvfs_result.f_namemax
     # Other processes use the file system during the case.
-    assert reported.blocks_free == pytest.approx(expected.f_bfree, rel=0.1)
-    assert reported.blocks_available == pytest.approx(expected.f_bavail, rel=0.1)
-    assert reported.files_free == pytest.approx(expected.f_ffree, rel=0.1)
-    if expected.f_bfree != expected.f_bavail:
-        assert reported.blocks_free > reported.blocks_available
+    assert space.blocks_free == pytest.approx(statvfs_result.f_bfree, rel=0.1)
+    assert space.blocks_available == pytest.approx(statvfs_result.f_bavail, rel=0.1)
+    assert space.files_free == pytest.approx(statvfs_result.f_ffree, rel=0.1)
+    if statvfs_result.f_bfree != statvfs_result.f_bavail:
+        assert space.blocks_free > space.blocks_available

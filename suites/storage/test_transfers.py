@@ -1,4 +1,7 @@
-"""Reads and writes of files: all sizes, odd offsets, the end of the file, holes. Every byte is compared."""
+"""Reads and writes of files with many lengths, odd offsets, and holes, and at the end of a file.
+
+Every byte is compared.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from gdrkit.storage.client import StorageClient
     from gdrkit.verbs import Nic
 
-# Length of a transfer, and its offset in the file.
+# Each range has a length and an offset in the file.
 RANGES = [
     pytest.param(1, 0, id="1B"),
     pytest.param(1, 4095, id="1B-at-4095"),
@@ -39,13 +42,13 @@ RANGES = [
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize(("size", "offset"), RANGES)
 def test_written_bytes_are_in_the_file_and_are_read_back(
-    service: StorageServer, client: StorageClient, memory: Memory, size: int, offset: int
+    server: StorageServer, client: StorageClient, memory: Memory, size: int, offset: int
 ) -> None:
     data = os.urandom(size)
     with client.open("file", write=True, create=True) as file:
         with memory.register_copy(client, data) as buffer:
             assert file.write(buffer, offset_bytes=offset).length_bytes == size
-        assert (service.root / "file").read_bytes() == bytes(offset) + data
+        assert (server.root / "file").read_bytes() == bytes(offset) + data
         with memory.register_copy(client, b"\xa5" * size) as buffer:
             assert file.read(buffer, offset_bytes=offset).length_bytes == size
             assert memory.read_buffer(buffer) == data
@@ -54,25 +57,23 @@ def test_written_bytes_are_in_the_file_and_are_read_back(
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_read_at_the_end_of_a_file_is_short(service: StorageServer, client: StorageClient, memory: Memory) -> None:
+def test_read_at_the_end_of_a_file_is_short(server: StorageServer, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(300 * KIB + 7)
-    (service.root / "file").write_bytes(data)
+    (server.root / "file").write_bytes(data)
     with client.open("file") as file, memory.register_copy(client, b"\xa5" * MIB) as buffer:
         assert file.read(buffer, offset_bytes=100).length_bytes == len(data) - 100
-        received = memory.read_buffer(buffer)
-        assert received[: len(data) - 100] == data[100:]
-        assert set(received[len(data) - 100 :]) == {0xA5}
+        received_data = memory.read_buffer(buffer)
+        assert received_data[: len(data) - 100] == data[100:]
+        assert set(received_data[len(data) - 100 :]) == {0xA5}
         assert file.read(buffer, offset_bytes=len(data)).length_bytes == 0
         assert file.read(buffer, offset_bytes=1 << 50).length_bytes == 0
 
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
-def test_holes_read_as_zeros_or_fail_if_forbidden(
-    service: StorageServer, client: StorageClient, memory: Memory
-) -> None:
+def test_holes_read_as_zeros_or_fail_if_forbidden(server: StorageServer, client: StorageClient, memory: Memory) -> None:
     data = os.urandom(MIB)
-    with (service.root / "file").open("wb") as local_file:
+    with (server.root / "file").open("wb") as local_file:
         local_file.write(data)
         local_file.seek(3 * MIB)
         local_file.write(data)
@@ -92,29 +93,29 @@ def test_holes_read_as_zeros_or_fail_if_forbidden(
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
 def test_batch_of_small_transfers_at_random_offsets(
-    service: StorageServer, client: StorageClient, memory: Memory, seed: int
+    server: StorageServer, client: StorageClient, memory: Memory, seed: int
 ) -> None:
     rng = random.Random(seed)
     content = bytearray(os.urandom(2 * MIB))
-    (service.root / "file").write_bytes(content)
+    (server.root / "file").write_bytes(content)
     with client.open("file", write=True) as file, memory.register_copy(client, os.urandom(MIB)) as buffer:
-        source = memory.read_buffer(buffer)
+        buffer_data = memory.read_buffer(buffer)
         writes = []
         for index in range(128):
             length, offset = rng.randint(1, 8 * KIB), index * 16 * KIB + rng.randint(0, 8 * KIB)
             begin = rng.randint(0, MIB - length)
             writes.append(IORequest(file, offset, buffer.subrange(offset_bytes=begin, length_bytes=length)))
-            content[offset : offset + length] = source[begin : begin + length]
+            content[offset : offset + length] = buffer_data[begin : begin + length]
         client.batch_write(writes)
-        assert (service.root / "file").read_bytes() == content
+        assert (server.root / "file").read_bytes() == content
         reads = [
             IORequest(file, 16 * KIB * index + 1, buffer.subrange(offset_bytes=4 * KIB * index, length_bytes=4 * KIB))
             for index in range(100)
         ]
         client.batch_read(reads)
-        received = memory.read_buffer(buffer)
+        received_data = memory.read_buffer(buffer)
         for index in range(100):
-            assert received[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
+            assert received_data[4 * KIB * index :][: 4 * KIB] == content[16 * KIB * index + 1 :][: 4 * KIB]
 
 
 @pytest.mark.parametrize("memory", MEMORY_KINDS, indirect=True)
@@ -126,34 +127,34 @@ def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memo
 
 
 @needs(verbs.nic(count_min=2))
-def test_transfers_work_with_any_subset_of_the_nics(service: StorageServer, nics: tuple[Nic, ...]) -> None:
+def test_transfers_work_with_any_subset_of_the_nics(server: StorageServer, nics: tuple[Nic, ...]) -> None:
     data = os.urandom(8 * MIB)
-    (service.root / "file").write_bytes(data)
+    (server.root / "file").write_bytes(data)
     for subset in (nics, nics[:1], nics[1:], nics[::-1]):
-        with service.connect(*subset) as client, client.open("file") as file:
-            target = bytearray(len(data))
-            with client.register(target) as buffer:
+        with server.connect(*subset) as client, client.open("file") as file:
+            received_data = bytearray(len(data))
+            with client.register(received_data) as buffer:
                 requests = [
                     IORequest(file, offset_bytes, buffer.subrange(offset_bytes=offset_bytes, length_bytes=MIB))
                     for offset_bytes in range(0, len(data), MIB)
                 ]
                 client.batch_read(requests)
-            assert target == data
+            assert received_data == data
             assert len(client.nics) == len(subset)
 
 
 @needs(verbs.nic(count_min=2), software(Api.VERBS))
 @pytest.mark.parametrize("is_write", [False, True])
 def test_each_nic_carries_its_share_of_the_bytes(
-    service: StorageServer, nics: tuple[Nic, ...], *, is_write: bool
+    server: StorageServer, nics: tuple[Nic, ...], *, is_write: bool
 ) -> None:
     # The server is the RDMA initiator, so the NICs of this process count its RDMA READs and WRITEs as served.
     data, counter_name = os.urandom(8 * MIB), f"served_{'read' if is_write else 'write'}_bytes"
-    (service.root / "file").write_bytes(bytes(len(data)) if is_write else data)
+    (server.root / "file").write_bytes(bytes(len(data)) if is_write else data)
     for subset in (nics, nics[:1], nics[1:]):
-        with service.connect(*subset) as client, client.open("file", write=is_write) as file:
-            target = bytearray(data if is_write else len(data))
-            with client.register(target) as buffer:
+        with server.connect(*subset) as client, client.open("file", write=is_write) as file:
+            received_data = bytearray(data if is_write else len(data))
+            with client.register(received_data) as buffer:
                 requests = [
                     IORequest(file, offset_bytes, buffer.subrange(offset_bytes=offset_bytes, length_bytes=MIB))
                     for offset_bytes in range(0, len(data), MIB)
@@ -167,14 +168,14 @@ def test_each_nic_carries_its_share_of_the_bytes(
         }
         assert {name for name, count in moved_bytes.items() if count} == {nic.name for nic in subset}
         assert sum(moved_bytes.values()) == len(data)
-        # Requests use the NICs in turn.
+        # The client distributes the requests over the NICs in turn.
         assert max(moved_bytes.values()) - min(filter(None, moved_bytes.values())) <= MIB, moved_bytes
 
 
 @pytest.mark.qualify
 @needs(verbs.nic())
-def test_two_clients_write_and_read_the_same_file(service: StorageServer) -> None:
-    with service.connect() as writing_client, service.connect() as reading_client:
+def test_two_clients_write_and_read_the_same_file(server: StorageServer) -> None:
+    with server.connect() as writing_client, server.connect() as reading_client:
         with (
             writing_client.open("file", write=True, create=True) as written_file,
             reading_client.open("file") as read_file,
@@ -183,8 +184,8 @@ def test_two_clients_write_and_read_the_same_file(service: StorageServer) -> Non
                 data = os.urandom(10_000)
                 with writing_client.register(bytearray(data)) as buffer:
                     written_file.write(buffer, offset_bytes=round_number * 5_000)
-                target = bytearray(10_000)
-                with reading_client.register(target) as buffer:
+                received_data = bytearray(10_000)
+                with reading_client.register(received_data) as buffer:
                     assert read_file.read(buffer, offset_bytes=round_number * 5_000).length_bytes == 10_000
-                assert target == data
+                assert received_data == data
         assert writing_client.statistics()["corruptions"] == 0

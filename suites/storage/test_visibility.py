@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-# This program prints for each step how often the process has flushed since the memory was registered.
+# The program prints for each step the number of flushes since the memory was registered.
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -32,24 +32,24 @@ from support.storage import run_storage_server
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 data = pattern.payload(1 << 20, seed=seed)
 steps = {}
-with run_storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
-    with service.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
-        flushes = lambda: read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
+    with server.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
+        count_flushes = lambda: read_call_counts(Api.CUDA).get("cuFlushGPUDirectRDMAWrites", 0)
         with client.open("file", write=True) as file, client.register(bytearray(len(data))) as host:
-            begin = flushes()
+            flushes_before = count_flushes()
             assert file.read(buffer, offset_bytes=0).length_bytes == len(data)
             pattern.check(memory.read(), seed=seed)
-            steps["read into the GPU"] = flushes() - begin
+            steps["read into the GPU"] = count_flushes() - flushes_before
             half = len(data) // 2
             parts = [buffer.subrange(offset_bytes=part * half, length_bytes=half) for part in (1, 0)]
             client.batch_read([IORequest(file, part * half, parts[part]) for part in (0, 1)])
             assert memory.read() == data[half:] + data[:half]
-            steps["batch into the GPU"] = flushes() - begin
+            steps["batch into the GPU"] = count_flushes() - flushes_before
             file.write(buffer, offset_bytes=0)
             file.read(host, offset_bytes=0)
             assert bytes(host.data()) == data[half:] + data[:half]
-            steps["write, and read into host memory"] = flushes() - begin
+            steps["write, and read into host memory"] = count_flushes() - flushes_before
 print(json.dumps(steps))
 """
 

@@ -1,4 +1,4 @@
-"""Frames and control messages: parsing restores what was packed, and each invalid input raises UsageError.
+"""Frames and control messages: a parser restores the packed values, and each invalid input raises UsageError.
 
 The tests of the C++ parser use the same vectors (native/storage/tests/parser_test.cpp).
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from storage.fuzz_frames import parse_frame
+from storage.fuzz_frames import repack_frame
 from support.fuzz import run_fuzzer
 
 from gdrkit.errors import Reason, UsageError
@@ -49,7 +49,7 @@ READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, Operati
 
 
 @st.composite
-def operations(draw: st.DrawFn) -> Operation:
+def draw_operation(draw: st.DrawFn) -> Operation:
     """Draw any valid operation."""
     opcode = draw(st.sampled_from(IoOpcode))
     allowed_flags = (
@@ -67,7 +67,7 @@ def operations(draw: st.DrawFn) -> Operation:
 
 
 @st.composite
-def results(draw: st.DrawFn) -> Result:
+def draw_result(draw: st.DrawFn) -> Result:
     """Draw any valid result, with holes."""
     result = draw(st.integers(-4096, 1 << 40))
     edges = sorted(draw(st.sets(st.integers(0, max(result, 0)), max_size=8)))
@@ -81,15 +81,15 @@ def results(draw: st.DrawFn) -> Result:
 )
 def test_vectors_are_parsed_or_refused_as_in_cpp(verdict: str, frame: str) -> None:
     if verdict == "right":
-        assert parse_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
+        assert repack_frame(bytes.fromhex(frame)) == bytes.fromhex(frame)
     else:
         with pytest.raises(UsageError) as error:
-            parse_frame(bytes.fromhex(frame))
+            repack_frame(bytes.fromhex(frame))
         assert error.value.reason is Reason.MALFORMED
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.lists(operations(), min_size=1, max_size=20), UINT64)
+@given(st.lists(draw_operation(), min_size=1, max_size=20), UINT64)
 def test_operations_survive_packing_and_parsing(originals: list[Operation], sequence: int) -> None:
     frame = pack_operations(originals, sequence=sequence)
     header = parse_header(frame[:HEADER_BYTES])
@@ -98,19 +98,19 @@ def test_operations_survive_packing_and_parsing(originals: list[Operation], sequ
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.lists(results(), min_size=1, max_size=20))
+@given(st.lists(draw_result(), min_size=1, max_size=20))
 def test_results_survive_packing_and_parsing(originals: list[Result]) -> None:
     frame = pack_results(originals)
     assert parse_results(parse_header(frame[:HEADER_BYTES]), frame[HEADER_BYTES:]) == tuple(originals)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(st.lists(operations(), min_size=1, max_size=3), st.data())
+@given(st.lists(draw_operation(), min_size=1, max_size=3), st.data())
 def test_any_changed_byte_is_refused(originals: list[Operation], data: st.DataObject) -> None:
     frame = bytearray(pack_operations(originals, sequence=1))
     frame[data.draw(st.integers(0, len(frame) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(UsageError) as error:
-        parse_frame(bytes(frame))
+        repack_frame(bytes(frame))
     assert error.value.reason is Reason.MALFORMED
 
 
