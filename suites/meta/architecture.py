@@ -9,14 +9,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from meta.checks import cross_package_imports
+from meta.checks import find_cross_package_imports
 from meta.levels import IMPORT_LEVELS
 
 __all__ = ["DOCUMENT", "render"]
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = ROOT / "docs" / "architecture.md"
-# Packages below this level are omitted, because nearly all others use them.
+# The picture omits packages below this level, because nearly all others use them.
 LOWEST_DRAWN_LEVEL = 2
 
 _HEAD = """\
@@ -47,25 +47,25 @@ _TAIL = """\
 
 def render(root: Path = ROOT) -> str:
     """Return the text of docs/architecture.md for the tree at `root`."""
-    drawn = {package: level for level, packages in enumerate(IMPORT_LEVELS) for package in packages}
-    drawn = {package: level for package, level in drawn.items() if level >= LOWEST_DRAWN_LEVEL}
+    levels = {package: level for level, packages in enumerate(IMPORT_LEVELS) for package in packages}
+    levels = {package: level for package, level in levels.items() if level >= LOWEST_DRAWN_LEVEL}
     # All modules of the command line are drawn as one box.
-    names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in drawn}
+    names = {package: "cli" if package.startswith(("cli", "__main__")) else package for package in levels}
     edges = {
         (names[package], names[imported])
-        for _, package, imported in cross_package_imports(root)
-        if package in drawn and imported in drawn and names[package] != names[imported]
+        for _, package, imported in find_cross_package_imports(root)
+        if package in levels and imported in levels and names[package] != names[imported]
     }
     lines = ["flowchart TD"]
     for level in reversed(range(LOWEST_DRAWN_LEVEL, len(IMPORT_LEVELS))):
         lines.append(f'  subgraph level{level}["level {level}"]')
-        lines += [f"    {name}" for name in sorted({names[package] for package in drawn if drawn[package] == level})]
+        lines += [f"    {name}" for name in sorted({names[package] for package in levels if levels[package] == level})]
         lines.append("  end")
-    lines += [f"  {start} --> {end}" for start, end in sorted(_without_shortcuts(edges))]
+    lines += [f"  {start} --> {end}" for start, end in sorted(_remove_shortcuts(edges))]
     return _HEAD + "\n".join(lines) + "\n" + _TAIL
 
 
-def _without_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
+def _remove_shortcuts(edges: set[tuple[str, str]]) -> set[tuple[str, str]]:
     """Return the edges whose start and end are not also connected by a path of several edges."""
     successors: dict[str, set[str]] = {}
     for start, end in edges:

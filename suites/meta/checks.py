@@ -20,26 +20,26 @@ __all__ = [
     "CATCH_ALL_FILES",
     "RECEIVER_FILE",
     "SUBSTRATE_FILE",
-    "cross_package_imports",
-    "descriptor_receivers_elsewhere",
-    "import_circles",
-    "imports_outside_seams",
-    "imports_within_level",
-    "locked_finalizers",
-    "machine_paths",
-    "missing_docstrings_and_all",
-    "missing_readmes",
-    "packages_without_level",
-    "replaced_functions",
-    "skips_outside_harness",
-    "sleeping_cases",
-    "stand_in_words",
-    "swallowed_errors",
-    "unfinished_work",
-    "upward_imports",
+    "find_cross_package_imports",
+    "find_descriptor_receivers",
+    "find_import_circles",
+    "find_imports_outside_seams",
+    "find_imports_within_level",
+    "find_locked_finalizers",
+    "find_machine_paths",
+    "find_missing_docstrings_and_all",
+    "find_missing_readmes",
+    "find_packages_without_level",
+    "find_replaced_functions",
+    "find_skips_outside_harness",
+    "find_sleeping_cases",
+    "find_stand_in_words",
+    "find_swallowed_errors",
+    "find_unfinished_work",
+    "find_upward_imports",
 ]
 
-# These files may catch every exception: they run all actions of a list, and then raise or pass on what they caught.
+# These files may catch every exception: they run all actions of a list, and then raise or pass on the exceptions.
 CATCH_ALL_FILES: frozenset[str] = frozenset({"gdrkit/handles.py"})
 
 # Functions that import the module that their first argument names.
@@ -73,7 +73,7 @@ _UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 _MACHINE_PATHS = re.compile(r"(?<![\w}./-])/(?:work|opt|home|root|Users)/[^\s\"'<&]*")
 
 
-def _modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
+def _parse_modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
     """Yield path and syntax tree of every Python file in these files and folders."""
     for source in sources:
         start = root / source
@@ -82,130 +82,132 @@ def _modules(root: Path, *sources: str) -> Iterator[tuple[str, ast.Module]]:
                 yield path.relative_to(root).as_posix(), ast.parse(path.read_text(), filename=str(path))
 
 
-def _imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def _find_imports(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield line and full dotted name of every import, also inside functions and by importlib."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((node.lineno, f"{node.module or ''}.{alias.name}") for alias in node.names)
-        elif isinstance(node, ast.Call) and _function_name(node) in _IMPORT_FUNCTIONS and node.args:
-            first = node.args[0]
-            if isinstance(first, ast.Constant) and isinstance(first.value, str):
-                yield node.lineno, first.value
-            elif isinstance(first, ast.JoinedStr) and isinstance(first.values[0], ast.Constant):
-                yield node.lineno, str(first.values[0].value)
+        elif isinstance(node, ast.Call) and _get_function_name(node) in _IMPORT_FUNCTIONS and node.args:
+            argument = node.args[0]
+            if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
+                yield node.lineno, argument.value
+            elif isinstance(argument, ast.JoinedStr) and isinstance(argument.values[0], ast.Constant):
+                yield node.lineno, str(argument.values[0].value)
 
 
-def _function_name(node: ast.Call) -> str:
+def _get_function_name(node: ast.Call) -> str:
     """Return the last name of the called function: ``sleep`` for ``time.sleep(1)``."""
     if isinstance(node.func, ast.Attribute):
         return node.func.attr
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
-def _dotted(node: ast.expr) -> str:
+def _get_dotted_name(node: ast.expr) -> str:
     """Return the dotted name of an expression, e.g. ``pytest.mark.skipif``; empty for any other expression."""
     if isinstance(node, ast.Attribute):
-        inner = _dotted(node.value)
+        inner = _get_dotted_name(node.value)
         return f"{inner}.{node.attr}" if inner else ""
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _package(path: str) -> str:
+def _get_package(path: str) -> str:
     """Return the package of a file: ``cuda`` for gdrkit/cuda/device.py, ``errors`` for gdrkit/errors.py."""
     return path.split("/")[1].removesuffix(".py")
 
 
-def _level(package: str) -> int | None:
+def _get_level(package: str) -> int | None:
     """Return the level of a package in levels.py, or None if it has none."""
     return next((level for level, packages in enumerate(IMPORT_LEVELS) if package in packages), None)
 
 
-def cross_package_imports(root: Path) -> Iterator[tuple[str, str, str]]:
+def find_cross_package_imports(root: Path) -> Iterator[tuple[str, str, str]]:
     """Yield location, importing package and imported package of every import between two packages."""
-    for path, tree in _modules(root, "gdrkit"):
-        for line, name in _imports(tree):
+    for path, tree in _parse_modules(root, "gdrkit"):
+        for line, name in _find_imports(tree):
             top_level, _, submodule = name.partition(".")
             imported = submodule.partition(".")[0]
-            if top_level == "gdrkit" and imported and imported not in {_package(path), "__version__"}:
-                yield f"{path}:{line}", _package(path), imported
+            if top_level == "gdrkit" and imported and imported not in {_get_package(path), "__version__"}:
+                yield f"{path}:{line}", _get_package(path), imported
 
 
-def packages_without_level(root: Path) -> Iterator[str]:
+def find_packages_without_level(root: Path) -> Iterator[str]:
     """Yield the packages and modules of gdrkit that levels.py does not list."""
-    for path, _ in _modules(root, "gdrkit"):
-        if _level(_package(path)) is None:
-            yield f"{path}: {_package(path)} has no level; give it one in suites/meta/levels.py"
+    for path, _ in _parse_modules(root, "gdrkit"):
+        if _get_level(_get_package(path)) is None:
+            yield f"{path}: {_get_package(path)} has no level; give it one in suites/meta/levels.py"
 
 
-def upward_imports(root: Path) -> Iterator[str]:
+def find_upward_imports(root: Path) -> Iterator[str]:
     """Yield the imports of packages of a higher level."""
-    for location, package, imported in cross_package_imports(root):
-        level, imported_level = _level(package), _level(imported)
+    for location, package, imported in find_cross_package_imports(root):
+        level, imported_level = _get_level(package), _get_level(imported)
         if level is None or imported_level is None or imported_level > level:
             yield f"{location} (level {level}) imports gdrkit.{imported} (level {imported_level})"
 
 
-def imports_within_level(root: Path) -> Iterator[str]:
+def find_imports_within_level(root: Path) -> Iterator[str]:
     """Yield the imports of packages of the same level that levels.py does not permit."""
-    for location, package, imported in cross_package_imports(root):
-        if _level(package) == _level(imported) and (package, imported) not in IMPORTS_WITHIN_A_LEVEL:
-            yield f"{location} imports gdrkit.{imported}, a package of the same level {_level(package)}"
+    for location, package, imported in find_cross_package_imports(root):
+        if _get_level(package) == _get_level(imported) and (package, imported) not in IMPORTS_WITHIN_A_LEVEL:
+            yield f"{location} imports gdrkit.{imported}, a package of the same level {_get_level(package)}"
 
 
-def _imported_modules(root: Path) -> dict[str, set[str]]:
+def _find_imported_modules(root: Path) -> dict[str, set[str]]:
     """Return, for each module of gdrkit, the modules of its own package that it imports anywhere in its source."""
     trees = {
         path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): tree
-        for path, tree in _modules(root, "gdrkit")
+        for path, tree in _parse_modules(root, "gdrkit")
     }
     imported: dict[str, set[str]] = {}
     for module, tree in trees.items():
         package = module.split(".")[:2]
-        names = {name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _imports(tree)}
+        names = {
+            name if name in trees or name in SEAMS else name.rpartition(".")[0] for _line, name in _find_imports(tree)
+        }
         imported[module] = {name for name in names & trees.keys() - {module} if name.split(".")[:2] == package}
     return imported
 
 
-def _transitive_imports(module: str, imported: Mapping[str, set[str]]) -> set[str]:
+def _find_transitive_imports(module: str, imports_by_module: Mapping[str, set[str]]) -> set[str]:
     """Return the modules that a module imports, directly or through other modules."""
     visited, unvisited = set[str](), [module]
     while unvisited:
-        new = imported[unvisited.pop()] - visited
-        visited |= new
-        unvisited += new
+        new_modules = imports_by_module[unvisited.pop()] - visited
+        visited |= new_modules
+        unvisited += new_modules
     return visited
 
 
-def import_circles(root: Path) -> Iterator[str]:
+def find_import_circles(root: Path) -> Iterator[str]:
     """Yield the import circles inside packages, and the circles that levels.py permits but that no longer exist.
 
     An import inside a function or below ``TYPE_CHECKING`` counts, because both modules still depend on each other.
     """
-    imported = _imported_modules(root)
-    transitive = {module: _transitive_imports(module, imported) for module in imported}
+    imports_by_module = _find_imported_modules(root)
+    transitive_imports = {module: _find_transitive_imports(module, imports_by_module) for module in imports_by_module}
     circles = {
-        frozenset(other for other in transitive[module] if module in transitive[other])
-        for module in imported
-        if module in transitive[module]
+        frozenset(other for other in transitive_imports[module] if module in transitive_imports[other])
+        for module in imports_by_module
+        if module in transitive_imports[module]
     }
     yield from (f"{', '.join(sorted(circle))} import each other" for circle in circles - IMPORT_CIRCLES)
     for circle in IMPORT_CIRCLES - circles:
-        if circle <= imported.keys():
+        if circle <= imports_by_module.keys():
             yield f"{', '.join(sorted(circle))} no longer import each other: remove the set from suites/meta/levels.py"
 
 
-def imports_outside_seams(root: Path) -> Iterator[str]:
+def find_imports_outside_seams(root: Path) -> Iterator[str]:
     """Yield the imports of foreign libraries in files that levels.py does not permit."""
-    for path, tree in _modules(root, "gdrkit"):
-        for line, name in _imports(tree):
+    for path, tree in _parse_modules(root, "gdrkit"):
+        for line, name in _find_imports(tree):
             allowed = next((files for module, files in SEAMS.items() if f"{name}.".startswith(f"{module}.")), None)
             if allowed is not None and path not in allowed:
                 yield f"{path}:{line} names {name}; only {', '.join(sorted(allowed))} may"
 
 
-def stand_in_words(root: Path) -> Iterator[str]:
+def find_stand_in_words(root: Path) -> Iterator[str]:
     """Yield words such as mock and simulated in the product."""
     for path in sorted((root / "gdrkit").rglob("*.py")):
         relative_path = path.relative_to(root).as_posix()
@@ -214,50 +216,52 @@ def stand_in_words(root: Path) -> Iterator[str]:
                 yield from (f"{relative_path}:{number} contains {word[0]}" for word in _STAND_IN_WORDS.finditer(line))
 
 
-def replaced_functions(root: Path) -> Iterator[str]:
+def find_replaced_functions(root: Path) -> Iterator[str]:
     """Yield the uses of mock libraries and of ``monkeypatch.setattr``."""
-    for path, tree in _modules(root, "suites", "gdrkit"):
+    for path, tree in _parse_modules(root, "suites", "gdrkit"):
         if path.startswith("suites/meta/defects/"):
             continue
-        for line, name in _imports(tree):
+        for line, name in _find_imports(tree):
             if name.startswith(("unittest.mock", "mock.", "pytest_mock")) or name == "mock":
                 yield f"{path}:{line} imports {name}"
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _dotted(node.func).endswith(("monkeypatch.setattr", "mocker.patch")):
-                yield f"{path}:{node.lineno} calls {_dotted(node.func)}"
+            if isinstance(node, ast.Call) and _get_dotted_name(node.func).endswith(
+                ("monkeypatch.setattr", "mocker.patch")
+            ):
+                yield f"{path}:{node.lineno} calls {_get_dotted_name(node.func)}"
 
 
-def skips_outside_harness(root: Path) -> Iterator[str]:
+def find_skips_outside_harness(root: Path) -> Iterator[str]:
     """Yield the skips of cases outside of the harness."""
     banned = {"pytest.skip", "pytest.importorskip", "pytest.mark.skip", "pytest.mark.skipif"}
-    for path, tree in _modules(root, "suites", "gdrkit"):
+    for path, tree in _parse_modules(root, "suites", "gdrkit"):
         if path.startswith("gdrkit/harness/"):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and _dotted(node) in banned:
-                yield f"{path}:{node.lineno} has {_dotted(node)}"
-        for line, name in _imports(tree):
+            if isinstance(node, ast.Attribute) and _get_dotted_name(node) in banned:
+                yield f"{path}:{node.lineno} has {_get_dotted_name(node)}"
+        for line, name in _find_imports(tree):
             if name in {"pytest.skip", "pytest.importorskip", "unittest.skip", "unittest.skipIf"}:
                 yield f"{path}:{line} imports {name}"
 
 
 def _raises_or_exits(node: ast.AST) -> bool:
     """Return whether the node reports a failure: it raises an exception or ends the process."""
-    return isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _dotted(node.func) == "os._exit")
+    return isinstance(node, ast.Raise) or (isinstance(node, ast.Call) and _get_dotted_name(node.func) == "os._exit")
 
 
-def swallowed_errors(root: Path) -> Iterator[str]:
+def find_swallowed_errors(root: Path) -> Iterator[str]:
     """Yield the handlers that catch every exception and raise none."""
     catch_all_types = {"Exception", "BaseException"}
-    for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
+    for path, tree in _parse_modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         for node in ast.walk(tree) if path not in CATCH_ALL_FILES else ():
             if isinstance(node, ast.ExceptHandler):
                 types = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
-                catches_all = any(caught is None or _dotted(caught) in catch_all_types for caught in types)
+                catches_all = any(caught is None or _get_dotted_name(caught) in catch_all_types for caught in types)
                 if catches_all and not any(map(_raises_or_exits, ast.walk(node))):
                     yield f"{path}:{node.lineno} catches every exception and raises none"
-            elif isinstance(node, ast.Call) and _function_name(node) == "suppress":
-                suppressed = catch_all_types & set(map(_dotted, node.args))
+            elif isinstance(node, ast.Call) and _get_function_name(node) == "suppress":
+                suppressed = catch_all_types & set(map(_get_dotted_name, node.args))
                 yield from (f"{path}:{node.lineno} suppresses {name}" for name in suppressed)
 
 
@@ -265,7 +269,7 @@ def swallowed_errors(root: Path) -> Iterator[str]:
 _LOCKING_METHODS = {"acquire", "join", "wait", "wait_for"}
 
 
-def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
+def _find_functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
     """Return the definitions of functions and methods of a module by name.
 
     The name of a class stands for its constructor.
@@ -280,73 +284,73 @@ def _functions(tree: ast.Module) -> dict[str, list[ast.AST]]:
     return functions
 
 
-def _finalizers(tree: ast.Module) -> Iterator[str]:
+def _find_finalizers(tree: ast.Module) -> Iterator[str]:
     """Yield the names of functions that the garbage collector calls: ``__del__``, and callbacks of weak references."""
     callback_arguments = {"finalize": 1, "proxy": 1, "ref": 1}
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             yield node.name
-        elif isinstance(node, ast.Call) and _dotted(node.func).rpartition(".")[0] in {"", "weakref"}:
-            index = callback_arguments.get(_function_name(node))
+        elif isinstance(node, ast.Call) and _get_dotted_name(node.func).rpartition(".")[0] in {"", "weakref"}:
+            index = callback_arguments.get(_get_function_name(node))
             if index is not None and len(node.args) > index:
-                yield _dotted(node.args[index]).rpartition(".")[2]
+                yield _get_dotted_name(node.args[index]).rpartition(".")[2]
 
 
 def _takes_lock(node: ast.AST) -> bool:
     """Return whether the node is a ``with`` statement on a lock, or a call that can wait for one."""
     if isinstance(node, ast.With):
-        names = [_dotted(item.context_expr).rpartition(".")[2] for item in node.items]
+        names = [_get_dotted_name(item.context_expr).rpartition(".")[2] for item in node.items]
         return any(re.search(r"lock|condition|_changed", name, re.IGNORECASE) for name in names)
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _LOCKING_METHODS
 
 
-def _callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
+def _find_callable_functions(tree: ast.Module, trees: Mapping[str, ast.Module]) -> dict[str, list[ast.AST]]:
     """Return the functions of a module and of the modules of gdrkit that it imports, by name."""
-    functions = _functions(tree)
-    for _line, name in _imports(tree):
+    functions = _find_functions(tree)
+    for _line, name in _find_imports(tree):
         parts = name.split(".")
         paths = ("/".join(parts[:end]) + ".py" for end in range(2, len(parts) + 1))
         for other in (trees[path] for path in paths if path in trees):
-            for function, nodes in _functions(other).items():
+            for function, nodes in _find_functions(other).items():
                 functions.setdefault(function, []).extend(nodes)
     return functions
 
 
-def locked_finalizers(root: Path) -> Iterator[str]:
+def find_locked_finalizers(root: Path) -> Iterator[str]:
     """Yield finalizers that can wait for a lock. Calls are followed by name alone, so a false alarm is possible."""
-    trees = dict(_modules(root, "gdrkit"))
+    trees = dict(_parse_modules(root, "gdrkit"))
     for path, tree in trees.items():
-        functions, unvisited, visited = _callable_functions(tree, trees), list(_finalizers(tree)), set[str]()
+        functions, unvisited, visited = _find_callable_functions(tree, trees), list(_find_finalizers(tree)), set[str]()
         while unvisited:
             name = unvisited.pop()
             definitions = () if name in visited else functions.get(name, ())
             nodes = [node for definition in definitions for node in ast.walk(definition)]
             visited.add(name)
-            unvisited += (_function_name(node) for node in nodes if isinstance(node, ast.Call))
+            unvisited += (_get_function_name(node) for node in nodes if isinstance(node, ast.Call))
             yield from (
                 f"{path}: a finalizer calls {name}(), which waits for a lock" for _ in filter(_takes_lock, nodes)
             )
 
 
-def descriptor_receivers_elsewhere(root: Path) -> Iterator[str]:
+def find_descriptor_receivers(root: Path) -> Iterator[str]:
     """Yield the calls that receive file descriptors outside of `RECEIVER_FILE`."""
-    for path, tree in _modules(root, "gdrkit"):
+    for path, tree in _parse_modules(root, "gdrkit"):
         for node in ast.walk(tree) if path != RECEIVER_FILE else ():
-            if isinstance(node, ast.Call) and _function_name(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
-                yield f"{path}:{node.lineno} calls {_function_name(node)}"
+            if isinstance(node, ast.Call) and _get_function_name(node) in {"recv_fds", "recvmsg", "recvmsg_into"}:
+                yield f"{path}:{node.lineno} calls {_get_function_name(node)}"
 
 
-def sleeping_cases(root: Path) -> Iterator[str]:
+def find_sleeping_cases(root: Path) -> Iterator[str]:
     """Yield the calls of sleep() in the suites."""
-    for path, tree in _modules(root, "suites"):
+    for path, tree in _parse_modules(root, "suites"):
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and _function_name(node) == "sleep":
+            if isinstance(node, ast.Call) and _get_function_name(node) == "sleep":
                 yield f"{path}:{node.lineno} sleeps"
 
 
-def missing_docstrings_and_all(root: Path) -> Iterator[str]:
+def find_missing_docstrings_and_all(root: Path) -> Iterator[str]:
     """Yield the modules without a docstring, and the modules of the product without ``__all__``."""
-    for path, tree in _modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
+    for path, tree in _parse_modules(root, "gdrkit", "suites", "native", "automation", "noxfile.py"):
         if not ast.get_docstring(tree):
             yield f"{path} has no docstring"
         is_product = path.startswith(("gdrkit/", "native/")) and "/tests/" not in path
@@ -359,9 +363,9 @@ def missing_docstrings_and_all(root: Path) -> Iterator[str]:
             yield f"{path} has no __all__"
 
 
-def unfinished_work(root: Path) -> Iterator[str]:
+def find_unfinished_work(root: Path) -> Iterator[str]:
     """Yield the notes about unfinished work in the sources."""
-    # The folders are not searched that other cases fill and remove at the same time.
+    # These folders are left out, because other cases fill and remove them at the same time.
     generated = {"build", "runs"}
     paths = []
     for folder, subfolders, names in os.walk(root):
@@ -375,7 +379,7 @@ def unfinished_work(root: Path) -> Iterator[str]:
             yield from (f"{relative_path}:{number} contains {word[0]}" for word in _UNFINISHED.finditer(line))
 
 
-def machine_paths(root: Path) -> Iterator[str]:
+def find_machine_paths(root: Path) -> Iterator[str]:
     """Yield machine-specific paths in records and in the pages that are made from records."""
     generated_files = [*(root / "reports" / "baselines").rglob("*"), *(root / "docs").rglob("*.html")]
     for path in sorted(path for path in generated_files if path.is_file()):
@@ -383,7 +387,7 @@ def machine_paths(root: Path) -> Iterator[str]:
         yield from (f"{path.relative_to(root)} contains {text}" for text in machine_specific)
 
 
-def missing_readmes(root: Path) -> Iterator[str]:
+def find_missing_readmes(root: Path) -> Iterator[str]:
     """Yield the top-level folders without a README."""
     generated_folders = {"__pycache__", "build", "dist"}
     for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):

@@ -1,7 +1,7 @@
 """Checks of the language: replaced words, openings without a subject, pronouns for a noun, long names of cases.
 
-Readers search for the terms of RDMA, CUDA and storage. GONE_WORDS has words that only this project used, and the term
-that replaces each. The checks cover the parts of the tree that REWRITTEN lists.
+Readers search for the terms of RDMA, CUDA and storage. GONE_WORDS maps words that only this project used to these
+terms.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
+    "CHECKED_PATHS",
     "GONE_WORDS",
-    "REWRITTEN",
     "TEST_NAME_MAX",
-    "chained_pronouns",
-    "gone_words",
-    "headless_openings",
-    "long_test_names",
+    "find_chained_pronouns",
+    "find_gone_words",
+    "find_headless_openings",
+    "find_long_test_names",
 ]
 
-# These parts of the tree were rewritten. A part is added after its rewrite, and no part is removed.
-REWRITTEN: tuple[str, ...] = (
+# The parts of the tree that the checks cover.
+CHECKED_PATHS: tuple[str, ...] = (
     ".github",
     "CONTRIBUTING.md",
     "README.md",
@@ -86,7 +86,7 @@ REWRITTEN: tuple[str, ...] = (
     "suites",
 )
 
-# Each word is listed with the terms that replace it.
+# Each word with the terms that replace it.
 GONE_WORDS: dict[str, str] = {
     "doorway": "listener",
     "doorways": "listeners",
@@ -129,9 +129,9 @@ _TEST_NAME = re.compile(r"^\s*(?:async )?def (test_\w+)\(")
 TEST_NAME_MAX = 60
 
 
-def gone_words(root: Path) -> Iterator[str]:
+def find_gone_words(root: Path) -> Iterator[str]:
     """Yield one line for each use of a word or phrase that the project no longer uses."""
-    for location, line in _lines(root):
+    for location, line in _read_lines(root):
         text = _LEGITIMATE.sub("", line)
         for word in _WORD.findall(text):
             replacement = GONE_WORDS.get(word.lower())
@@ -142,10 +142,10 @@ def gone_words(root: Path) -> Iterator[str]:
                 yield f"{location} contains {match[0]}; the form is: {replacement}"
 
 
-def headless_openings(root: Path) -> Iterator[str]:
+def find_headless_openings(root: Path) -> Iterator[str]:
     """Yield one line for each comment or docstring that begins with a clause without a subject."""
     previous_line, previous_file = "", ""
-    for location, line in _lines(root):
+    for location, line in _read_lines(root):
         file = location.rpartition(":")[0]
         continues = file == previous_file and bool(_COMMENT.match(previous_line)) and '"""' not in line
         opening = _HEADLESS.match(line)
@@ -154,25 +154,25 @@ def headless_openings(root: Path) -> Iterator[str]:
         previous_line, previous_file = line, file
 
 
-def chained_pronouns(root: Path) -> Iterator[str]:
+def find_chained_pronouns(root: Path) -> Iterator[str]:
     """Yield one line for each "that of" and "those of" outside of guides and items."""
-    for location, line in _lines(root):
+    for location, line in _read_lines(root):
         pronoun = _CHAINED_PRONOUN.search(line)
         if pronoun and ".md:" not in location and not location.startswith("suites/meta/items/"):
             yield f"{location} contains {pronoun[0]!r}; repeat the noun: {line.strip()}"
 
 
-def long_test_names(root: Path) -> Iterator[str]:
+def find_long_test_names(root: Path) -> Iterator[str]:
     """Yield one line for each case whose name is longer than TEST_NAME_MAX characters."""
-    for location, line in _lines(root):
+    for location, line in _read_lines(root):
         name = _TEST_NAME.match(line)
         if name and len(name[1]) > TEST_NAME_MAX:
             yield f"{location} has a name of {len(name[1])} characters, at most {TEST_NAME_MAX}: {name[1]}"
 
 
-def _lines(root: Path) -> Iterator[tuple[str, str]]:
-    """Yield location and text of every line of the rewritten parts. This file is left out, because it has the words."""
-    for part in REWRITTEN:
+def _read_lines(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield location and text of every line of the checked parts, except for this file, which contains the words."""
+    for part in CHECKED_PATHS:
         start = root / part
         for path in sorted(start.rglob("*")) if start.is_dir() else [start]:
             relative_path = path.relative_to(root).as_posix()

@@ -26,10 +26,10 @@ class Rule:
     Attributes
     ----------
     name : str
-        What the rule requires.
+        The requirement, as a clause.
     why : str
         The reason for the rule.
-    violations : callable
+    find_violations : callable
         The check. It yields one line for each violation in the tree at the given path.
     must_fail, must_pass : Mapping of str to str
         A tree that violates the rule, and one that follows it: the text of each file by its path.
@@ -37,7 +37,7 @@ class Rule:
 
     name: str
     why: str
-    violations: Callable[[Path], Iterator[str]]
+    find_violations: Callable[[Path], Iterator[str]]
     must_fail: Mapping[str, str]
     must_pass: Mapping[str, str]
 
@@ -49,21 +49,21 @@ RULES = (
     Rule(
         name="imports only go down the levels",
         why="A reader understands and tests a package with only the packages below it.",
-        violations=checks.upward_imports,
+        find_violations=checks.find_upward_imports,
         must_fail={"gdrkit/errors.py": "def late():\n    from gdrkit import cuda\n"},
         must_pass={"gdrkit/registration/__init__.py": "from gdrkit import verbs\nfrom gdrkit.cuda import device\n"},
     ),
     Rule(
         name="packages of one level do not import each other",
         why="CUDA exports a DmabufRange and verbs imports one; only registration knows both.",
-        violations=checks.imports_within_level,
+        find_violations=checks.find_imports_within_level,
         must_fail={"gdrkit/verbs/region.py": "from gdrkit.cuda import memory\n"},
         must_pass={"gdrkit/verbs/region.py": "from gdrkit.verbs import nic\nfrom gdrkit.buffers import DmabufRange\n"},
     ),
     Rule(
         name="modules of one package do not import each other in a circle",
         why="A module can be read and changed with only the modules below it.",
-        violations=checks.import_circles,
+        find_violations=checks.find_import_circles,
         must_fail={
             "gdrkit/verbs/nic.py": "def region(self):\n    from gdrkit.verbs.region import Region\n",
             "gdrkit/verbs/region.py": "from typing import TYPE_CHECKING\n"
@@ -79,28 +79,28 @@ RULES = (
     Rule(
         name="every package has a level",
         why="A package without a level could import any other.",
-        violations=checks.packages_without_level,
+        find_violations=checks.find_packages_without_level,
         must_fail={"gdrkit/unlisted.py": ""},
         must_pass={"gdrkit/units.py": ""},
     ),
     Rule(
         name="only its seam names a foreign library",
         why="Only that file depends on the version of the library, and only there its types and errors appear.",
-        violations=checks.imports_outside_seams,
+        find_violations=checks.find_imports_outside_seams,
         must_fail={"gdrkit/inventory/probe.py": "import importlib\nimportlib.import_module('pyverbs.device')\n"},
         must_pass={"gdrkit/verbs/_pyverbs.py": "import ctypes\nimport pyverbs.device\n"},
     ),
     Rule(
         name="the product has no code for stand-ins",
         why="Twins and hardware use one code path. With a branch for twins, the cases would test only that branch.",
-        violations=checks.stand_in_words,
+        find_violations=checks.find_stand_in_words,
         must_fail={"gdrkit/verbs/nic.py": "is_simulated = False\n"},
         must_pass={checks.SUBSTRATE_FILE: "WORD = 'simulated'\n", "gdrkit/verbs/nic.py": "name = 'mlx5_0'\n"},
     ),
     Rule(
         name="no case replaces functions",
         why="A case that replaces a function of the real API tests the replacement, not the API.",
-        violations=checks.replaced_functions,
+        find_violations=checks.find_replaced_functions,
         must_fail={"suites/rdma/test_a.py": "def test(monkeypatch):\n    monkeypatch.setattr('a.b', 1)\n"},
         must_pass={
             "suites/rdma/test_a.py": "def test(monkeypatch):\n    monkeypatch.setenv('A', 'b')\n",
@@ -111,21 +111,21 @@ RULES = (
         name="only the harness skips cases",
         why="A case declares its needs by @needs before its body, and the harness reports each unmet one. A skip in "
         "the body hides the reason.",
-        violations=checks.skips_outside_harness,
+        find_violations=checks.find_skips_outside_harness,
         must_fail={"suites/rdma/test_a.py": "import pytest\n@pytest.mark.skipif(True, reason='')\ndef test(): ...\n"},
         must_pass={"gdrkit/harness/plugin.py": "import pytest\ndef run():\n    pytest.skip('reason')\n"},
     ),
     Rule(
         name="no failure is swallowed",
         why="Code that catches every exception also catches unexpected ones, and reports success.",
-        violations=checks.swallowed_errors,
+        find_violations=checks.find_swallowed_errors,
         must_fail={"gdrkit/units.py": "try:\n    f()\nexcept Exception:\n    pass\n"},
         must_pass={"gdrkit/units.py": "try:\n    f()\nexcept Exception as error:\n    raise ValueError from error\n"},
     ),
     Rule(
         name="no finalizer takes a lock",
         why="The garbage collector can run a finalizer at any allocation, also in the thread that holds the lock.",
-        violations=checks.locked_finalizers,
+        find_violations=checks.find_locked_finalizers,
         must_fail={
             "gdrkit/handles.py": "class Handle:\n    def release(self):\n        with _lock:\n            pass\n",
             "gdrkit/buffers.py": "from gdrkit.handles import Handle\nclass Range:\n    def close(self):\n"
@@ -141,28 +141,28 @@ RULES = (
         name="only one module receives descriptors",
         why="Without MSG_CMSG_CLOEXEC, child programs inherit the descriptors. Without a check of MSG_CTRUNC, a "
         "truncated message is accepted.",
-        violations=checks.descriptor_receivers_elsewhere,
+        find_violations=checks.find_descriptor_receivers,
         must_fail={"gdrkit/storage/connection.py": "import socket\nsocket.recv_fds(end, 4096, 4)\n"},
         must_pass={checks.RECEIVER_FILE: "connection.recvmsg(1, 1, 1)\n"},
     ),
     Rule(
         name="no case sleeps",
         why="A sleep is too short on a slow machine and too long on all others. A case waits for an event.",
-        violations=checks.sleeping_cases,
+        find_violations=checks.find_sleeping_cases,
         must_fail={"suites/rdma/test_a.py": "from time import sleep\nsleep(1)\n"},
         must_pass={"suites/rdma/test_a.py": "import time\ntime.monotonic()\n"},
     ),
     Rule(
         name="a module has a docstring and an __all__",
         why="A newcomer reads the docstring first. A name that is not in __all__ may change.",
-        violations=checks.missing_docstrings_and_all,
+        find_violations=checks.find_missing_docstrings_and_all,
         must_fail={"gdrkit/units.py": "'''Sizes.'''\nKIB = 1024\n"},
         must_pass={"gdrkit/units.py": "'''Sizes.'''\n__all__ = ['KIB']\nKIB = 1024\n"},
     ),
     Rule(
         name="the sources contain no notes about unfinished work",
         why="Missing work is described in an issue, where the maintainers see it.",
-        violations=checks.unfinished_work,
+        find_violations=checks.find_unfinished_work,
         must_fail={"native/a.cpp": "// FIX" + "ME later\n"},
         must_pass={"native/a.cpp": "// The kernel fixes the address.\n"},
     ),
@@ -170,42 +170,42 @@ RULES = (
         name="no record and no page contains a path of the machine that made it",
         why="A library is identified by its name, its build id and its path in an environment. A full path is of no "
         "use to readers, and may reveal who made the record.",
-        violations=checks.machine_paths,
+        find_violations=checks.find_machine_paths,
         must_fail={"reports/baselines/bare/a.jsonl": '{"path": "/home/me/lib/libcuda.so.1"}\n'},
         must_pass={"reports/baselines/bare/a.jsonl": '{"path": "{python}/opt/a.so", "soname": "/usr/lib/a.so"}\n'},
     ),
     Rule(
         name="every top-level folder has a README",
         why="A newcomer reads there what the folder contains.",
-        violations=checks.missing_readmes,
+        find_violations=checks.find_missing_readmes,
         must_fail={"extra/old.py": ""},
         must_pass={"docs/README.md": "# docs\n", ".git/config": "", "build/a": ""},
     ),
     Rule(
         name="replaced words are not used again",
         why="Readers search for the terms of rdma-core, CUDA and the manuals. Half of them are not native speakers.",
-        violations=language.gone_words,
+        find_violations=language.find_gone_words,
         must_fail={"automation/a.py": "# The hou" + "se is cleaned.\n"},
         must_pass={"automation/a.py": "# The project is checked by the CI; there is room for two more.\n"},
     ),
     Rule(
         name="comments and docstrings have a subject and a verb",
         why="A clause that begins with who, what or of has to be read twice.",
-        violations=language.headless_openings,
+        find_violations=language.find_headless_openings,
         must_fail={"automation/a.py": "# What is leased when the cache closes.\n"},
         must_pass={"automation/a.py": "# A lease that is held, and\n# what it covers, stays.\n# Why? See cache.py.\n"},
     ),
     Rule(
         name="a comment repeats a noun instead of a pronoun",
         why="The reader of a pronoun such as 'those' has to search for its noun.",
-        violations=language.chained_pronouns,
+        find_violations=language.find_chained_pronouns,
         must_fail={"automation/a.py": "# The errors are those " + "of the driver.\n"},
         must_pass={"automation/a.py": "# The driver's errors are raised. Those in the log remain.\n", "docs/a.md": ""},
     ),
     Rule(
         name="the name of a case has at most 60 characters",
         why="Reports and terminals show the names in one line.",
-        violations=language.long_test_names,
+        find_violations=language.find_long_test_names,
         must_fail={"automation/test_a.py": f"def test_{'x' * 60}():\n"},
         must_pass={"automation/test_a.py": f"def test_{'x' * 55}():\n"},
     ),

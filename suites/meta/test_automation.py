@@ -18,10 +18,10 @@ from gdrkit import remedies
 
 ROOT = Path(__file__).resolve().parents[2]
 # Lines that `apt-get --simulate install` prints: a new package, an update, and replacements from other archives.
-ADDED = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
-UPDATED = "Inst libc6 [2.36-9] (2.36-10 Debian:12.4/stable [amd64])"
-FOREIGN = "Inst libibverbs1 [2307mlnx47-1] (44.0-2 Debian:12.4/stable [amd64])"
-THIRD_PARTY = "Inst libc6 [2.36-9] (2.40-1 example.com:stable [amd64])"
+APT_ADDITION = "Inst xfsprogs (6.1.0-1 Debian:12.4/stable [amd64])"
+APT_UPDATE = "Inst libc6 [2.36-9] (2.36-10 Debian:12.4/stable [amd64])"
+APT_VENDOR_REPLACEMENT = "Inst libibverbs1 [2307mlnx47-1] (44.0-2 Debian:12.4/stable [amd64])"
+APT_THIRD_PARTY_UPDATE = "Inst libc6 [2.36-9] (2.40-1 example.com:stable [amd64])"
 # The transaction that `dnf install --assumeno` prints.
 DNF_OUTPUT = """\
 Last metadata expiration check: 0:00:01 ago.
@@ -63,7 +63,7 @@ def write_program(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def install_with(folder: Path, distribution: str = "debian") -> subprocess.CompletedProcess[str]:
+def run_install(folder: Path, distribution: str = "debian") -> subprocess.CompletedProcess[str]:
     """Install a package and a compiler in a process whose PATH is `folder` alone, as on this distribution."""
     (folder / "os-release").write_text(f'NAME="A Linux"\nID="{distribution}"\n')
     arguments = f"['xfsprogs', 'g++'], os_release=pathlib.Path({str(folder / 'os-release')!r})"
@@ -75,7 +75,12 @@ def install_with(folder: Path, distribution: str = "debian") -> subprocess.Compl
 
 @pytest.mark.parametrize(
     ("row", "replaces", "is_allowed"),
-    [(ADDED, False, True), (UPDATED, True, True), (FOREIGN, True, False), (THIRD_PARTY, True, False)],
+    [
+        (APT_ADDITION, False, True),
+        (APT_UPDATE, True, True),
+        (APT_VENDOR_REPLACEMENT, True, False),
+        (APT_THIRD_PARTY_UPDATE, True, False),
+    ],
 )
 def test_apt_may_update_within_the_release_only(row: str, *, replaces: bool, is_allowed: bool) -> None:
     (change,) = system_packages.apt_changes(f"Reading package lists...\n{row}\nConf xfsprogs\n")
@@ -100,27 +105,31 @@ def test_apt_is_not_called_beside_a_vendor_stack(tmp_path: Path) -> None:
     calls_file = tmp_path / "called"
     write_program(tmp_path, "ofed_info", "")
     write_program(tmp_path, "apt-get", f"echo >{calls_file}")
-    result = install_with(tmp_path)
+    result = run_install(tmp_path)
     assert (result.returncode, calls_file.exists()) == (3, False)
     assert "ofed_info is installed" in result.stdout
 
 
 def test_apt_that_would_replace_foreign_packages_is_stopped(tmp_path: Path) -> None:
     calls_file = tmp_path / "called"
-    # The RDMA libraries, if this machine has any, come from the distribution.
+    # The query reports that the RDMA libraries of the machine come from the distribution.
     write_program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
-    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{FOREIGN}";; *) echo >{calls_file};; esac')
-    result = install_with(tmp_path)
+    write_program(
+        tmp_path, "apt-get", f'case "$*" in *" -s") echo "{APT_VENDOR_REPLACEMENT}";; *) echo >{calls_file};; esac'
+    )
+    result = run_install(tmp_path)
     assert (result.returncode, calls_file.exists()) == (3, False)
     if os.geteuid() == 0:
-        assert FOREIGN.removeprefix("Inst ") in result.stdout
+        assert APT_VENDOR_REPLACEMENT.removeprefix("Inst ") in result.stdout
 
 
 def test_apt_waits_for_the_lock_of_another_apt(tmp_path: Path) -> None:
     calls_file = tmp_path / "called"
     write_program(tmp_path, "dpkg-query", 'case "$*" in -S*) echo "libibverbs1: x";; *) echo "44.0-2 Debian";; esac')
-    write_program(tmp_path, "apt-get", f'case "$*" in *" -s") echo "{ADDED}";; *) echo "$*" >{calls_file};; esac')
-    result = install_with(tmp_path)
+    write_program(
+        tmp_path, "apt-get", f'case "$*" in *" -s") echo "{APT_ADDITION}";; *) echo "$*" >{calls_file};; esac'
+    )
+    result = run_install(tmp_path)
     # Other users get the command and install nothing.
     assert result.returncode == (0 if os.geteuid() == 0 else 3), result.stdout
     assert os.geteuid() != 0 or "DPkg::Lock::Timeout=600" in calls_file.read_text()
@@ -135,29 +144,29 @@ def test_apt_waits_for_the_lock_of_another_apt(tmp_path: Path) -> None:
     ],
 )
 def test_machine_without_manager_is_told_what_to_install(tmp_path: Path, distribution: str, text: str) -> None:
-    # The RDMA libraries, if this machine has any, come from the distribution.
+    # The query reports that the RDMA libraries of the machine come from the distribution.
     query = "rpm" if distribution == "rocky" else "dpkg-query"
     write_program(tmp_path, query, "echo libibverbs 51.0-1 Rocky, Debian")
-    result = install_with(tmp_path, distribution)
+    result = run_install(tmp_path, distribution)
     assert result.returncode == 3
     assert text in result.stdout
     assert result.stdout.strip().endswith("xfsprogs gcc-c++" if distribution == "rocky" else "xfsprogs g++")
 
 
-@pytest.mark.parametrize(("update", "code"), [("glibc", 0), ("libibverbs", 3)])
-def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, code: int) -> None:
+@pytest.mark.parametrize(("update", "exit_code"), [("glibc", 0), ("libibverbs", 3)])
+def test_dnf_installs_what_its_dry_run_announced(tmp_path: Path, update: str, exit_code: int) -> None:
     calls_file = tmp_path / "called"
     rows = DNF_OUTPUT.replace("\n", "\\n") if update == "libibverbs" else DNF_ADDITION.replace("\n", "\\n")
     write_program(tmp_path, "rpm", "echo libibverbs 51.0-1 Rocky Enterprise Software Foundation")
     write_program(
         tmp_path, "dnf", f'case "$*" in *--assumeno*) printf \'{rows}\'; exit 1;; *) echo "$*" >{calls_file};; esac'
     )
-    result = install_with(tmp_path, "rocky")
+    result = run_install(tmp_path, "rocky")
     if os.geteuid() != 0:
         assert "sudo dnf install -y --setopt=install_weak_deps=False xfsprogs gcc-c++" in result.stdout
         return
-    assert result.returncode == code, result.stdout
-    if code:
+    assert result.returncode == exit_code, result.stdout
+    if exit_code:
         assert not calls_file.exists()
         assert "upgrading: libibverbs x86_64 51.0-1.el9_5 baseos" in result.stdout
     else:
@@ -216,7 +225,7 @@ def test_digest_changes_with_arguments_and_contents(tmp_path: Path) -> None:
     assert environments.digest(["pip"], [source]) != before
 
 
-def shell_part(name: str, text: str) -> Part:
+def make_shell_part(name: str, text: str) -> Part:
     return Part(name, ("sh", "-c", text))
 
 
@@ -225,7 +234,7 @@ def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[s
     # time.
     wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
     parts = [
-        shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
+        make_shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
         for name, other, code in (("first", "second", 0), ("second", "first", 3))
     ]
     assert call_side_by_side(parts, jobs=2) == {"first": 0, "second": 3}
@@ -236,8 +245,8 @@ def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[s
 
 def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
     # mkdir fails if another command runs at the same time.
-    alone = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
-    codes = call_side_by_side([shell_part(str(number), alone) for number in range(5)], jobs=1)
+    command = f"mkdir {tmp_path}/one && rmdir {tmp_path}/one"
+    codes = call_side_by_side([make_shell_part(str(number), command) for number in range(5)], jobs=1)
     assert codes == dict.fromkeys(map(str, range(5)), 0)
 
 
@@ -245,8 +254,8 @@ def test_every_default_suite_is_a_part_once() -> None:
     parts = suite_folders()
     assert len(parts) == len(set(parts))
     cases = {path for part in parts for path in part.rglob("test_*.py")}
-    default = {*(ROOT / "suites").rglob("test_*.py"), *(ROOT / "hardware" / "throughput").rglob("test_*.py")}
-    assert cases == {path for path in default if path.relative_to(ROOT).parts[1] != "meta"}
+    default_cases = {*(ROOT / "suites").rglob("test_*.py"), *(ROOT / "hardware" / "throughput").rglob("test_*.py")}
+    assert cases == {path for path in default_cases if path.relative_to(ROOT).parts[1] != "meta"}
 
 
 def test_quiet_command_reports_that_it_runs(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """The software twins export the functions that the installed client libraries import.
 
-native/twins/contracts/ lists the functions of each twin. A new version of a client that needs more fails here. A
-software twin is a library that emulates the hardware below an API.
+native/twins/contracts/ lists the functions of each twin. A case fails if a new version of a client needs more
+functions. A software twin is a library that emulates the hardware below an API.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ IMPORTED = re.compile(r" UND (\w+@IBVERBS_\w+(?:\.\d+)*)")
 # cuda-bindings passes these names to cuGetProcAddress_v2. They are C strings in its module.
 CUDA_NAME = re.compile(rb"(?<=\0)cu[A-Z]\w+(?=\0)")
 CUFILE_NAME = re.compile(rb"(?<=\0)cuFile[A-Z]\w+(?=\0)")
-# The bindings find this function by dlsym(3), and the other functions by calling it.
+# The bindings find this function by dlsym(3). They call it to find the other functions.
 FOUND_BY_DLSYM = {"cuGetProcAddress_v2"}
 
 
-def contract_symbols(name: str) -> set[str]:
+def read_contract_symbols(name: str) -> set[str]:
     lines = (CONTRACTS / name).read_text().splitlines()
     return {line.split()[0].replace("@@", "@") for line in lines if line and not line.startswith("#")}
 
 
-def private_verbs_symbols() -> set[str]:
+def read_private_verbs_symbols() -> set[str]:
     """Return the private entries of libibverbs under each of their version numbers."""
     lines = (CONTRACTS / "ibverbs_private.conventions").read_text().splitlines()
     rows = [line.split() for line in lines if line and not line.startswith("#")]
@@ -38,7 +38,7 @@ def private_verbs_symbols() -> set[str]:
     return {f"{name.replace('#', number)}@IBVERBS_PRIVATE_{number}" for name in names for number in numbers}
 
 
-def verbs_clients() -> list[Path]:
+def find_verbs_clients() -> list[Path]:
     pyverbs = importlib.util.find_spec("pyverbs")
     folder = Path(pyverbs.origin).parent if pyverbs and pyverbs.origin else SYSTEM_PACKAGES / "pyverbs"
     libraries = subprocess.run(["/sbin/ldconfig", "-p"], capture_output=True, text=True, check=True).stdout
@@ -47,12 +47,12 @@ def verbs_clients() -> list[Path]:
 
 
 def test_verbs_twin_exports_the_imports_of_its_clients() -> None:
-    clients = verbs_clients()
+    clients = find_verbs_clients()
     assert clients
     command = ["readelf", "--wide", "--dyn-syms", *map(str, clients)]
     imported_names = set(IMPORTED.findall(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
     assert len(imported_names) > 50
-    assert imported_names - contract_symbols("ibverbs.symbols") - private_verbs_symbols() == set()
+    assert imported_names - read_contract_symbols("ibverbs.symbols") - read_private_verbs_symbols() == set()
 
 
 def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
@@ -61,7 +61,7 @@ def test_cuda_twin_has_the_functions_of_cuda_bindings() -> None:
     assert bindings.origin is not None
     (module,) = Path(bindings.origin).parent.glob("_internal/driver.*.so")
     requested_names = {name.decode() for name in CUDA_NAME.findall(module.read_bytes())}
-    assert requested_names - FOUND_BY_DLSYM == contract_symbols("cuda.symbols")
+    assert requested_names - FOUND_BY_DLSYM == read_contract_symbols("cuda.symbols")
 
 
 # gdrkit/gaudi/_hlthunk.py, the only file that loads hl-thunk, has a table of the functions that it uses, by name.
@@ -76,7 +76,7 @@ def test_hlthunk_twin_exports_the_functions_of_the_seam() -> None:
         "hlthunk_get_dev_memalloc_page_orders",
     }
     assert len(requested_names) > 12
-    assert requested_names - contract_symbols("hlthunk.conventions") == set()
+    assert requested_names - read_contract_symbols("hlthunk.conventions") == set()
 
 
 def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
@@ -85,8 +85,8 @@ def test_cufile_twin_exports_the_functions_of_cuda_bindings() -> None:
     assert bindings.origin is not None
     (module,) = Path(bindings.origin).parent.glob("_internal/cufile.*.so")
     requested_names = {name.decode() for name in CUFILE_NAME.findall(module.read_bytes())}
-    assert requested_names == contract_symbols("cufile.symbols")
-    assert requested_names <= contract_symbols("cufile.conventions")
+    assert requested_names == read_contract_symbols("cufile.symbols")
+    assert requested_names <= read_contract_symbols("cufile.conventions")
 
 
 # nvidia-ml-py finds each function by its name, when it is first called.
@@ -98,8 +98,8 @@ def test_nvml_twin_exports_the_functions_of_nvidia_ml_py() -> None:
     assert bindings is not None
     assert bindings.origin is not None
     requested_names = set(NVML_NAME.findall(Path(bindings.origin).read_text()))
-    assert requested_names == contract_symbols("nvml.symbols")
-    assert requested_names <= contract_symbols("nvml.conventions")
+    assert requested_names == read_contract_symbols("nvml.symbols")
+    assert requested_names <= read_contract_symbols("nvml.conventions")
 
 
 def test_cuda_runtime_twin_has_the_functions_of_cuda_bindings() -> None:
@@ -110,9 +110,9 @@ def test_cuda_runtime_twin_has_the_functions_of_cuda_bindings() -> None:
         if name.startswith("cuda")
     }
     assert len(wrapped_names) > 300
-    assert wrapped_names - contract_symbols("cudart13.conventions") == set()
+    assert wrapped_names - read_contract_symbols("cudart13.conventions") == set()
 
 
 def test_every_symbol_has_a_convention() -> None:
     for twin in ("ibverbs", "rdmacm"):
-        assert contract_symbols(f"{twin}.symbols") == contract_symbols(f"{twin}.conventions")
+        assert read_contract_symbols(f"{twin}.symbols") == read_contract_symbols(f"{twin}.conventions")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, cast
 
 import pytest
 from meta.defects.document import DOCUMENT, render
-from meta.defects.run import judge
+from meta.defects.run import classify_run
 from meta.defects.table import DEFECTS, FINDINGS
 
 from gdrkit.report import CaseReason, Verdict
@@ -23,7 +23,7 @@ DEFECTS_MIN = 31
 DEFECT = next(iter(DEFECTS.values()))
 
 
-def record(verdict: Verdict, *texts: str) -> Record:
+def make_record(verdict: Verdict, *texts: str) -> Record:
     reasons = tuple(CaseReason(text=text) for text in texts)
     return cast("Record", SimpleNamespace(verdict=verdict, reasons=reasons))
 
@@ -49,25 +49,25 @@ def test_document_is_current() -> None:
 
 
 def test_expected_symptom_is_a_catch() -> None:
-    assert judge(DEFECT, {DEFECT.case: record(Verdict.FAIL, f"so: {DEFECT.symptom}")}).is_caught
+    assert classify_run(DEFECT, {DEFECT.case: make_record(Verdict.FAIL, f"so: {DEFECT.symptom}")}).is_caught
 
 
 def test_named_case_must_fail_too() -> None:
     defect = replace(DEFECT, also_fails=("a::b",))
-    records = {DEFECT.case: record(Verdict.FAIL, DEFECT.symptom), "a::b": record(Verdict.FAIL, "x")}
-    assert judge(defect, records).is_caught
-    assert not judge(defect, records | {"a::b": record(Verdict.PASS)}).is_caught
+    records = {DEFECT.case: make_record(Verdict.FAIL, DEFECT.symptom), "a::b": make_record(Verdict.FAIL, "x")}
+    assert classify_run(defect, records).is_caught
+    assert not classify_run(defect, records | {"a::b": make_record(Verdict.PASS)}).is_caught
 
 
 OTHER_OUTCOMES = [
     pytest.param({}, id="no record"),
-    pytest.param({DEFECT.case: record(Verdict.PASS)}, id="pass"),
-    pytest.param({DEFECT.case: record(Verdict.NOT_RUN, "no GPU")}, id="not run"),
-    pytest.param({DEFECT.case: record(Verdict.FAIL, "ImportError: no module named x")}, id="another failure"),
-    pytest.param({DEFECT.case: record(Verdict.FAIL, f"setup: {DEFECT.symptom}")}, id="failure in setup"),
-    pytest.param({DEFECT.case: record(Verdict.FAIL, f"teardown: {DEFECT.symptom}")}, id="failure in teardown"),
+    pytest.param({DEFECT.case: make_record(Verdict.PASS)}, id="pass"),
+    pytest.param({DEFECT.case: make_record(Verdict.NOT_RUN, "no GPU")}, id="not run"),
+    pytest.param({DEFECT.case: make_record(Verdict.FAIL, "ImportError: no module named x")}, id="another failure"),
+    pytest.param({DEFECT.case: make_record(Verdict.FAIL, f"setup: {DEFECT.symptom}")}, id="failure in setup"),
+    pytest.param({DEFECT.case: make_record(Verdict.FAIL, f"teardown: {DEFECT.symptom}")}, id="failure in teardown"),
     pytest.param(
-        {DEFECT.case: record(Verdict.FAIL, DEFECT.symptom), "a::b": record(Verdict.FAIL, DEFECT.symptom)},
+        {DEFECT.case: make_record(Verdict.FAIL, DEFECT.symptom), "a::b": make_record(Verdict.FAIL, DEFECT.symptom)},
         id="another case fails",
     ),
 ]
@@ -75,4 +75,4 @@ OTHER_OUTCOMES = [
 
 @pytest.mark.parametrize("records", OTHER_OUTCOMES)
 def test_other_outcome_is_not_a_catch(records: dict[str, Record]) -> None:
-    assert not judge(DEFECT, records).is_caught
+    assert not classify_run(DEFECT, records).is_caught

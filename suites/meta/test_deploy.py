@@ -17,7 +17,7 @@ from gdrkit.harness.needs import host, needs
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 GATE = DEPLOY / "slurm" / "gate.sh"
-# For each systemd unit, the file name with which systemd-analyze checks it. A template (@) needs an instance name.
+# The systemd units, each with the file name for systemd-analyze: a template (@) needs an instance name.
 UNITS = {"gdrkit-agent@.service": "gdrkit-agent@data.service", "gdrkit-serve.service": "gdrkit-serve.service"}
 
 
@@ -83,7 +83,7 @@ def test_options_in_the_files_exist() -> None:
     commands = set(re.findall(r"gdrkit (agent|serve|check|qualify)\b", text))
     assert commands == {"agent", "serve", "check", "qualify"}
     for command, option in re.findall(r"gdrkit (agent|serve|check|qualify)\b[^`\n]*?(--[a-z-]+)", text):
-        helped = subprocess.run(
+        help_output = subprocess.run(
             [sys.executable, "-m", "gdrkit", command, "--help"], capture_output=True, text=True, check=True, timeout=60
         )
-        assert option in helped.stdout, (command, option)
+        assert option in help_output.stdout, (command, option)

@@ -17,10 +17,10 @@ import pytest
 
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-# Start of every script. D is the folder that docs/usrbio.md calls $D, with the header and the library. AGENT and SERVE
-# start a service in the background: $! is its process, and it is ready when it has printed its first line. TERMINATE
-# ends the service, and its exit code is the exit code of the script.
-SHELL = """
+# SCRIPT_START is the start of every script. In docs/usrbio.md, $D is the folder with the header and the library.
+# START_AGENT and START_SERVER start a service in the background, and wait for its first line. TERMINATE_SERVICE ends
+# the service, and its exit code becomes the exit code of the script.
+SCRIPT_START = """
 set -e
 python() { "$PYTHON" "$@"; }
 mkfifo output
@@ -28,15 +28,15 @@ mkdir store
 D=$(python -c 'import gdrkit.usrbio, os; print(os.path.dirname(gdrkit.usrbio.__file__))')
 """
 WAIT_UNTIL_READY = "exec 3< output; read -r line <&3\n"
-AGENT = f'"$PYTHON" -m gdrkit agent store --store store > output &\n{WAIT_UNTIL_READY}'
-SERVE = f'"$PYTHON" -m gdrkit serve --store store --listen 127.0.0.1:0 > output &\n{WAIT_UNTIL_READY}'
-TERMINATE = "kill $!; wait $!\n"
+START_AGENT = f'"$PYTHON" -m gdrkit agent store --store store > output &\n{WAIT_UNTIL_READY}'
+START_SERVER = f'"$PYTHON" -m gdrkit serve --store store --listen 127.0.0.1:0 > output &\n{WAIT_UNTIL_READY}'
+TERMINATE_SERVICE = "kill $!; wait $!\n"
 
 
-def blocks(document: str, language: str) -> list[str]:
+def read_blocks(document: str, language: str) -> list[str]:
     """Return the code blocks of a document in this language."""
-    blocks = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
-    return [text for block_language, text in blocks if block_language == language]
+    all_blocks = BLOCK.findall((PROJECT_ROOT / "docs" / document).read_text())
+    return [text for block_language, text in all_blocks if block_language == language]
 
 
 def is_in_document(output: str, document: str) -> bool:
@@ -49,7 +49,7 @@ def run_on_twins(script: str, folder: Path) -> str:
     """Run a shell script on the twins, and return its output."""
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--"]
     command = [*launcher, "env", f"PYTHON={sys.executable}", "bash"]
-    (folder / "script").write_text(SHELL + script)
+    (folder / "script").write_text(SCRIPT_START + script)
     result = subprocess.run([*command, "script"], cwd=folder, capture_output=True, text=True, check=False, timeout=100)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -59,32 +59,34 @@ def run_on_twins(script: str, folder: Path) -> str:
     ("block_index", "output"), [(0, "0 4096\n"), (1, "65536 b'0123456789abcdef'\n")], ids=["host", "device"]
 )
 def test_python_programs_of_usrbio_run(tmp_path: Path, block_index: int, output: str) -> None:
-    (tmp_path / "program.py").write_text(blocks("usrbio.md", "python")[block_index])
+    (tmp_path / "program.py").write_text(read_blocks("usrbio.md", "python")[block_index])
     (tmp_path / "data").write_bytes(b"0123456789abcdef" * 65536)
-    script = f"mv data store\n{AGENT}python program.py store store/data\n{TERMINATE}"
+    script = f"mv data store\n{START_AGENT}python program.py store store/data\n{TERMINATE_SERVICE}"
     assert output in run_on_twins(script, tmp_path)
 
 
 def test_c_program_of_usrbio_copies_a_file(tmp_path: Path) -> None:
-    (source,) = blocks("usrbio.md", "c")
+    (source,) = read_blocks("usrbio.md", "c")
     (tmp_path / "copy.c").write_text(source)
     text = (PROJECT_ROOT / "docs" / "usrbio.md").read_text()
     (compile_line,) = re.findall(r"^    (cc copy\.c .*)$", text, re.MULTILINE)
     create_data = "head -c 3000001 /dev/urandom > store/data\n"
     copy_data = "./copy store store/data store/copy\ncmp store/data store/copy\n"
-    assert "3000001 bytes" in run_on_twins(f"{compile_line}\n{create_data}{AGENT}{copy_data}{TERMINATE}", tmp_path)
+    assert "3000001 bytes" in run_on_twins(
+        f"{compile_line}\n{create_data}{START_AGENT}{copy_data}{TERMINATE_SERVICE}", tmp_path
+    )
 
 
 def test_storage_program_prints_the_documented_output(tmp_path: Path) -> None:
-    (program,) = blocks("storage.md", "python")
+    (program,) = read_blocks("storage.md", "python")
     (tmp_path / "store.py").write_text(program)
     run_program = 'line=${line##* at }\npython store.py "${line%% by *}" store/.gdrkit/token\n'
-    assert is_in_document(run_on_twins(f"{SERVE}{run_program}{TERMINATE}", tmp_path), "storage.md")
+    assert is_in_document(run_on_twins(f"{START_SERVER}{run_program}{TERMINATE_SERVICE}", tmp_path), "storage.md")
 
 
 @pytest.mark.parametrize("name", ["gaudi.md", "registration.md"])
 def test_first_program_of_the_document_runs(tmp_path: Path, name: str) -> None:
-    (tmp_path / "program.py").write_text(blocks(name, "python")[0])
+    (tmp_path / "program.py").write_text(read_blocks(name, "python")[0])
     assert run_on_twins("python program.py\n", tmp_path) == ""
 
 
@@ -100,19 +102,19 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
     # The document names one fixed port. The case uses a free one.
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
-    in_first_shell, in_second_shell = (
+    service_command, client_command = (
         f"{prefix} {command}".replace("DIR", "store").replace("7070", port) for command in (service, client)
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GDRKIT_TWINS_DOMAIN")}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     with subprocess.Popen(
-        ["bash", "-c", f"exec {in_first_shell}"], cwd=folder, env=environ, stdout=subprocess.PIPE
+        ["bash", "-c", f"exec {service_command}"], cwd=folder, env=environ, stdout=subprocess.PIPE
     ) as server:
         try:
             assert server.stdout is not None
             assert server.stdout.readline()
             result = subprocess.run(
-                ["bash", "-c", in_second_shell],
+                ["bash", "-c", client_command],
                 cwd=folder,
                 env=environ,
                 capture_output=True,
@@ -129,7 +131,7 @@ def run_in_two_shells(document: str, service: str, client: str, folder: Path) ->
 
 def test_storage_commands_work_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
-    (tmp_path / "store.py").write_text(blocks("storage.md", "python")[0])
+    (tmp_path / "store.py").write_text(read_blocks("storage.md", "python")[0])
     server = "gdrkit serve --store DIR --listen 0.0.0.0:7070"
     client = "python store.py 127.0.0.1:7070 DIR/.gdrkit/token"
     assert is_in_document(run_in_two_shells("storage.md", server, client, tmp_path), "storage.md")
@@ -138,38 +140,38 @@ def test_storage_commands_work_in_two_shells(tmp_path: Path) -> None:
 def test_usrbio_commands_work_in_two_shells(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir()
     (tmp_path / "store" / "input").write_bytes(b"0123456789abcdef" * 65536)
-    (tmp_path / "read.py").write_text(blocks("usrbio.md", "python")[0])
+    (tmp_path / "read.py").write_text(read_blocks("usrbio.md", "python")[0])
     output = run_in_two_shells("usrbio.md", "gdrkit agent DIR --store DIR", "python read.py DIR DIR/input", tmp_path)
     assert output.splitlines()[-1] == "b'0123456789abcdef'"
 
 
 def test_gds_program_prints_the_documented_output(tmp_path: Path) -> None:
-    (program,) = blocks("gds.md", "python")
+    (program,) = read_blocks("gds.md", "python")
     (tmp_path / "program.py").write_text(program)
     assert is_in_document(run_on_twins("python program.py .\n", tmp_path), "gds.md")
 
 
 def test_model_program_prints_the_documented_output(tmp_path: Path) -> None:
-    program = blocks("models.md", "python")[0]
+    program = read_blocks("models.md", "python")[0]
     (tmp_path / "program.py").write_text(program)
     assert is_in_document(run_on_twins("python program.py\n", tmp_path), "models.md")
 
 
 def test_cufile_program_prints_why_it_was_not_direct(tmp_path: Path) -> None:
-    (program,) = blocks("cufile.md", "python")
+    (program,) = read_blocks("cufile.md", "python")
     (tmp_path / "program.py").write_text(program)
     # The file must be on a disk, and /tmp may be in memory.
     with tempfile.NamedTemporaryFile(dir="/var/tmp") as data:
         data.write(bytes(1 << 20))
         data.flush()
-        printed = run_on_twins(f"python program.py {data.name}\n", tmp_path)
-    assert printed.startswith("1048576 bytes\nfell_back by posix\n")
-    assert "- no_nvidia_fs: nvidia-fs is not loaded. To do: load nvidia-fs" in printed
+        output = run_on_twins(f"python program.py {data.name}\n", tmp_path)
+    assert output.startswith("1048576 bytes\nfell_back by posix\n")
+    assert "- no_nvidia_fs: nvidia-fs is not loaded. To do: load nvidia-fs" in output
 
 
 def test_tiers_program_prints_the_documented_output(tmp_path: Path) -> None:
     document = (PROJECT_ROOT / "docs" / "tiers.md").read_text()
-    (program,) = blocks("tiers.md", "python")
+    (program,) = read_blocks("tiers.md", "python")
     (tmp_path / "program.py").write_text(program)
     (line,) = re.findall(r"^`(python program\.py .*?)`", document, re.MULTILINE)
     for name in ("fast", "medium", "slow"):
@@ -178,7 +180,7 @@ def test_tiers_program_prints_the_documented_output(tmp_path: Path) -> None:
 
 
 def test_tiers_configuration_is_valid(tmp_path: Path) -> None:
-    (text,) = blocks("tiers.md", "toml")
+    (text,) = read_blocks("tiers.md", "toml")
     (tmp_path / "tiers.toml").write_text(text)
     command = [sys.executable, "-m", "gdrkit", "tiers", "status", "--config", "tiers.toml"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)

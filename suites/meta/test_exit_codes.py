@@ -1,4 +1,4 @@
-"""A nox session ends with the exit code of the command that it runs. By itself, nox would end with 1."""
+"""A nox session ends with the exit code of the command that it runs, although nox itself ends with 1."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_nox(*arguments: str, path: str | None = None) -> subprocess.CompletedPro
 
 
 @pytest.fixture
-def path_of_vendor_machine(tmp_path: Path) -> str:
+def vendor_machine_path(tmp_path: Path) -> str:
     """Value of PATH for a machine that has a vendor's RDMA stack (ofed_info) and no C++ compiler."""
     for name in ("bash", "dpkg-query", "git"):
         program = shutil.which(name)
@@ -47,8 +47,8 @@ def test_selection_without_cases_is_2() -> None:
     assert run_nox("-s", "meta", "--", "-k", "there_is_no_such_case").returncode == 2
 
 
-def test_missing_tools_beside_a_vendor_stack_are_3(path_of_vendor_machine: str) -> None:
-    result = run_nox("-s", "native", path=path_of_vendor_machine)
+def test_missing_tools_beside_a_vendor_stack_are_3(vendor_machine_path: str) -> None:
+    result = run_nox("-s", "native", path=vendor_machine_path)
     assert result.returncode == 3
     assert "ofed_info" in result.stdout
     assert "g++" in result.stdout

@@ -14,8 +14,8 @@ PROJECT_ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = PROJECT_ROOT / "docs" / "add-a-device.md"
 WORDS = re.compile(r"gaudi|habana|hl-?thunk", re.IGNORECASE)
 
-# For each file below gdrkit/ that may mention Gaudi: the maximum number of such lines, and what they are for.
-ALLOWED = {
+# The files below gdrkit/ that may mention Gaudi, each with the maximum number of such lines and their purpose.
+ALLOWED_MENTIONS = {
     "errors.py": (1, "the name of the API in errors"),
     "buffers.py": (4, "the memory kind, and comments"),
     "host/__init__.py": (2, "reads the PCI bus"),
@@ -55,7 +55,7 @@ VENDOR_INDEPENDENT = (
 )
 
 
-def mentions() -> dict[str, int]:
+def count_mentions() -> dict[str, int]:
     """Return the number of lines that mention Gaudi, by file, without the package gaudi itself."""
     root = PROJECT_ROOT / "gdrkit"
     counts = {}
@@ -68,15 +68,15 @@ def mentions() -> dict[str, int]:
 
 
 def test_only_listed_modules_mention_gaudi() -> None:
-    counts = mentions()
-    assert counts.keys() == ALLOWED.keys()
-    more = {file: count for file, count in counts.items() if count > ALLOWED[file][0]}
-    assert not more
+    counts = count_mentions()
+    assert counts.keys() == ALLOWED_MENTIONS.keys()
+    excess_counts = {file: count for file, count in counts.items() if count > ALLOWED_MENTIONS[file][0]}
+    assert not excess_counts
 
 
 @pytest.mark.parametrize("module", VENDOR_INDEPENDENT)
 def test_memory_transport_does_not_mention_gaudi(module: str) -> None:
-    assert not [file for file in mentions() if file == module or file.startswith(f"{module}/")]
+    assert not [file for file in count_mentions() if file == module or file.startswith(f"{module}/")]
 
 
 def test_native_parts_do_not_mention_gaudi() -> None:
@@ -88,4 +88,4 @@ def test_native_parts_do_not_mention_gaudi() -> None:
 def test_document_shows_the_list() -> None:
     text = DOCUMENT.read_text()
     rows = dict(re.findall(r"^\| `gdrkit/([\w/.]+)` \| (.+) \|$", text, re.MULTILINE))
-    assert rows == {file: purpose for file, (_, purpose) in ALLOWED.items()}
+    assert rows == {file: purpose for file, (_, purpose) in ALLOWED_MENTIONS.items()}

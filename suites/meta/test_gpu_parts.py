@@ -30,21 +30,21 @@ def test_part_has_its_cases_and_is_in_the_readme(name: str) -> None:
 
 
 def test_every_benchmark_of_a_gpu_belongs_to_a_part() -> None:
-    in_parts = {case for part in run.PARTS.values() for case in part.cases}
+    cases_of_parts = {case for part in run.PARTS.values() for case in part.cases}
     benchmarks = {str(path.relative_to(PROJECT_ROOT)) for path in (PROJECT_ROOT / "suites" / "bench").glob("test_*.py")}
     # The results of these cases are recorded on a machine without hardware.
-    assert benchmarks - in_parts == {
+    assert benchmarks - cases_of_parts == {
         f"suites/bench/{name}.py" for name in ("test_doctor_cost", "test_iov_cost", "test_tier_policy")
     }
 
 
 def test_wrong_usage_and_empty_folder_are_reported(tmp_path: Path) -> None:
     assert "--tar" in run_gpu_py("--help").stdout
-    unknown = run_gpu_py("everything")
-    assert (unknown.returncode, "PART must be one of inventory, " in unknown.stderr) == (2, True)
-    assert "not everything" in unknown.stderr
-    empty = run_gpu_py("--bundle", str(tmp_path))
-    assert (empty.returncode, "run nox -s bundle" in empty.stdout) == (3, True)
+    unknown_part = run_gpu_py("everything")
+    assert (unknown_part.returncode, "PART must be one of inventory, " in unknown_part.stderr) == (2, True)
+    assert "not everything" in unknown_part.stderr
+    empty_bundle = run_gpu_py("--bundle", str(tmp_path))
+    assert (empty_bundle.returncode, "run nox -s bundle" in empty_bundle.stdout) == (3, True)
 
 
 def test_output_and_exit_code_of_a_part_are_kept(tmp_path: Path) -> None:
@@ -68,6 +68,6 @@ def test_records_are_packed_into_one_archive(tmp_path: Path) -> None:
     # The second call replaces the archive of the first.
     for _ in range(2):
         run.pack(tmp_path / "out", archive)
-    with tarfile.open(archive) as packed:
-        assert "records/h200-1/cost.jsonl" in packed.getnames()
+    with tarfile.open(archive) as archive_file:
+        assert "records/h200-1/cost.jsonl" in archive_file.getnames()
     assert [path.name for path in archive.parent.iterdir()] == ["all.tar.gz"]

@@ -13,8 +13,8 @@ from gdrkit.harness.needs import host, needs
 from gdrkit.units import KIB
 
 SOURCES = Path(__file__).resolve().parents[2] / "deploy" / "hf3fs"
-# The calls of SGLang's client, which does not import multiprocessing.shared_memory: rings first, then memory whose
-# name is removed while it is published.
+# The program makes the calls of SGLang's client: it creates rings, publishes memory, and then removes the names of the
+# memory. It does not import multiprocessing.shared_memory, like that client.
 PROGRAM = """
 import datetime, multiprocessing, os, subprocess, sys
 from hf3fs_fuse.io import deregister_fd, extract_mount_point, make_ioring, make_iovec, register_fd
@@ -36,21 +36,21 @@ blocks[0].buf[:] = sys.stdin.buffer.read(2 * length)
 for ring, iov, for_read in zip(rings, iovs, (False, True)):
     for number in range(2):
         ring.prepare(iov[number * length : (number + 1) * length], for_read, file, 2 * number * length)
-    done = ring.submit().wait(min_results=2, timeout=datetime.timedelta(seconds=30))
-    assert [iov.result for iov in done] == [length, length], [iov.result for iov in done]
+    completions = ring.submit().wait(min_results=2, timeout=datetime.timedelta(seconds=30))
+    assert [completion.result for completion in completions] == [length, length], completions
 sys.stdout.buffer.write(bytes(blocks[1].buf))
 sys.stdout.flush()
 deregister_fd(file)
-del rings, ring, iov, iovs, done
+del rings, ring, iov, iovs, completions
 for block in blocks:
     block.close()
 agent.terminate()
 assert agent.wait() == 0
 """
-ON_TWINS = ("-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--", sys.executable)
+RUN_ON_TWINS = ("-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--", sys.executable)
 
 
-def run(folder: Path, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
+def run_python(folder: Path, *arguments: str, data: bytes = b"") -> subprocess.CompletedProcess[bytes]:
     """Run Python with the modules in a folder."""
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run([sys.executable, *arguments], input=data, env=environ, capture_output=True, check=False)
@@ -58,11 +58,11 @@ def run(folder: Path, *arguments: str, data: bytes = b"") -> subprocess.Complete
 
 def test_names_of_3fs_write_and_read_blocks(tmp_path: Path) -> None:
     payload = pattern.payload(128 * KIB, seed=6)
-    result = run(SOURCES, *ON_TWINS, "-c", PROGRAM, str(tmp_path), str(64 * KIB), data=payload)
+    result = run_python(SOURCES, *RUN_ON_TWINS, "-c", PROGRAM, str(tmp_path), str(64 * KIB), data=payload)
     assert result.returncode == 0, result.stderr.decode()
     assert result.stdout == payload
-    written = (tmp_path / "file").read_bytes()
-    assert written[: 64 * KIB] + written[128 * KIB : 192 * KIB] == payload
+    file_data = (tmp_path / "file").read_bytes()
+    assert file_data[: 64 * KIB] + file_data[128 * KIB : 192 * KIB] == payload
 
 
 def test_names_beside_the_native_module_are_refused(tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_names_beside_the_native_module_are_refused(tmp_path: Path) -> None:
     # The importer prefers a package to a module, as it prefers the native module of 3FS.
     (tmp_path / "both" / "hf3fs_py_usrbio").mkdir()
     (tmp_path / "both" / "hf3fs_py_usrbio" / "__init__.py").touch()
-    result = run(tmp_path / "both", "-c", "import hf3fs_fuse.io")
+    result = run_python(tmp_path / "both", "-c", "import hf3fs_fuse.io")
     assert result.returncode == 1
     assert b"ImportError: gdrkit-hf3fs and the package of 3FS are both installed" in result.stderr
 
@@ -81,9 +81,9 @@ def test_build_beside_the_package_of_3fs_is_refused(tmp_path: Path) -> None:
         "import sys, sysconfig; sysconfig.get_path = lambda name: sys.argv[1]\n"
         "import backend; backend.build_wheel(sys.argv[2])"
     )
-    installed = tmp_path / "site" / "hf3fs_py_usrbio-1.2.9.dist-info"
-    installed.mkdir(parents=True)
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: hf3fs_py_usrbio\nVersion: 1.2.9\n")
-    result = run(SOURCES, "-c", program, str(tmp_path / "site"), str(tmp_path))
+    metadata_folder = tmp_path / "site" / "hf3fs_py_usrbio-1.2.9.dist-info"
+    metadata_folder.mkdir(parents=True)
+    (metadata_folder / "METADATA").write_text("Metadata-Version: 2.1\nName: hf3fs_py_usrbio\nVersion: 1.2.9\n")
+    result = run_python(SOURCES, "-c", program, str(tmp_path / "site"), str(tmp_path))
     assert b"hf3fs_py_usrbio 1.2.9 of 3FS is installed" in result.stderr
     assert not list(tmp_path.glob("*.whl"))

@@ -9,15 +9,15 @@ import sys
 import pytest
 from meta.levels import IMPORT_LEVELS
 
-# This program prints only the libraries that the import adds, because the interpreter has some already.
+# This program prints the libraries that `import gdrkit` adds to the libraries of the interpreter, and all modules.
 PRINT_IMPORTED = """
 import json, sys
-def mapped():
+def read_mapped_files():
     with open("/proc/self/maps") as maps:
         return {fields[5].strip() for line in maps if len(fields := line.split(maxsplit=5)) == 6}
-before = mapped()
+files_before = read_mapped_files()
 import gdrkit
-print(json.dumps({"mapped": sorted(mapped() - before), "modules": sorted(sys.modules)}))
+print(json.dumps({"mapped": sorted(read_mapped_files() - files_before), "modules": sorted(sys.modules)}))
 """
 # This program runs a command of gdrkit and then prints all imported modules.
 RUN_COMMAND = """

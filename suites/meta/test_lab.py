@@ -1,6 +1,6 @@
 """The lab (a virtual machine with the kernel's RDMA stack) reports in one sentence why it cannot run, with exit code 3.
 
-Shell scripts replace the programs that the lab calls, e.g. QEMU. The last cases check the comparison of records: the
+Shell scripts replace the programs that the lab calls, e.g. QEMU. The last cases check the comparison of the
 records of the twin with the records of the kernel. A twin is a library that emulates the hardware below an API.
 """
 
@@ -84,7 +84,7 @@ def run_lab(lab_folder: Path) -> RunLab:
     return run
 
 
-def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
+def get_sentence(result: subprocess.CompletedProcess[str]) -> str:
     """Return the one sentence that the lab printed."""
     assert result.returncode == 3, result.stdout + result.stderr
     assert "Traceback" not in result.stderr
@@ -96,37 +96,37 @@ def sentence_of(result: subprocess.CompletedProcess[str]) -> str:
 
 def test_missing_qemu_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     (lab_folder / "bin" / "qemu-system-x86_64").unlink()
-    assert "qemu-system-x86" in sentence_of(run_lab())
+    assert "qemu-system-x86" in get_sentence(run_lab())
 
 
 def test_missing_virtme_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     (lab_folder / "bin" / "vng").unlink()
-    assert "virtme-ng" in sentence_of(run_lab())
+    assert "virtme-ng" in get_sentence(run_lab())
 
 
 def test_missing_kernel_without_apt_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     (lab_folder / "kernel" / "ready").unlink()
-    assert "apt is missing" in sentence_of(run_lab())
+    assert "apt is missing" in get_sentence(run_lab())
 
 
 def test_apt_without_kernel_package_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     (lab_folder / "kernel" / "ready").unlink()
     for name in ("apt-get", "apt-cache"):
         write_script(lab_folder / "bin" / name, "exit 1")
-    assert "apt has no kernel package" in sentence_of(run_lab())
+    assert "apt has no kernel package" in get_sentence(run_lab())
 
 
 def test_failed_kernel_download_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     (lab_folder / "kernel" / "ready").unlink()
     write_script(lab_folder / "bin" / "apt-cache", 'echo "  Depends: linux-image-9.9-amd64"')
     write_script(lab_folder / "bin" / "apt-get", 'echo "E: Failed to fetch it" >&2; exit 100')
-    assert "apt-get download failed: E: Failed to fetch it" in sentence_of(run_lab())
+    assert "apt-get download failed: E: Failed to fetch it" in get_sentence(run_lab())
 
 
 def test_broken_kvm_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     (lab_folder / "cpuinfo").write_text("flags\t\t: fpu vmx sse\n")
     (lab_folder / "kvm").touch()
-    sentence = sentence_of(run_lab(f"--cpuinfo={lab_folder / 'cpuinfo'}", f"--kvm={lab_folder / 'kvm'}"))
+    sentence = get_sentence(run_lab(f"--cpuinfo={lab_folder / 'cpuinfo'}", f"--kvm={lab_folder / 'kvm'}"))
     assert "KVM_GET_API_VERSION) failed: " in sentence
     assert "--tcg" in sentence
 
@@ -140,9 +140,9 @@ def test_kvm_device_without_cpu_flags_is_not_used(tmp_path: Path, flags: str) ->
 
 def test_guest_that_does_not_boot_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     write_script(lab_folder / "bin" / "vng", "exec sleep 1000")
-    started = time.monotonic()
-    assert "did not boot within 1 s" in sentence_of(run_lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
-    assert time.monotonic() - started < 60
+    start_s = time.monotonic()
+    assert "did not boot within 1 s" in get_sentence(run_lab("--tcg", "--boot-limit-s=1", "--limit-s=1"))
+    assert time.monotonic() - start_s < 60
 
 
 @pytest.mark.parametrize(
@@ -156,16 +156,16 @@ def test_guest_that_does_not_boot_is_reported(lab_folder: Path, run_lab: RunLab)
 def test_guest_that_hangs_is_killed_with_its_children(lab_folder: Path, guest: str) -> None:
     write_script(lab_folder / "bin" / "vng", guest)
     machine = Machine(image=lab_folder / "kernel" / "boot" / "vmlinuz-1", tools=lab_folder / "bin", use_kvm=False)
-    started = time.monotonic()
+    start_s = time.monotonic()
     with pytest.raises(LabError, match="did not end within 1 s"):
         machine.run(lab_folder / "no_script", output=lab_folder, limits=Limits(boot_s=30, run_s=1))
     # run() returns only after every process that could write to the output has ended.
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - start_s < 60
 
 
 def test_guest_without_result_is_reported(lab_folder: Path, run_lab: RunLab) -> None:
     write_script(lab_folder / "bin" / "vng", "exit 7")
-    assert "exit code of vng: 7" in sentence_of(run_lab("--tcg"))
+    assert "exit code of vng: 7" in get_sentence(run_lab("--tcg"))
 
 
 def test_pair_agrees_only_if_it_passes_on_both() -> None:
@@ -184,26 +184,28 @@ def test_pair_agrees_only_if_it_passes_on_both() -> None:
     assert [pair.case for pair in pairs if pair.agrees] == ["a", "j"]
     assert [pair.case for pair in pairs if pair.refused] == ["f", "i"]
     assert [pair.case for pair in pairs if pair.differs] == ["b", "e", "g", "h"]
-    marked = [line.split()[0] for line in format_table(pairs).splitlines() if line.endswith("DIFFERS")]
-    assert marked == ["b", "e", "g", "h"]
+    marked_cases = [line.split()[0] for line in format_table(pairs).splitlines() if line.endswith("DIFFERS")]
+    assert marked_cases == ["b", "e", "g", "h"]
 
 
 def test_refusal_differs_from_a_case_that_did_not_run(tmp_path: Path) -> None:
-    device = CaseReason(text="no dma-buf regions on rxe0", need="verbs.dmabuf_region", foreseen=True)
-    twin = CaseReason(text="no twin", need="software(verbs)", foreseen=True)
-    kernel = [
-        make_record(Verdict.NOT_RUN, case="refused", reasons=(device,), evidence={"refused": [{}]}),
-        make_record(Verdict.NOT_RUN, case="not tried", reasons=(device,)),
-        make_record(Verdict.NOT_RUN, case="lacks more", reasons=(device, twin)),
+    device_reason = CaseReason(text="no dma-buf regions on rxe0", need="verbs.dmabuf_region", foreseen=True)
+    twin_reason = CaseReason(text="no twin", need="software(verbs)", foreseen=True)
+    kernel_records = [
+        make_record(Verdict.NOT_RUN, case="refused", reasons=(device_reason,), evidence={"refused": [{}]}),
+        make_record(Verdict.NOT_RUN, case="not tried", reasons=(device_reason,)),
+        make_record(Verdict.NOT_RUN, case="lacks more", reasons=(device_reason, twin_reason)),
         make_record(Verdict.FAIL, case="another error", reasons=(CaseReason(text="no"),), evidence={"refused": [{}]}),
         make_record(case="host"),
     ]
-    for record in kernel:
+    for record in kernel_records:
         append_record(tmp_path / "kernel.jsonl", record)
         append_record(tmp_path / "twin.jsonl", make_record(case=record.case))
     pairs = {pair.case: pair for pair in compare(tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl")}
     assert [name for name, pair in pairs.items() if pair.refused] == ["refused"]
     assert [name for name, pair in pairs.items() if pair.agrees] == ["host"]
     assert [name for name, pair in pairs.items() if pair.differs] == ["another error"]
-    assert find_missing_refusals(kernel, load_profile("lab")) == ("not tried had to be refused but did not run",)
-    assert find_missing_refusals(kernel, load_profile("bare")) == ()
+    assert find_missing_refusals(kernel_records, load_profile("lab")) == (
+        "not tried had to be refused but did not run",
+    )
+    assert find_missing_refusals(kernel_records, load_profile("bare")) == ()

@@ -10,9 +10,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 from meta.mutants.modules import CASES, MODULES
-from meta.mutants.mutant import Mutant, MutantOutcome, PatchMismatch, Result, changed_lines, equivalents
-from meta.mutants.patches import PATCHES, Patch, mutant_of
-from meta.mutants.run import draw, recorded_kills, score, try_all, write_records
+from meta.mutants.mutant import (
+    Mutant,
+    MutantOutcome,
+    PatchMismatch,
+    Result,
+    find_changed_lines,
+    read_equivalent_reasons,
+)
+from meta.mutants.patches import PATCHES, Patch, make_mutant
+from meta.mutants.run import compute_score, draw_mutants, read_recorded_kills, try_all_mutants, write_records
 from meta.mutants.worker import BaselineFailed, Worker
 from support.json_schema import JSONSCHEMA, find_violations
 
@@ -30,8 +37,8 @@ DOCSTRING = '"""Return a failed outcome if cases that the profile requires did n
 CASE = ("suites/qualify/test_outcome.py", "-k", "test_exit_code_follows_from_the_records")
 
 
-def mutant_with(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
-    return dataclasses.replace(mutant_of(Patch("by-hand", file, before, after), TREE), cases=cases)
+def make_mutant_with(before: str, after: str, *, file: str = OUTCOME, cases: tuple[str, ...] = CASE) -> Mutant:
+    return dataclasses.replace(make_mutant(Patch("by-hand", file, before, after), TREE), cases=cases)
 
 
 @pytest.fixture(scope="module")
@@ -39,50 +46,50 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
     """A worker that has a copy of this tree."""
     # The copy is in the file system of the environment, so that its files can be linked.
     folder = TREE / "build" / "mutants" / f"meta-{tmp_path_factory.getbasetemp().name}"
-    created = Worker(folder, source=TREE, environment=Path(sys.prefix))
-    yield created
-    created.remove()
+    new_worker = Worker(folder, source=TREE, environment=Path(sys.prefix))
+    yield new_worker
+    new_worker.remove()
 
 
 def test_known_mutant_is_killed_by_a_named_case(worker: Worker) -> None:
-    mutant = mutant_with("    if failed_outcome is not None:\n        return failed_outcome\n", "")
-    (result,) = try_all([mutant], [worker], {})
+    mutant = make_mutant_with("    if failed_outcome is not None:\n        return failed_outcome\n", "")
+    (result,) = try_all_mutants([mutant], [worker], {})
     assert result.outcome is MutantOutcome.KILLED
     assert "test_outcome.py::test_exit_code_follows_from_the_records" in result.killed_by
     assert (worker.tree / OUTCOME).read_text() == (TREE / OUTCOME).read_text()
 
 
 def test_mutant_that_no_case_asserts_survives(worker: Worker) -> None:
-    mutant = mutant_with(DOCSTRING, '"""."""')
-    (result,) = try_all([mutant], [worker], {})
+    mutant = make_mutant_with(DOCSTRING, '"""."""')
+    (result,) = try_all_mutants([mutant], [worker], {})
     assert (result.outcome, result.killed_by) == (MutantOutcome.SURVIVED, "")
 
 
 def test_tree_in_use_is_not_changed(worker: Worker) -> None:
     before = (TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns
-    try_all([mutant_with(DOCSTRING, '"""."""')], [worker], {})
+    try_all_mutants([make_mutant_with(DOCSTRING, '"""."""')], [worker], {})
     assert before == ((TREE / OUTCOME).read_bytes(), (TREE / OUTCOME).stat().st_mtime_ns)
 
 
 def test_baseline_that_fails_is_refused(worker: Worker) -> None:
     broken = worker.tree / "suites" / "qualify" / "test_broken.py"
     broken.write_text("def test_that_fails() -> None:\n    assert False\n")
-    mutant = mutant_with(
+    mutant = make_mutant_with(
         "    if failed_outcome is not None:\n        return failed_outcome\n",
         "",
         cases=("suites/qualify/test_broken.py",),
     )
     try:
         with pytest.raises(BaselineFailed, match="test_that_fails"):
-            try_all([mutant], [worker], {})
+            try_all_mutants([mutant], [worker], {})
     finally:
         broken.unlink()
 
 
 def test_baseline_without_cases_is_refused(worker: Worker) -> None:
-    mutant = mutant_with(DOCSTRING, '"""."""', cases=(*CASE[:2], "no_such_case"))
+    mutant = make_mutant_with(DOCSTRING, '"""."""', cases=(*CASE[:2], "no_such_case"))
     with pytest.raises(BaselineFailed):
-        try_all([mutant], [worker], {})
+        try_all_mutants([mutant], [worker], {})
 
 
 def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
@@ -97,9 +104,9 @@ def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
         "    count.write_text(str(runs))\n"
         "    assert runs != 2\n"
     )
-    mutant = mutant_with(DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
+    mutant = make_mutant_with(DOCSTRING, '"""."""', cases=("suites/qualify/test_flaky.py",))
     try:
-        (result,) = try_all([mutant], [worker], {})
+        (result,) = try_all_mutants([mutant], [worker], {})
     finally:
         flaky_file.unlink()
         count_file.unlink()
@@ -108,15 +115,15 @@ def test_case_that_fails_once_does_not_kill(worker: Worker) -> None:
 
 
 def test_equivalent_mutant_is_not_run() -> None:
-    mutant = mutant_with(DOCSTRING, '"""."""')
-    (result,) = try_all([mutant], [], {mutant.content: "a docstring"})
+    mutant = make_mutant_with(DOCSTRING, '"""."""')
+    (result,) = try_all_mutants([mutant], [], {mutant.content: "a docstring"})
     assert (result.outcome, result.note) == (MutantOutcome.EQUIVALENT, "a docstring")
 
 
 def test_seed_gives_the_same_sample_twice() -> None:
     modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
     first, repeated, sample_of_another_seed = (
-        draw(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
+        draw_mutants(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
     )
     assert first == repeated
     assert len(first) == 10
@@ -135,7 +142,7 @@ def test_every_module_of_the_table_exists() -> None:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=lambda patch: patch.name)
 def test_committed_patch_fits_the_code(patch: Patch) -> None:
-    mutant = mutant_of(patch, TREE)
+    mutant = make_mutant(patch, TREE)
     assert mutant.before != mutant.after
 
 
@@ -143,7 +150,7 @@ def test_patch_that_no_longer_fits_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text("one\none\n")
     for text in ("two", "one"):
         with pytest.raises(PatchMismatch, match="adapt the patch"):
-            mutant_of(Patch("lost", "a.py", text, "three", cases=("x",)), tmp_path)
+            make_mutant(Patch("lost", "a.py", text, "three", cases=("x",)), tmp_path)
 
 
 def test_names_of_patches_are_unique() -> None:
@@ -151,43 +158,51 @@ def test_names_of_patches_are_unique() -> None:
 
 
 def test_every_equivalent_mutant_fits_the_code() -> None:
-    for (file, _, before, _), reason in equivalents().items():
+    for (file, _, before, _), reason in read_equivalent_reasons().items():
         assert len(reason) > 20
         lines = [line.strip() for line in (TREE / file).read_text().splitlines()]
         assert all(line.strip() in lines for line in before.splitlines()), f"{file} has no such line: {before}"
 
 
 def test_changed_lines_are_those_that_differ() -> None:
-    assert changed_lines("a\n  b\nc\n", "a\n  x\n  y\nc\n") == (2, "b", "x\n  y")
+    assert find_changed_lines("a\n  b\nc\n", "a\n  x\n  y\nc\n") == (2, "b", "x\n  y")
 
 
 def test_equivalent_mutants_do_not_count() -> None:
-    mutant = mutant_of(PATCHES[0], TREE)
+    mutant = make_mutant(PATCHES[0], TREE)
     outcomes = [MutantOutcome.KILLED] * 8 + [MutantOutcome.TIMEOUT, MutantOutcome.SURVIVED, MutantOutcome.EQUIVALENT]
-    assert score([Result(mutant, outcome) for outcome in outcomes]) == 0.9
+    assert compute_score([Result(mutant, outcome) for outcome in outcomes]) == 0.9
 
 
 @JSONSCHEMA
 def test_retry_runs_only_mutants_that_were_not_killed(tmp_path: Path) -> None:
-    killed, survivor, path = mutant_of(PATCHES[0], TREE), mutant_of(PATCHES[1], TREE), tmp_path / "mutants.jsonl"
+    killed_mutant, survivor, path = (
+        make_mutant(PATCHES[0], TREE),
+        make_mutant(PATCHES[1], TREE),
+        tmp_path / "mutants.jsonl",
+    )
     earlier_results = [
-        Result(killed, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0, baseline_s=2.0, limit_s=90.0),
+        Result(
+            killed_mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0, baseline_s=2.0, limit_s=90.0
+        ),
         Result(survivor, MutantOutcome.SURVIVED),
     ]
     write_records(path, earlier_results, seed="1", command="x", duration_s=9.0)
-    kills = recorded_kills(path, [killed, survivor])
+    kills = read_recorded_kills(path, [killed_mutant, survivor])
     # Without a worker, no case can run.
-    (retried,) = try_all([killed], [], {}, kills)
+    (retried,) = try_all_mutants([killed_mutant], [], {}, kills)
     assert dataclasses.replace(retried, note="") == earlier_results[0]
-    assert kills.keys() == {killed.content}
-    changed = dataclasses.replace(killed, after="other lines")
-    assert not recorded_kills(path, [changed])
+    assert kills.keys() == {killed_mutant.content}
+    changed_mutant = dataclasses.replace(killed_mutant, after="other lines")
+    assert not read_recorded_kills(path, [changed_mutant])
 
 
 def test_record_has_a_row_for_each_mutant_and_a_summary(tmp_path: Path) -> None:
-    mutant, path = mutant_of(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
-    killed = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
-    write_records(path, [killed] * 8 + [Result(mutant, MutantOutcome.SURVIVED)], seed="1", command="x", duration_s=9.0)
+    mutant, path = make_mutant(PATCHES[0], TREE), tmp_path / "mutants.jsonl"
+    killed_result = Result(mutant, MutantOutcome.KILLED, "suites/a.py::test_b", duration_s=1.0)
+    write_records(
+        path, [killed_result] * 8 + [Result(mutant, MutantOutcome.SURVIVED)], seed="1", command="x", duration_s=9.0
+    )
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert not [problem for line in lines for problem in find_violations("record-1.json", line)]
     *rows, summary = read_records(path)

@@ -11,17 +11,17 @@ from automation.commands import ROOT
 from automation.gdrkit_commands import cases
 
 SESSIONS = pytest.mark.parametrize("session", ["bench", "direct", "suites"])
-DEFAULT = ["suites", "--ignore=suites/meta"]
+DEFAULT_CASES = ["suites", "--ignore=suites/meta"]
 # The value of an option does not name cases, even if it is an existing folder.
 OPTIONS = ["-k", "readmes", "--ignore", "docs"]
 
 
 @pytest.mark.parametrize("options", [[], OPTIONS, ["--ignore=suites/rdma", "--records", "."]])
 def test_default_cases_are_added_if_none_are_named(options: list[str]) -> None:
-    assert cases(options, *DEFAULT) == [*DEFAULT, *options]
+    assert cases(options, *DEFAULT_CASES) == [*DEFAULT_CASES, *options]
 
 
-NAMED = [
+NAMED_CASES = [
     "suites",
     "suites/rdma/test_first_light.py::test_x[a/b]",
     "./hardware/throughput",
@@ -29,13 +29,13 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize("named", NAMED)
+@pytest.mark.parametrize("named", NAMED_CASES)
 def test_named_cases_replace_the_default(named: str) -> None:
     for arguments in ([named], [*OPTIONS, named], [named, *OPTIONS]):
-        assert cases(arguments, *DEFAULT) == arguments
+        assert cases(arguments, *DEFAULT_CASES) == arguments
 
 
-def exit_code_of_collection(session: str, *arguments: str) -> int:
+def run_collection(session: str, *arguments: str) -> int:
     command = [sys.executable, "-m", "nox", "-f", str(ROOT / "noxfile.py"), "-s", session, "--"]
     return subprocess.run([*command, "--collect-only", "-q", *arguments], capture_output=True, check=False).returncode
 
@@ -43,9 +43,9 @@ def exit_code_of_collection(session: str, *arguments: str) -> int:
 @SESSIONS
 def test_options_alone_do_not_select_meta(session: str) -> None:
     # No default case has this name. Only a case of suites/meta has it.
-    assert exit_code_of_collection(session, *OPTIONS) == 2
+    assert run_collection(session, *OPTIONS) == 2
 
 
 @SESSIONS
 def test_options_apply_to_named_cases(session: str) -> None:
-    assert exit_code_of_collection(session, *OPTIONS, "suites/meta/test_readmes.py") == 0
+    assert run_collection(session, *OPTIONS, "suites/meta/test_readmes.py") == 0

@@ -29,8 +29,8 @@ from hardware.peers.rdma_core import RdmaCoreResults
 from hardware.peers.run import Target, run_program
 from hardware.peers.speed import speed_record
 
-NO_TWINS = Target("rxe0", "127.0.0.1", 1, timeout_s=20)
-ON_TWINS = Target("twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60)
+TARGET_WITHOUT_TWINS = Target("rxe0", "127.0.0.1", 1, timeout_s=20)
+TARGET_ON_TWINS = Target("twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60)
 
 # Each program writes its process ID to a file, and sleeps.
 RUN_SLEEPERS = """
@@ -42,7 +42,7 @@ run_program(StockProgram("sleepers", "a-package", *sleepers), Target("rxe0", "12
 """
 
 
-def program(client: str, server: str = "", **fields: object) -> StockProgram:
+def make_program(client: str, server: str = "", **fields: object) -> StockProgram:
     """Return a program whose commands are shell scripts."""
     stock_program = StockProgram("a program", "a-package", ("sh", "-c", client), ("sh", "-c", server) if server else ())
     return dataclasses.replace(stock_program, **fields)  # type: ignore[arg-type]
@@ -51,28 +51,28 @@ def program(client: str, server: str = "", **fields: object) -> StockProgram:
 @pytest.mark.parametrize(
     ("stock_program", "failure"),
     [
-        (program("echo done", output="^done$"), ""),
-        (program("exit 3"), "the client ended with exit code 3"),
-        (program("true", "exit 4"), "the server ended with exit code 4"),
-        (program("echo no device; echo ------; exit 3"), "the client ended with exit code 3: no device"),
-        (program("echo wrong", output="^done$"), "the output does not contain '^done$'"),
-        (program("cp {folder}/source {folder}/copy", sent_file_bytes=1000), ""),
-        (program("true", sent_file_bytes=1000), "the copied file differs from its source"),
+        (make_program("echo done", output="^done$"), ""),
+        (make_program("exit 3"), "the client ended with exit code 3"),
+        (make_program("true", "exit 4"), "the server ended with exit code 4"),
+        (make_program("echo no device; echo ------; exit 3"), "the client ended with exit code 3: no device"),
+        (make_program("echo wrong", output="^done$"), "the output does not contain '^done$'"),
+        (make_program("cp {folder}/source {folder}/copy", sent_file_bytes=1000), ""),
+        (make_program("true", sent_file_bytes=1000), "the copied file differs from its source"),
     ],
 )
 def test_program_passes_only_with_code_output_and_data(stock_program: StockProgram, failure: str) -> None:
-    assert run_program(stock_program, NO_TWINS).failure == failure
+    assert run_program(stock_program, TARGET_WITHOUT_TWINS).failure == failure
 
 
 def test_program_that_hangs_is_killed() -> None:
-    outcome = run_program(program("sleep 1000"), dataclasses.replace(NO_TWINS, timeout_s=1))
+    outcome = run_program(make_program("sleep 1000"), dataclasses.replace(TARGET_WITHOUT_TWINS, timeout_s=1))
     assert outcome.failure == "the client did not end within 1 s"
     assert outcome.duration_s < 15
 
 
 def test_program_with_a_longer_limit_is_not_killed_before() -> None:
-    stock_program = program("sleep 2", timeout_s=15.0)
-    assert run_program(stock_program, dataclasses.replace(NO_TWINS, timeout_s=1)).failure == ""
+    stock_program = make_program("sleep 2", timeout_s=15.0)
+    assert run_program(stock_program, dataclasses.replace(TARGET_WITHOUT_TWINS, timeout_s=1)).failure == ""
 
 
 def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
@@ -91,23 +91,23 @@ def has_line(path: Path) -> bool:
 
 
 def test_client_is_started_again_while_its_server_runs() -> None:
-    stock_program = program("test -e {folder}/listens", "sleep 3; touch {folder}/listens; sleep 30")
-    assert run_program(stock_program, NO_TWINS).failure == ""
+    stock_program = make_program("test -e {folder}/listens", "sleep 3; touch {folder}/listens; sleep 30")
+    assert run_program(stock_program, TARGET_WITHOUT_TWINS).failure == ""
 
 
 def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
-    outcome = run_program(program("true", moved_bytes_min=1), ON_TWINS)
+    outcome = run_program(make_program("true", moved_bytes_min=1), TARGET_ON_TWINS)
     assert outcome.failure == "0 bytes moved over the twin, at least 1 were expected"
 
 
 @pytest.mark.parametrize(("client", "failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")])
 def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure: str) -> None:
-    assert run_program(program(client, unused_api="verbs"), ON_TWINS).failure == failure
+    assert run_program(make_program(client, unused_api="verbs"), TARGET_ON_TWINS).failure == failure
 
 
 def test_command_of_a_record_has_no_path_of_this_tree() -> None:
     root = Path(run_module.__file__).resolve().parents[2]
-    outcome = run_program(program(f"true {root}/noxfile.py; PYTHONPATH={root} true"), NO_TWINS)
+    outcome = run_program(make_program(f"true {root}/noxfile.py; PYTHONPATH={root} true"), TARGET_WITHOUT_TWINS)
     assert outcome.command == "sh -c 'true noxfile.py; PYTHONPATH=. true'"
 
 
@@ -118,10 +118,10 @@ def test_names_of_programs_are_unique() -> None:
 
 def test_what_only_the_kernel_can_do_is_a_defect_of_the_twin(tmp_path: Path) -> None:
     twin, kernel = tmp_path / "twin.jsonl", tmp_path / "kernel.jsonl"
-    failed = make_record(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
+    failed_record = make_record(Verdict.FAIL, case="peers::kernel only", reasons=(CaseReason(text="a reason"),))
     tests = {"tests.a": "pass", "tests.b": "skip: unsupported"}
     for path, record, outcomes in (
-        (twin, failed, tests),
+        (twin, failed_record, tests),
         (kernel, make_record(case="peers::kernel only"), {**tests, "tests.b": "pass"}),
     ):
         append_record(path, make_record(case="peers::both"))

@@ -24,20 +24,20 @@ def write_tree(root: Path, text_by_path: Mapping[str, str]) -> None:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_project_follows_the_rule(rule: Rule) -> None:
-    violations = list(rule.violations(PROJECT_ROOT))
+    violations = list(rule.find_violations(PROJECT_ROOT))
     assert not violations, "\n".join([rule.why, *violations])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_detects_a_violation(rule: Rule, tmp_path: Path) -> None:
     write_tree(tmp_path, rule.must_fail)
-    assert list(rule.violations(tmp_path))
+    assert list(rule.find_violations(tmp_path))
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_rule_accepts_valid_code(rule: Rule, tmp_path: Path) -> None:
     write_tree(tmp_path, rule.must_pass)
-    assert not list(rule.violations(tmp_path))
+    assert not list(rule.find_violations(tmp_path))
 
 
 def test_package_has_one_level() -> None:

@@ -16,7 +16,7 @@ from gdrkit.harness.needs import host, needs
 LIBRARY = ROOT / "gdrkit" / "usrbio" / "lib" / "libhf3fs_api_shared.so"
 
 
-def sections_of(path: Path) -> str:
+def read_sections(path: Path) -> str:
     return subprocess.run(["readelf", "-SW", str(path)], capture_output=True, text=True, check=True).stdout
 
 
@@ -31,10 +31,10 @@ def test_debug_symbols_are_split_by_build_id(tmp_path: Path) -> None:
     debug = release.split_debug(tmp_path / "wheel", tmp_path / "debug", release.ARCHITECTURES["x86_64"])
     assert debug is not None
     assert [path.relative_to(debug) for path in debug.rglob("*.debug")] == [Path(build_id[:2], f"{build_id[2:]}.debug")]
-    assert ".debug_info" in sections_of(next(debug.rglob("*.debug")))
-    assert ".debug_info" not in sections_of(library)
+    assert ".debug_info" in read_sections(next(debug.rglob("*.debug")))
+    assert ".debug_info" not in read_sections(library)
     # A record identifies the library by its build id, so the note with the build id must remain.
-    assert "note.gnu.build-id" in sections_of(library)
+    assert "note.gnu.build-id" in read_sections(library)
     assert library.stat().st_size < LIBRARY.stat().st_size / 2
 
 

@@ -43,7 +43,7 @@ PLACEHOLDER_VALUES |= {"=/data": "=slow", "~/.config/fish/completions/": ""}
 # A comment after a command is separated by two spaces.
 COMMENT = re.compile(r" {2,}(?:#.*|(?![-|]).*)$")
 
-# Frames of programs that are a part of a program: the text of the document takes the place of BODY.
+# Programs around a block of code that is only a part of a program. The block replaces BODY.
 SHARING_FRAME = """
 import os, socket, sys
 from gdrkit import cuda, verbs
@@ -84,18 +84,18 @@ BODY
 }
 
 
-def how(snippet: Snippet) -> str:
+def find_entry(snippet: Snippet) -> str:
     """Return the entry of the table for a block of code."""
     entries = [entry for key, entry in TABLE.get(snippet.document, {}).items() if snippet.text.startswith(key)]
     assert len(entries) == 1, f"suites/meta/snippets.toml has {len(entries)} entries for {snippet}"
     return entries[0]
 
 
-def marked(kind: str) -> list[Snippet]:
-    return [snippet for snippet in SNIPPETS if how(snippet) == kind]
+def select_snippets(kind: str) -> list[Snippet]:
+    return [snippet for snippet in SNIPPETS if find_entry(snippet) == kind]
 
 
-def twin_environment(folder: Path) -> dict[str, str]:
+def make_twin_environment(folder: Path) -> dict[str, str]:
     """Return the variables of a command on the twins, isolated from all but the other commands of this case."""
     environ = environment(Launch(software=TWINNED, isolated=True))
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
@@ -123,7 +123,7 @@ def run_command(line: str, folder: Path, environ: dict[str, str]) -> str:
     return result.stdout
 
 
-def prepare(folder: Path) -> None:
+def create_named_files(folder: Path) -> None:
     """Create the files and folders that the commands of the documents name."""
     (folder / "SRC").write_bytes(os.urandom(100_000))
     for name in ("DIR", "fast", "medium", "slow", "reports/runs"):
@@ -140,7 +140,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_snippet_is_in_the_table(evidence: Evidence) -> None:
-    kinds = [how(snippet).split()[0] for snippet in SNIPPETS]
+    kinds = [find_entry(snippet).split()[0] for snippet in SNIPPETS]
     counts = {kind: kinds.count(kind) for kind in sorted(set(kinds))}
     evidence["snippets"] = {"total": len(SNIPPETS), **counts}
     print(f"{len(SNIPPETS)} blocks of code: {counts}")  # noqa: T201 - `pytest -rP` shows the count
@@ -148,17 +148,17 @@ def test_every_snippet_is_in_the_table(evidence: Evidence) -> None:
 
 
 def test_table_has_no_entry_without_a_snippet() -> None:
-    used = {
+    used_entries = {
         (snippet.document, key)
         for snippet in SNIPPETS
         for key in TABLE[snippet.document]
         if snippet.text.startswith(key)
     }
-    assert {(document, key) for document, keys in TABLE.items() for key in keys} == used
+    assert {(document, key) for document, keys in TABLE.items() for key in keys} == used_entries
 
 
 def test_named_case_exists() -> None:
-    for entry in {how(snippet) for snippet in SNIPPETS}:
+    for entry in {find_entry(snippet) for snippet in SNIPPETS}:
         kind, _, reference = entry.partition(" ")
         if kind == "by":
             path, _, case = reference.partition("::")
@@ -167,13 +167,15 @@ def test_named_case_exists() -> None:
 
 def test_named_session_exists() -> None:
     sessions = set(re.findall(r"^def (\w+)\(session", (ROOT / "noxfile.py").read_text(), re.MULTILINE))
-    named = {how(snippet).split()[1] for snippet in SNIPPETS if how(snippet).startswith("session ")}
+    named_sessions = {
+        find_entry(snippet).split()[1] for snippet in SNIPPETS if find_entry(snippet).startswith("session ")
+    }
     for path in guides():
-        named |= set(re.findall(r"nox -s (\w+)", path.read_text()))
-    assert named <= sessions
+        named_sessions |= set(re.findall(r"nox -s (\w+)", path.read_text()))
+    assert named_sessions <= sessions
 
 
-def commands_of(snippet: Snippet) -> list[str]:
+def parse_commands(snippet: Snippet) -> list[str]:
     """Return the command of each line, without comments and with values for the placeholders."""
     commands = []
     for line in snippet.text.splitlines():
@@ -184,70 +186,70 @@ def commands_of(snippet: Snippet) -> list[str]:
     return commands
 
 
-@pytest.mark.parametrize("snippet", marked("run"), ids=str)
+@pytest.mark.parametrize("snippet", select_snippets("run"), ids=str)
 def test_commands_of_the_document_run(snippet: Snippet, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    prepare(tmp_path)
+    create_named_files(tmp_path)
     if snippet.document == "docs/report.md":
         folder = request.getfixturevalue("run_folder")
         for name in ("DIR/node1",) if "--fleet" in snippet.text else ("DIR", "BEFORE", "AFTER"):
             shutil.copytree(folder, tmp_path / name, dirs_exist_ok=True)
         shutil.copyfile(folder / "records.jsonl", tmp_path / "FILE.jsonl")
-    environ = twin_environment(tmp_path)
-    for command in commands_of(snippet):
+    environ = make_twin_environment(tmp_path)
+    for command in parse_commands(snippet):
         run_command(command, tmp_path, environ)
 
 
-def framed(snippet: Snippet) -> list[tuple[str, str]]:
+def insert_into_frames(snippet: Snippet) -> list[tuple[str, str]]:
     """Return the complete programs that contain the block of code, each with its argument."""
     if snippet.document != "docs/sharing.md":
         frame = FRAMES[snippet.document]
-        return [(frame.replace("BODY", indented(snippet.text, 8)), "")]
+        return [(frame.replace("BODY", indent(snippet.text, 8)), "")]
     imports, owner, importer, agent = re.split(
         r"^# (?:the owner|the other process|an agent with a NIC)$", snippet.text, flags=re.MULTILINE
     )
     frame = SHARING_FRAME.replace("IMPORTS", imports)
     return [
-        (frame.replace("OWNER", indented(owner, 8)).replace("PEER", indented(importer, 4)), "IPC"),
+        (frame.replace("OWNER", indent(owner, 8)).replace("PEER", indent(importer, 4)), "IPC"),
         (
-            frame.replace("OWNER", indented(owner.replace("ShareKind.IPC", "ShareKind.DMABUF"), 8)).replace(
-                "PEER", indented(agent, 4)
+            frame.replace("OWNER", indent(owner.replace("ShareKind.IPC", "ShareKind.DMABUF"), 8)).replace(
+                "PEER", indent(agent, 4)
             ),
             "DMABUF",
         ),
     ]
 
 
-def indented(text: str, width: int) -> str:
+def indent(text: str, width: int) -> str:
     return "\n".join(" " * width + line for line in text.strip("\n").splitlines())
 
 
-@pytest.mark.parametrize("snippet", marked("program"), ids=str)
+@pytest.mark.parametrize("snippet", select_snippets("program"), ids=str)
 def test_part_of_a_program_runs(snippet: Snippet, tmp_path: Path) -> None:
-    for program, argument in framed(snippet):
+    for program, argument in insert_into_frames(snippet):
         (tmp_path / "program.py").write_text(program)
-        run_command(f"{sys.executable} program.py {argument}", tmp_path, twin_environment(tmp_path))
+        run_command(f"{sys.executable} program.py {argument}", tmp_path, make_twin_environment(tmp_path))
 
 
 @pytest.mark.parametrize("document", CHAPTERS)
 def test_chapter_of_the_tutorial_works(document: str, tmp_path: Path) -> None:
-    """Run the programs and commands of a chapter in order. A block of text is the end of the last output."""
+    """Run the programs and commands of a chapter in order. Each block of text must end the output before it."""
     environ = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     file_names = iter(re.findall(r"\bIn `([\w.]+)`:", (ROOT / document).read_text()))
     output = ""
     for snippet in snippets(ROOT / document):
-        if how(snippet) != "tutorial":
+        if find_entry(snippet) != "tutorial":
             continue
         if snippet.language == "python" or snippet.text.startswith("gdrkit-faults"):
             (tmp_path / next(file_names)).write_text(snippet.text)
         elif snippet.language == "text":
             lines = snippet.text.splitlines()
-            assert without_numbers(lines) == without_numbers(output.splitlines()[-len(lines) :])
+            assert remove_numbers(lines) == remove_numbers(output.splitlines()[-len(lines) :])
         else:
             for line in snippet.text.splitlines():
                 output = run_command(line, tmp_path, environ)
 
 
-def without_numbers(lines: list[str]) -> list[str]:
+def remove_numbers(lines: list[str]) -> list[str]:
     """Return the lines with each number replaced by 0. Numbers of cases and sizes of devices change."""
     return [re.sub(r"\d+", "0", line) for line in lines]
 
@@ -262,7 +264,7 @@ def test_expectation_of_the_document_is_valid(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("snippet", [snippet for snippet in SNIPPETS if snippet.language == "python"], ids=str)
 def test_program_of_the_document_uses_names_that_exist(snippet: Snippet) -> None:
-    """A program that no case can run still compiles, and imports only what gdrkit has."""
+    """A program compiles and uses only names that exist, even if no case can run it."""
     ast.parse(snippet.text)
     for name in used_names(snippet.text):
         parts = name.split(".")

@@ -1,4 +1,4 @@
-"""Data model of the defect injection: fixed defects that can be put back, and the findings of the reviews.
+"""Data model of the defect injection: fixed defects that can be injected again, and the findings of the reviews.
 
 ``meta.defects.run`` puts each defect back and checks that its case in suites/review fails.
 """
@@ -43,7 +43,7 @@ class Defect:
     injection : callable or NativeDefect
         The function that injects the defect into the imported module, or the patch of the C library.
     also_fails : tuple of str
-        Other cases that must fail, because they need the same code for what they show.
+        Other cases that must fail, because they depend on the same code.
     """
 
     finding: str

@@ -3,9 +3,9 @@
 The cases run first without a defect, then once for each defect. A defect in Python replaces functions of gdrkit. For a
 defect in C++, the process loads a build of the usrbio client library from the folder ``--libraries``.
 
-A defect is caught if its case fails in the body with the expected symptom. It is not caught if the case fails at
-import, in set-up or with another message, or if a case fails that the table does not name for it. The exit code is 0 if
-every defect is caught, and 1 otherwise.
+A defect is caught if its case fails in the body with the expected symptom, and no other case fails except the cases
+that the table names for the defect. A failure at import, in set-up or with another message does not count. The exit
+code is 0 if every defect is caught, and 1 otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from gdrkit.report import Record
 
-__all__ = ["Outcome", "judge", "main"]
+__all__ = ["DefectOutcome", "classify_run", "main"]
 
 SUITES = Path(__file__).resolve().parents[2]
 # Time limit of one run of all cases, in seconds.
@@ -41,35 +41,35 @@ _TIMEOUT_S = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class DefectOutcome:
     """Result of a run with a defect: whether the defect is caught, and the text of the observed failure."""
 
     is_caught: bool
-    observed: str
+    observed_text: str
 
 
-def judge(defect: Defect, records: Mapping[str, Record]) -> Outcome:
+def classify_run(defect: Defect, records: Mapping[str, Record]) -> DefectOutcome:
     """Return the outcome of a run with this defect, from the records of its cases."""
     record = records.get(defect.case)
     if record is None:
-        return Outcome(is_caught=False, observed="the case has no record")
-    failed_cases = {case for case, each in records.items() if each.verdict is Verdict.FAIL}
+        return DefectOutcome(is_caught=False, observed_text="the case has no record")
+    failed_cases = {case for case, case_record in records.items() if case_record.verdict is Verdict.FAIL}
     expected_cases = {defect.case, *defect.also_fails}
     other_failures = sorted(failed_cases - expected_cases)
     if other_failures:
-        return Outcome(is_caught=False, observed=f"other cases fail, too: {', '.join(other_failures)}")
+        return DefectOutcome(is_caught=False, observed_text=f"other cases fail, too: {', '.join(other_failures)}")
     if record.verdict is not Verdict.FAIL:
-        return Outcome(is_caught=False, observed=f"the verdict of the case is {record.verdict.value}")
+        return DefectOutcome(is_caught=False, observed_text=f"the verdict of the case is {record.verdict.value}")
     if missing_failures := sorted(expected_cases - failed_cases):
-        return Outcome(is_caught=False, observed=f"these cases do not fail: {', '.join(missing_failures)}")
+        return DefectOutcome(is_caught=False, observed_text=f"these cases do not fail: {', '.join(missing_failures)}")
     # The text of a failure in set-up or tear-down begins with the phase. Such a failure does not count.
     text = record.reasons[0].text
     if text.startswith(("setup:", "teardown:")):
-        return Outcome(is_caught=False, observed=text)
-    return Outcome(is_caught=defect.symptom in text, observed=text)
+        return DefectOutcome(is_caught=False, observed_text=text)
+    return DefectOutcome(is_caught=defect.symptom in text, observed_text=text)
 
 
-def _library(libraries: Path, defect: Defect) -> Path:
+def _get_library_path(libraries: Path, defect: Defect) -> Path:
     """Return the path of the client library with this defect."""
     return libraries / f"lib{defect.name}.so"
 
@@ -83,7 +83,7 @@ def _run_review(defect: Defect | None, libraries: Path) -> dict[str, Record]:
         environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         environ.pop("GDRKIT_DEFECT", None)
         if defect is not None and isinstance(defect.injection, NativeDefect):
-            environ["GDRKIT_USRBIO_LIBRARY"] = str(_library(libraries, defect))
+            environ["GDRKIT_USRBIO_LIBRARY"] = str(_get_library_path(libraries, defect))
         elif defect is not None:
             environ["GDRKIT_DEFECT"] = defect.name
         command = [sys.executable, "-m", "pytest", "-q", "--seed=1", f"--records={path}", str(SUITES / "review")]
@@ -109,7 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     libraries = parser.parse_args(arguments).libraries
     native_defects = [defect for defect in DEFECTS.values() if isinstance(defect.injection, NativeDefect)]
     if missing_libraries := [
-        _library(libraries, defect) for defect in native_defects if not _library(libraries, defect).exists()
+        _get_library_path(libraries, defect)
+        for defect in native_defects
+        if not _get_library_path(libraries, defect).exists()
     ]:
         print("these libraries are not built:", *missing_libraries, sep="\n  ")  # noqa: T201
         return 1
@@ -124,7 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(max_workers=4) as pool:
         runs = pool.map(lambda defect: _run_review(defect, libraries), DEFECTS.values())
         records = dict(zip(DEFECTS, runs, strict=True))
-    outcomes = {name: judge(defect, records[name]) for name, defect in DEFECTS.items()}
+    outcomes = {name: classify_run(defect, records[name]) for name, defect in DEFECTS.items()}
     texts = {finding.identifier: finding.text for finding in FINDINGS}
     for identifier in sorted(texts):
         print(f"\n{identifier}: {texts[identifier]}")  # noqa: T201
@@ -133,7 +135,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 identifier,
                 defect.case,
                 defect.text,
-                defect.symptom if outcomes[name].is_caught else f"{defect.symptom!r}, but: {outcomes[name].observed}",
+                defect.symptom
+                if outcomes[name].is_caught
+                else f"{defect.symptom!r}, but: {outcomes[name].observed_text}",
                 "caught" if outcomes[name].is_caught else "NOT CAUGHT",
             )
             for name, defect in DEFECTS.items()

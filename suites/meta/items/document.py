@@ -37,7 +37,7 @@ The path of a case begins in `suites/`, except for cases in `native/` and `hardw
 
 def render() -> str:
     """Return the section of docs/findings.md."""
-    lines = [_HEAD, *_summary(), ""]
+    lines = [_HEAD, *_make_summary(), ""]
     for document in DOCUMENTS:
         lines += [
             f"### {document.number}: {document.title}\n",
@@ -45,13 +45,19 @@ def render() -> str:
             "|---|---|---|---|---|",
         ]
         for item in document.items:
-            cells = (document.number, item.text, _state(item), _references(item.code), _references(item.cases))
+            cells = (
+                document.number,
+                item.text,
+                _format_state(item),
+                _format_references(item.code),
+                _format_references(item.cases),
+            )
             lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _summary() -> Iterator[str]:
+def _make_summary() -> Iterator[str]:
     """Yield the lines of a table with the number of items of each document in each state."""
     yield f"| number and title | items | {' | '.join(State)} |"
     yield "|---" * (2 + len(State)) + "|"
@@ -59,24 +65,24 @@ def _summary() -> Iterator[str]:
     for document in DOCUMENTS:
         counts = Counter(item.state for item in document.items)
         totals += counts
-        yield _count_row(f"{document.number}: {document.title}", counts)
-    yield _count_row("all", totals)
+        yield _format_count_row(f"{document.number}: {document.title}", counts)
+    yield _format_count_row("all", totals)
 
 
-def _count_row(title: str, counts: Counter[State]) -> str:
+def _format_count_row(title: str, counts: Counter[State]) -> str:
     numbers = [counts.total(), *(counts[state] for state in State)]
     return f"| {title} | {' | '.join(map(str, numbers))} |"
 
 
-def _state(item: Item) -> str:
-    link = f" ([{posixpath.basename(item.guide).partition('#')[0]}]({_link(item.guide)}))" if item.guide else ""
+def _format_state(item: Item) -> str:
+    link = f" ([{posixpath.basename(item.guide).partition('#')[0]}]({_make_link(item.guide)}))" if item.guide else ""
     return f"{item.state}: {item.note}{link}" if item.note else str(item.state)
 
 
-def _link(guide: str) -> str:
+def _make_link(guide: str) -> str:
     """Return the link from a file in docs/ to a file of the project."""
     return posixpath.relpath(guide, "docs")
 
 
-def _references(references: Iterable[str]) -> str:
+def _format_references(references: Iterable[str]) -> str:
     return ", ".join(f"`{reference.removeprefix('suites/')}`" for reference in references) or "none"

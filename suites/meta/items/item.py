@@ -1,4 +1,4 @@
-"""Items of the documents that gdrkit began with: what each document asks for or claims, and where gdrkit has it.
+"""Items of the first documents of gdrkit: the requirements and claims of each document, with the code and the cases.
 
 One TOML file in this folder describes one document. `problems` finds references that no longer exist.
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DOCUMENTS", "Document", "Item", "State", "problems", "read_document"]
+__all__ = ["DOCUMENTS", "Document", "Item", "State", "find_problems", "read_document"]
 
 
 class State(StrEnum):
@@ -39,13 +39,14 @@ class Item:
     text : str
         The item in a few words.
     state : State
-        What became of it.
+        State of the item in gdrkit.
     code : tuple of str
         References ``PATH::SYMBOL`` to the code, from the root of the project.
     cases : tuple of str
         References ``PATH::NAME`` to test functions, in Python or C++.
     note : str
-        How gdrkit differs, which part is missing, or which hardware is needed. Empty only if the item is done.
+        Explanation of the state: the difference, the missing part, or the needed hardware. Empty only if the item is
+        done.
     guide : str
         The Markdown file of the project, with an optional ``#heading``, that explains a difference. Else empty.
     """
@@ -67,7 +68,7 @@ class Document:
     items: tuple[Item, ...]
 
 
-def _item(fields: dict[str, Any]) -> Item:
+def _parse_item(fields: dict[str, Any]) -> Item:
     lists = {name: tuple(fields.get(name, ())) for name in ("code", "cases")}
     return Item(**(fields | lists | {"state": State(fields["state"])}))
 
@@ -75,22 +76,22 @@ def _item(fields: dict[str, Any]) -> Item:
 def read_document(path: Path) -> Document:
     """Return the document that a TOML file describes. An unknown field or state is an error."""
     table = tomllib.loads(path.read_text())
-    return Document(path.stem, table["title"], tuple(_item(fields) for fields in table["items"]))
+    return Document(path.stem, table["title"], tuple(_parse_item(fields) for fields in table["items"]))
 
 
 DOCUMENTS = tuple(read_document(path) for path in sorted(Path(__file__).parent.glob("*.toml")))
 
 
-def problems(root: Path, document: Document) -> Iterator[str]:
+def find_problems(root: Path, document: Document) -> Iterator[str]:
     """Yield one line for each item that has no sufficient evidence, or a reference that does not exist below `root`."""
     for text, count in Counter(item.text for item in document.items).items():
         if count > 1:
             yield f"{document.number} {text}: the item is listed {count} times"
     for item in document.items:
-        yield from (f"{document.number} {item.text}: {problem}" for problem in _problems_of_item(root, item))
+        yield from (f"{document.number} {item.text}: {problem}" for problem in _find_problems_of_item(root, item))
 
 
-def _problems_of_item(root: Path, item: Item) -> Iterator[str]:
+def _find_problems_of_item(root: Path, item: Item) -> Iterator[str]:
     if item.state is not State.DONE and not item.note:
         yield f"the state is '{item.state}', and no note says why"
     if item.state is State.DONE and not (item.code and item.cases):
@@ -125,26 +126,26 @@ def _symbol_exists(root: Path, reference: str) -> bool:
         return False
     text = path.read_text()
     if path.suffix in {".py", ".pyi"}:
-        return symbol in set(_definitions(ast.parse(text)))
+        return symbol in set(_find_definitions(ast.parse(text)))
     if path.suffix in {".c", ".cpp", ".h", ".hpp"}:
         text = re.sub(r"//[^\n]*|/\*.*?\*/", "", text, flags=re.DOTALL)
     return re.search(rf"(?<!\w){re.escape(symbol)}(?!\w)", text) is not None
 
 
-def _definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
+def _find_definitions(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[str]:
     """Yield the names that a module or class defines; the names in a class with the name of the class."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield prefix + node.name
             if isinstance(node, ast.ClassDef):
-                yield from _definitions(node, f"{prefix}{node.name}.")
+                yield from _find_definitions(node, f"{prefix}{node.name}.")
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (prefix + target.id for target in targets if isinstance(target, ast.Name))
 
 
 def _case_exists(root: Path, reference: str) -> bool:
-    """Return whether a file has a test function that is run: by pytest, or by another line of a C++ test program.
+    """Return whether a file has a test function that pytest runs, or that another line of a C++ test program names.
 
     ``main`` is the case of a C++ test program that is a single test.
     """

@@ -29,7 +29,7 @@ from mutmut.mutation.mutators import mutation_operators
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["choose", "main"]
+__all__ = ["choose_mutants", "main"]
 
 # The argument of Handle and of getLogger is a name that is only displayed.
 _SKIPPED_CALLS = m.Call(
@@ -82,11 +82,11 @@ def _remove_statement(node: cst.Expr | cst.Raise) -> Iterator[cst.CSTNode]:
 _OPERATORS = (*mutation_operators, (cst.Expr, _remove_statement), (cst.Raise, _remove_statement))
 
 
-def _only_makes_false_none(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
+def _only_makes_false_none(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
     """Return whether a mutation only replaces False by None."""
-    pairs = [(node, changed)]
-    if isinstance(node, cst.Call) and isinstance(changed, cst.Call) and len(node.args) == len(changed.args):
-        pairs = list(zip(node.args, changed.args, strict=True))
+    pairs = [(node, replacement)]
+    if isinstance(node, cst.Call) and isinstance(replacement, cst.Call) and len(node.args) == len(replacement.args):
+        pairs = list(zip(node.args, replacement.args, strict=True))
     new_none = m.OneOf(m.Assign(value=m.Name("None")), m.AnnAssign(value=m.Name("None")), m.Arg(value=m.Name("None")))
     old_false = m.OneOf(
         m.Assign(value=m.Name("False")), m.AnnAssign(value=m.Name("False")), m.Arg(value=m.Name("False"))
@@ -94,29 +94,29 @@ def _only_makes_false_none(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
     return any(m.matches(old, old_false) and m.matches(new, new_none) for old, new in pairs)
 
 
-def _changes_only_text(node: cst.CSTNode, changed: cst.CSTNode) -> bool:
+def _changes_only_text(node: cst.CSTNode, replacement: cst.CSTNode) -> bool:
     """Return whether a mutation changes only text for people."""
-    if not isinstance(node, cst.Call) or not isinstance(changed, cst.Call):
+    if not isinstance(node, cst.Call) or not isinstance(replacement, cst.Call):
         return _is_text(node)
-    remaining = {id(argument) for argument in changed.args}
+    remaining = {id(argument) for argument in replacement.args}
     removed = [argument for argument in node.args if id(argument) not in remaining]
     return bool(removed) and all(_is_text_argument(node, argument) for argument in removed)
 
 
-def _mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
+def _find_mutations(node: cst.CSTNode) -> Iterator[tuple[cst.CSTNode, cst.CSTNode, str]]:
     """Yield every mutation of a node and its children: the changed node, its replacement, the name of the operator."""
     if m.matches(node, _SKIPPED):
         return
     for node_type, operator in _OPERATORS:
         if isinstance(node, node_type):
             name = operator.__name__.removeprefix("operator_").removeprefix("_")
-            for changed in operator(node):
-                if not _changes_only_text(node, changed) and not _only_makes_false_none(node, changed):
-                    yield node, changed, name
+            for replacement in operator(node):
+                if not _changes_only_text(node, replacement) and not _only_makes_false_none(node, replacement):
+                    yield node, replacement, name
     for child in node.children:
         if isinstance(node, cst.Call) and isinstance(child, cst.Arg) and _is_text_argument(node, child):
             continue
-        yield from _mutations(child)
+        yield from _find_mutations(child)
 
 
 def _compiles(source: str) -> bool:
@@ -132,9 +132,9 @@ def _draw_mutants(root: Path, files: Sequence[str], generator: random.Random) ->
     mutations: list[tuple[str, cst.Module, cst.CSTNode, cst.CSTNode, str]] = []
     for file in files:
         tree = cst.parse_module((root / file).read_text())
-        mutations += [(file, tree, *mutation) for mutation in _mutations(tree)]
+        mutations += [(file, tree, *mutation) for mutation in _find_mutations(tree)]
     generator.shuffle(mutations)
-    # First comes one mutation of each operator, then a second mutation of each operator, and so on.
+    # The first round has one mutation of each operator, the second round another mutation of each operator, and so on.
     counts: Counter[str] = Counter()
     rounds = []
     for *_, operator in mutations:
@@ -142,29 +142,33 @@ def _draw_mutants(root: Path, files: Sequence[str], generator: random.Random) ->
         rounds.append(counts[operator])
     # sorted() keeps the random order within a round.
     mutations = [mutation for _, mutation in sorted(zip(rounds, mutations, strict=True), key=lambda pair: pair[0])]
-    for file, tree, node, changed, operator in mutations:
+    for file, tree, node, replacement, operator in mutations:
         source = tree.code
-        mutated_tree = tree.deep_replace(node, changed)
-        mutated = mutated_tree.code if isinstance(mutated_tree, cst.Module) else source
-        if mutated != source and _compiles(mutated):
-            yield {"file": file, "operator": operator, "source": mutated}
+        mutated_tree = tree.deep_replace(node, replacement)
+        mutated_source = mutated_tree.code if isinstance(mutated_tree, cst.Module) else source
+        if mutated_source != source and _compiles(mutated_source):
+            yield {"file": file, "operator": operator, "source": mutated_source}
 
 
-def choose(root: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int) -> list[dict[str, Any]]:
+def choose_mutants(root: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int) -> list[dict[str, Any]]:
     """Return `count` mutants, distributed evenly over the modules. The same seed and sources give the same mutants."""
-    chosen: list[dict[str, Any]] = []
+    chosen_mutants: list[dict[str, Any]] = []
     for index, (module, files) in enumerate(sorted(modules.items())):
         module_count = count // len(modules) + (index < count % len(modules))
-        drawn = _draw_mutants(root, files, random.Random(f"{seed}/{module}"))
-        chosen += [{"module": module, **mutant} for _, mutant in zip(range(module_count), drawn, strict=False)]
-    return chosen
+        module_mutants = _draw_mutants(root, files, random.Random(f"{seed}/{module}"))
+        chosen_mutants += [
+            {"module": module, **mutant} for _, mutant in zip(range(module_count), module_mutants, strict=False)
+        ]
+    return chosen_mutants
 
 
 def main() -> None:
     """Read the request from standard input and write the reply to standard output."""
     request = json.load(sys.stdin)
-    chosen = choose(Path(request["root"]), request["modules"], seed=request["seed"], count=request["count"])
-    json.dump(chosen, sys.stdout)
+    chosen_mutants = choose_mutants(
+        Path(request["root"]), request["modules"], seed=request["seed"], count=request["count"]
+    )
+    json.dump(chosen_mutants, sys.stdout)
 
 
 if __name__ == "__main__":

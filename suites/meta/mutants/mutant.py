@@ -19,8 +19,8 @@ __all__ = [
     "MutantOutcome",
     "PatchMismatch",
     "Result",
-    "changed_lines",
-    "equivalents",
+    "find_changed_lines",
+    "read_equivalent_reasons",
 ]
 
 EQUIVALENT = Path(__file__).with_name("equivalent.toml")
@@ -126,7 +126,7 @@ class Result:
     limit_s: float = 0.0
 
 
-def changed_lines(before: str, after: str) -> tuple[int, str, str]:
+def find_changed_lines(before: str, after: str) -> tuple[int, str, str]:
     """Return the number of the first line that differs, and the lines that differ in both texts."""
     old, new = before.splitlines(), after.splitlines()
     head = _common_line_count(old, new)
@@ -140,7 +140,7 @@ def _common_line_count(first: Sequence[str], second: Sequence[str]) -> int:
     return next((index for index, (line, other) in pairs if line != other), min(len(first), len(second)))
 
 
-def equivalents(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
+def read_equivalent_reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
     """Return the reason of each mutant in equivalent.toml, by `Mutant.content`."""
     entries = tomllib.loads(path.read_text()).get("mutant", [])
     return {(entry["file"], entry["operator"], entry["before"], entry["after"]): entry["reason"] for entry in entries}

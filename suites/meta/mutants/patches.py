@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from meta.mutants.modules import CASES
-from meta.mutants.mutant import Mutant, PatchMismatch, changed_lines
+from meta.mutants.mutant import Mutant, PatchMismatch, find_changed_lines
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["PATCHES", "Patch", "mutant_of", "patched"]
+__all__ = ["PATCHES", "Patch", "make_mutant", "patched"]
 
 _STORAGE = ("suites/storage", "-k", "not fuzzer")
 _AGENT = (
@@ -309,7 +309,7 @@ def patched(patch: Patch, root: Path) -> tuple[str, str]:
     return source, head + searched.replace(patch.before, patch.after, 1)
 
 
-def mutant_of(patch: Patch, root: Path) -> Mutant:
+def make_mutant(patch: Patch, root: Path) -> Mutant:
     """Return the mutant that a patch makes of the tree at `root`.
 
     Raises
@@ -318,7 +318,7 @@ def mutant_of(patch: Patch, root: Path) -> Mutant:
         The text does not occur exactly once.
     """
     source, changed = patched(patch, root)
-    line, before, after = changed_lines(source, changed)
+    line, before, after = find_changed_lines(source, changed)
     path = root / patch.file
     module = "native" if patch.file.startswith("native/") else path.stem
     operator = f"patch {patch.name}"

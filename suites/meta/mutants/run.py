@@ -27,8 +27,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meta.mutants.modules import CASES, MODULES
-from meta.mutants.mutant import EQUIVALENT, Mutant, MutantOutcome, PatchMismatch, Result, changed_lines, equivalents
-from meta.mutants.patches import PATCHES, mutant_of
+from meta.mutants.mutant import (
+    EQUIVALENT,
+    Mutant,
+    MutantOutcome,
+    PatchMismatch,
+    Result,
+    find_changed_lines,
+    read_equivalent_reasons,
+)
+from meta.mutants.patches import PATCHES, make_mutant
 from meta.mutants.worker import BaselineFailed, Worker
 
 import gdrkit
@@ -39,7 +47,7 @@ from gdrkit.report.record import SCHEMA_VERSION, CaseReason, Record, Verdict, ap
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-__all__ = ["draw", "main", "recorded_kills", "score", "try_all", "write_records"]
+__all__ = ["compute_score", "draw_mutants", "main", "read_recorded_kills", "try_all_mutants", "write_records"]
 
 # The content of a mutant: file, operator, and the changed lines before and after the mutation.
 _Content = tuple[str, str, str, str]
@@ -53,7 +61,9 @@ _GENERATE_TIMEOUT_S = 600
 _TREE = Path(__file__).resolve().parents[3]
 
 
-def draw(python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int) -> list[Mutant]:
+def draw_mutants(
+    python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed: str, count: int
+) -> list[Mutant]:
     """Return a random sample of mutants. `python` is the interpreter of the environment that has mutmut."""
     request = {"root": str(tree), "seed": seed, "count": count, "modules": dict(modules)}
     reply = subprocess.run(
@@ -67,13 +77,13 @@ def draw(python: Path, tree: Path, modules: Mapping[str, Sequence[str]], *, seed
     mutants = []
     for generated in json.loads(reply.stdout):
         file, source = generated["file"], generated["source"]
-        line, before, after = changed_lines((tree / file).read_text(), source)
+        line, before, after = find_changed_lines((tree / file).read_text(), source)
         module, operator = generated["module"], generated["operator"]
         mutants.append(Mutant(module, file, line, operator, before, after, source, CASES[file]))
     return mutants
 
 
-def score(results: Sequence[Result]) -> float:
+def compute_score(results: Sequence[Result]) -> float:
     """Return the share of killed mutants among all that compile and are not equivalent; 1 without such mutants."""
     excluded = {MutantOutcome.EQUIVALENT, MutantOutcome.NOT_COMPILED}
     outcomes = [result.outcome for result in results if result.outcome not in excluded]
@@ -81,13 +91,13 @@ def score(results: Sequence[Result]) -> float:
 
 
 class _Campaign:
-    """Distributes mutants among workers, each of which runs in a thread, and collects the results."""
+    """Distributes mutants among workers, which run in a thread each, and collects the results."""
 
     def __init__(
         self, mutants: Sequence[Mutant], reasons: Mapping[_Content, str], kills: Mapping[_Content, Result]
     ) -> None:
         self.results: dict[int, Result] = {}
-        self.stopping = False
+        self.is_stopping = False
         self._native: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
         self._python: queue.SimpleQueue[tuple[int, Mutant]] = queue.SimpleQueue()
         self._baselines: dict[tuple[str, ...], float] = {}
@@ -104,7 +114,7 @@ class _Campaign:
             else:
                 (self._native if mutant.is_native else self._python).put((index, mutant))
 
-    def work(self, worker: Worker, *, compiles: bool) -> None:
+    def run_worker(self, worker: Worker, *, compiles: bool) -> None:
         """Try mutants until the queues are empty. Only the worker with `compiles` takes native mutants."""
         is_done = False
         try:
@@ -114,10 +124,10 @@ class _Campaign:
             self._try_mutants(worker, self._python)
             is_done = True
         finally:
-            self.stopping |= not is_done
+            self.is_stopping |= not is_done
 
     def _try_mutants(self, worker: Worker, mutants: queue.SimpleQueue[tuple[int, Mutant]]) -> None:
-        while not self.stopping:
+        while not self.is_stopping:
             try:
                 index, mutant = mutants.get_nowait()
             except queue.Empty:
@@ -125,7 +135,7 @@ class _Campaign:
             with self._baseline_locks[mutant.cases]:
                 if mutant.cases not in self._baselines:
                     self._baselines[mutant.cases] = worker.run_baseline(mutant.cases)
-            self._add(index, worker.attempt(mutant, baseline_s=self._baselines[mutant.cases]))
+            self._add(index, worker.try_mutant(mutant, baseline_s=self._baselines[mutant.cases]))
 
     def _add(self, index: int, result: Result) -> None:
         mutant = result.mutant
@@ -141,7 +151,7 @@ class _Campaign:
             print(f"    - {mutant.before}\n    + {mutant.after}", flush=True)  # noqa: T201
 
 
-def try_all(
+def try_all_mutants(
     mutants: Sequence[Mutant],
     workers: Sequence[Worker],
     reasons: Mapping[_Content, str],
@@ -149,8 +159,8 @@ def try_all(
 ) -> list[Result]:
     """Run the cases against every mutant and return the results in the order of the mutants.
 
-    A mutant whose content is in `reasons` is equivalent, and the cases do not run against it. They do not run either
-    against a mutant whose content is in `kills`, which has the results of an earlier run.
+    A mutant whose content is in `reasons` is equivalent. A mutant whose content is in `kills` was killed in an earlier
+    run. The cases do not run against these mutants.
 
     Raises
     ------
@@ -159,23 +169,25 @@ def try_all(
     """
     campaign = _Campaign(mutants, reasons, kills or {})
     with ThreadPoolExecutor(max_workers=max(len(workers), 1)) as pool:
-        futures = [pool.submit(campaign.work, worker, compiles=index == 0) for index, worker in enumerate(workers)]
+        futures = [
+            pool.submit(campaign.run_worker, worker, compiles=index == 0) for index, worker in enumerate(workers)
+        ]
         try:
             for future in futures:
                 future.result()
         finally:
-            campaign.stopping = True
+            campaign.is_stopping = True
     return [campaign.results[index] for index in range(len(mutants))]
 
 
-def recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content, Result]:
+def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content, Result]:
     """Return the results of the mutants that an earlier run killed, by the content of the mutant."""
-    by_content = {mutant.content: mutant for mutant in mutants}
+    mutants_by_content = {mutant.content: mutant for mutant in mutants}
     kills: dict[_Content, Result] = {}
     for record in read_records(path):
         evidence = record.evidence
         file, operator, before, after = (str(evidence.get(name)) for name in ("file", "operator", "before", "after"))
-        mutant = by_content.get((file, operator, before, after))
+        mutant = mutants_by_content.get((file, operator, before, after))
         if mutant is None or evidence.get("outcome") not in {outcome.value for outcome in _KILLED}:
             continue
         kills[mutant.content] = Result(
@@ -260,15 +272,17 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     for result in results:
         append_record(path, _mutant_record(result, seed, command))
     counts = Counter(result.outcome.value for result in results)
-    achieved = score(results)
-    is_enough = achieved >= SCORE_MIN
+    score_share = compute_score(results)
+    is_enough = score_share >= SCORE_MIN
     evidence: dict[str, object] = {
         "seed": seed,
         "survivors": [result.mutant.name for result in results if result.outcome is MutantOutcome.SURVIVED],
     }
     numbers = {f"{outcome.value}_count": float(counts[outcome.value]) for outcome in MutantOutcome}
-    reasons = () if is_enough else (CaseReason(text=f"the score is {achieved:.3f}, but must be at least {SCORE_MIN}"),)
-    numbers |= {"mutants_count": float(len(results)), "score_share": round(achieved, 4)}
+    reasons = (
+        () if is_enough else (CaseReason(text=f"the score is {score_share:.3f}, but must be at least {SCORE_MIN}"),)
+    )
+    numbers |= {"mutants_count": float(len(results)), "score_share": round(score_share, 4)}
     verdict = Verdict.PASS if is_enough else Verdict.FAIL
     append_record(path, _new_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
 
@@ -304,7 +318,7 @@ def _last_commit() -> str:
 def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
     """Return the mutants of this run: patches, and a random sample, as the options select them."""
     # The patches come first. A patch that does not fit the code is then reported at once.
-    patches = [] if options.no_patches else [mutant_of(patch, _TREE) for patch in PATCHES]
+    patches = [] if options.no_patches else [make_mutant(patch, _TREE) for patch in PATCHES]
     if options.patch:
         return [mutant for mutant in patches if mutant.name in options.patch]
     modules = {name: files for name, files in MODULES.items() if not options.module or name in options.module}
@@ -312,8 +326,8 @@ def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
         patches = [
             mutant for mutant in patches if mutant.file in {file for files in modules.values() for file in files}
         ]
-    drawn = draw(options.operators, _TREE, modules, seed=seed, count=options.count) if options.count else []
-    return [*patches, *drawn]
+    sample = draw_mutants(options.operators, _TREE, modules, seed=seed, count=options.count) if options.count else []
+    return [*patches, *sample]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -334,8 +348,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Worker(folder / str(index), source=_TREE, environment=Path(sys.prefix), tools=options.tools)
             for index in range(options.jobs)
         ]
-        kills = {} if options.retry is None else recorded_kills(options.retry, mutants)
-        results = try_all(mutants, workers, equivalents(), kills)
+        kills = {} if options.retry is None else read_recorded_kills(options.retry, mutants)
+        results = try_all_mutants(mutants, workers, read_equivalent_reasons(), kills)
     except BaselineFailed as error:
         print(error)  # noqa: T201
         return 1
@@ -364,16 +378,16 @@ def _report(results: Sequence[Result], duration_s: float) -> int:
     survivors = [result.mutant for result in results if result.outcome is MutantOutcome.SURVIVED]
     for mutant in survivors:
         print(f"survived: {mutant.name} {mutant.file}:{mutant.line} {mutant.operator}")  # noqa: T201
-    achieved = score(results)
+    score_share = compute_score(results)
     outcomes = ", ".join(f"{count} {outcome.value}" for outcome, count in counts.items())
-    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcomes}; score {achieved:.3f}")  # noqa: T201
+    print(f"{len(results)} mutants in {duration_s / 60:.0f} min: {outcomes}; score {score_share:.3f}")  # noqa: T201
     if counts[MutantOutcome.EQUIVALENT] > EQUIVALENT_SHARE_MAX * len(results):
         print(f"more than {EQUIVALENT_SHARE_MAX:.0%} of the mutants are in {EQUIVALENT.name}; add cases instead")  # noqa: T201
         return 1
     if counts[MutantOutcome.NOT_COMPILED]:
         print("a patch does not compile, so it proves nothing; adapt it in suites/meta/mutants/patches.py")  # noqa: T201
         return 1
-    return 0 if achieved >= SCORE_MIN else 1
+    return 0 if score_share >= SCORE_MIN else 1
 
 
 if __name__ == "__main__":

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 __all__ = ["BaselineFailed", "Worker"]
 
-# All cases run at most this often against one mutant, because a case may fail in only some runs.
+# Maximum number of runs of all cases against one mutant. Several runs are needed if a case fails only sometimes.
 _ROUNDS_MAX = 3
-# A case that takes longer counts as hung. Every case must be faster without a mutant.
+# Time limit of a case with a mutant. Without a mutant, every case must be faster.
 _CASE_TIMEOUT_S = 40
-# The time limit of a run with a mutant is a multiple of the time without, and at least this long.
+# The time limit of a run with a mutant is the time of the run without it times the factor, and at least the minimum.
 _LIMIT_FACTOR, _LIMIT_MIN_S = 3, 90.0
 _BASELINE_LIMIT_S = 400.0
 # Time that pytest has for its tear-down after SIGINT.
 _INTERRUPT_S = 15
 _BUILD_TIMEOUT_S = 900
-# Environment variable with which all processes of a run are found.
+# Environment variable that marks all processes of a run.
 _MARKER = "GDRKIT_MUTANT_RUN"
 _COMPILED_PYTHON = shutil.ignore_patterns("__pycache__", "*.pyc")
 _NOT_COPIED = frozenset({"build", "dist"})
@@ -88,14 +88,14 @@ class Worker:
             if path.is_symlink() or not path.is_file():
                 continue
             data = path.read_bytes()
-            changed = data.replace(os.fsencode(environment), os.fsencode(self._environment))
-            changed = changed.replace(os.fsencode(source), os.fsencode(self.tree))
-            if changed != data:
+            new_data = data.replace(os.fsencode(environment), os.fsencode(self._environment))
+            new_data = new_data.replace(os.fsencode(source), os.fsencode(self.tree))
+            if new_data != data:
                 mode = path.stat().st_mode
                 # The file is a hard link to the file of the original environment, and the original file must not
                 # change.
                 path.unlink()
-                path.write_bytes(changed)
+                path.write_bytes(new_data)
                 path.chmod(mode)
 
     def remove(self) -> None:
@@ -111,14 +111,14 @@ class Worker:
             The cases fail, or the arguments select no case.
         """
         self._rebuild_if_stale()
-        run, output = self._run(cases, limit_s=_BASELINE_LIMIT_S)
+        run, output = self._run_cases(cases, limit_s=_BASELINE_LIMIT_S)
         if not run.passed:
             cause = run.first_failed_case or ("they took too long" if run.timed_out else "no case was named")
             message = f"without any mutant, {' '.join(cases)} fails: {cause}\n{output[-3000:]}"
             raise BaselineFailed(message)
         return run.duration_s
 
-    def attempt(self, mutant: Mutant, *, baseline_s: float) -> Result:
+    def try_mutant(self, mutant: Mutant, *, baseline_s: float) -> Result:
         """Try one mutant: put it into the copy, run its cases, and restore the original."""
         limit_s = max(_LIMIT_FACTOR * baseline_s, _LIMIT_MIN_S)
         if not mutant.is_native:
@@ -191,7 +191,7 @@ class Worker:
         """Run the cases against the mutant in the copy, several times if a failure does not repeat."""
         previous_case, note = "", ""
         for _ in range(_ROUNDS_MAX):
-            run, _ = self._run(mutant.cases, limit_s=limit_s)
+            run, _ = self._run_cases(mutant.cases, limit_s=limit_s)
             if run.passed:
                 break
             if run.timed_out:
@@ -201,7 +201,7 @@ class Worker:
                 return Result(mutant, MutantOutcome.KILLED, case, note="it fails only after the cases before it")
             # A case that fails only sometimes is not a kill, so it runs again, alone. If it passes then, all cases run
             # again, because a later case may detect the mutant.
-            run_alone, _ = self._run((case,) if "::" in case else mutant.cases, limit_s=limit_s)
+            run_alone, _ = self._run_cases((case,) if "::" in case else mutant.cases, limit_s=limit_s)
             if run_alone.first_failed_case == case:
                 return Result(mutant, MutantOutcome.KILLED, case)
             previous_case, note = case, f"{case} failed once, and then passed"
@@ -215,7 +215,7 @@ class Worker:
             self._change_count += 1
             os.utime(path, (_FIRST_MTIME_S + self._change_count, _FIRST_MTIME_S + self._change_count))
 
-    def _run(self, cases: tuple[str, ...], *, limit_s: float) -> tuple[CasesRun, str]:
+    def _run_cases(self, cases: tuple[str, ...], *, limit_s: float) -> tuple[CasesRun, str]:
         """Run pytest with these arguments in the copy, and return the result and the output."""
         python = str(self._environment / "bin" / "python")
         command = [
@@ -273,13 +273,13 @@ def _kill_marked_processes(marker: str) -> None:
     variable = f"{_MARKER}={marker}".encode()
     # A process may start children while this loop reads /proc, so it is read again.
     for _ in range(3):
-        killed_any = False
+        has_killed = False
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 if variable in (folder / "environ").read_bytes().split(b"\0"):
                     os.kill(int(folder.name), signal.SIGKILL)
-                    killed_any = True
+                    has_killed = True
             except OSError:  # The process has ended, or it belongs to another user.
                 continue
-        if not killed_any:
+        if not has_killed:
             return
