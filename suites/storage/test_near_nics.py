@@ -68,9 +68,9 @@ with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) 
             placement.reach.forget(device.uuid, client.nics)
             with StorageClient(server.address, token=server.token(), placement=placement) as client:
                 with client.open("file") as file:
-                    read(client, file, device)
+                    read_into_gpu(client, file, device)
                     with inject_faults(Api.VERBS):
-                        read(client, file, device)
+                        read_into_gpu(client, file, device)
 """
 
 
@@ -106,7 +106,7 @@ def test_reads_into_a_gpu_use_the_near_nics_only(tmp_path: Path, device: Device,
     assert served_bytes == {"twin0": 0, "twin1": half, "twin2": half, "twin3": 0}
 
 
-@pytest.mark.parametrize("failing", ["twin1", "twin2"])
+@pytest.mark.parametrize("failing_nic", ["twin1", "twin2"])
 def test_nic_that_moves_nothing_is_left_out_until_it_works(
     tmp_path: Path, device: Device, seed: int, failing_nic: str
 ) -> None:
