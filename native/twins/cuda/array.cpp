@@ -69,8 +69,7 @@ bool has_valid_size(const ArrayDescription& description) {
 }
 
 Result check(const ArrayDescription* description) {
-    if (description == nullptr || channel_bytes(description->format) == 0 ||
-        (description->channels != 1 && description->channels != 2 && description->channels != 4)) {
+    if (description == nullptr || element_bytes_of(description->format, description->channels) == 0) {
         return invalid_value;
     }
     if ((description->flags & ~(array_layered | array_surface | array_cubemap | array_gather)) != 0) {
@@ -86,7 +85,7 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     auto array = std::make_shared<Array>();
     array->description = description;
     array->context = context->contents_owner;
-    array->element_bytes = channel_bytes(description.format) * description.channels;
+    array->element_bytes = element_bytes_of(description.format, description.channels);
     array->row_bytes = description.width * array->element_bytes;
     array->rows = std::max<std::size_t>(description.height, 1);
     array->slices = std::max<std::size_t>(description.depth, 1);
@@ -220,6 +219,14 @@ ArrayRef find_array(Handle handle) {
     std::lock_guard lock(arrays().mutex);
     const auto level = arrays().levels.find(handle);
     return level == arrays().levels.end() ? nullptr : level->second;
+}
+
+bool mipmap_exists(Handle handle) {
+    return arrays().mipmaps.find(handle) != nullptr;
+}
+
+std::uint64_t element_bytes_of(int format, std::uint32_t channels) {
+    return channels == 1 || channels == 2 || channels == 4 ? channel_bytes(format) * channels : 0;
 }
 
 void destroy_arrays_of(Handle context) {

@@ -20,6 +20,10 @@ using ArrayRef = std::shared_ptr<Array>;
 
 // Find an array, or a level of a mipmapped array; null if none has this handle.
 ArrayRef find_array(Handle handle);
+bool mipmap_exists(Handle handle);
+
+// Return the size of an element with this CUarray_format and number of channels, or 0 if no array has such elements.
+std::uint64_t element_bytes_of(int format, std::uint32_t channels);
 
 // Destroy the arrays of a context that ends.
 void destroy_arrays_of(Handle context);

@@ -14,6 +14,7 @@
 #include "cuda/event.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
+#include "cuda/texture.hpp"
 #include "model/config.hpp"
 #include "model/ledger.hpp"
 
@@ -88,6 +89,7 @@ void destroy_contents(const ContextRef& context) {
     close_streams(context);
     destroy_streams_of(context->handle);
     destroy_events_of(context->handle);
+    destroy_textures_of(context->handle);
     destroy_arrays_of(context->handle);
     destroy_memory_of(context->handle);
     forget_peers(context->handle);

@@ -29,8 +29,8 @@ struct AttributeValue {
     int value;
 };
 
-// Attributes that are not listed are 0. They are limits of features that the twin does not have (kernels, textures),
-// and properties that it does not support.
+// Attributes that are not listed are 0. They are limits of features that the twin does not have (kernels, fetches from
+// textures), and properties that it does not support.
 constexpr AttributeValue attribute_values[] = {
     {device_max_threads_per_block, 1024},
     {2, 1024}, // 2 to 7: largest block and grid dimensions of compute capability 9.0

@@ -16,7 +16,7 @@ function(gdrkit_cuda_test name)
     ENVIRONMENT "GDRKIT_TWINS_DOMAIN=cuda-${name};TSAN_OPTIONS=die_after_fork=0")
 endfunction()
 
-foreach(name IN ITEMS symbols device context green_context memory managed rows host dmabuf stream ipc ipc_event vmm pool pool_ipc graph capture array tensor_map control thread exit)
+foreach(name IN ITEMS symbols device context green_context memory managed rows host dmabuf stream ipc ipc_event vmm pool pool_ipc graph capture array tensor_map texture control thread exit)
   gdrkit_cuda_test(${name})
 endforeach()
 

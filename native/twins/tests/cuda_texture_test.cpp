@@ -1,0 +1,147 @@
+// Tests of textures and surfaces as objects.
+#include "cuda/array_abi.hpp"
+#include "cuda/texture.hpp"
+#include "cuda_driver.hpp"
+
+using namespace gdrkit::twin::cuda;
+
+namespace {
+
+Handle create_array(unsigned flags) {
+    const ArrayDescription description{16, 8, 0, format_float, 1, flags};
+    Handle array = 0;
+    EXPECT_SUCCESS("cuArray3DCreate_v2", &array, &description);
+    return array;
+}
+
+ResourceDescription resource_of(int type, Handle array) {
+    ResourceDescription resource{};
+    resource.type = type;
+    resource.array = array;
+    return resource;
+}
+
+int create_texture(Handle* texture, const ResourceDescription& resource, const TextureDescription& description,
+                   const ViewDescription* view = nullptr) {
+    return cu("cuTexObjectCreate", texture, &resource, &description, view);
+}
+
+void test_texture_of_an_array_keeps_its_descriptions() {
+    const Handle array = create_array(0);
+    Handle texture = 0;
+    TextureDescription description{}, found{};
+    description.address_modes[0] = 3;
+    description.filter_mode = 1;
+    description.border[2] = 0.5F;
+    const ViewDescription view{1, 16, 8, 0, 0, 0, 0, 0, {}};
+    ViewDescription found_view{};
+    ResourceDescription resource{};
+    CHECK(create_texture(&texture, resource_of(resource_array, array), description, &view) == success);
+    EXPECT_SUCCESS("cuTexObjectGetResourceDesc", &resource, texture);
+    CHECK(resource.type == resource_array && resource.array == array);
+    EXPECT_SUCCESS("cuTexObjectGetTextureDesc", &found, texture);
+    CHECK(found.address_modes[0] == 3 && found.filter_mode == 1 && found.border[2] == 0.5F);
+    EXPECT_SUCCESS("cuTexObjectGetResourceViewDesc", &found_view, texture);
+    CHECK(found_view.width == 16 && found_view.height == 8);
+    EXPECT_SUCCESS("cuTexObjectDestroy", texture);
+    EXPECT_RESULT(invalid_value, "cuTexObjectGetTextureDesc", &found, texture);
+    CHECK(create_texture(&texture, resource_of(resource_array, array), description) == success);
+    EXPECT_RESULT(invalid_value, "cuTexObjectGetResourceViewDesc", &found_view, texture);
+    EXPECT_SUCCESS("cuTexObjectDestroy", texture);
+    EXPECT_SUCCESS("cuArrayDestroy", array);
+    CHECK(create_texture(&texture, resource_of(resource_array, array), description) == invalid_value);
+}
+
+// The memory must be aligned and contain all rows.
+void test_texture_of_memory_is_checked() {
+    const u64 memory = allocate(4096);
+    Handle texture = 0;
+    ResourceDescription linear{}, rows{};
+    linear.type = resource_linear;
+    linear.linear = {memory, format_float, 2, 4096};
+    rows.type = resource_pitch;
+    rows.rows = {memory, format_unsigned_8, 4, 100, 8, 512};
+    CHECK(create_texture(&texture, linear, {}) == success);
+    EXPECT_SUCCESS("cuTexObjectDestroy", texture);
+    CHECK(create_texture(&texture, rows, {}) == success);
+    EXPECT_SUCCESS("cuTexObjectDestroy", texture);
+    const ViewDescription view{};
+    CHECK(create_texture(&texture, linear, {}, &view) == invalid_value);
+    linear.linear.length_bytes = 4097;
+    CHECK(create_texture(&texture, linear, {}) == invalid_value);
+    linear.linear = {memory + 4, format_float, 1, 16};
+    CHECK(create_texture(&texture, linear, {}) == invalid_value);
+    linear.linear = {memory, format_float, 3, 16};
+    CHECK(create_texture(&texture, linear, {}) == invalid_value);
+    rows.rows.height = 9;
+    CHECK(create_texture(&texture, rows, {}) == invalid_value);
+    rows.rows.height = 1;
+    rows.rows.pitch_bytes = 399;
+    CHECK(create_texture(&texture, rows, {}) == invalid_value);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+}
+
+void test_wrong_textures_are_refused() {
+    const Handle array = create_array(0);
+    Handle texture = 0, mipmap = 0;
+    ResourceDescription resource = resource_of(resource_array, array);
+    TextureDescription description{};
+    description.address_modes[2] = 4;
+    CHECK(create_texture(&texture, resource, description) == invalid_value);
+    description = {};
+    description.flags = 4;
+    CHECK(create_texture(&texture, resource, description) == invalid_value);
+    description = {};
+    description.filter_mode = 2;
+    CHECK(create_texture(&texture, resource, description) == invalid_value);
+    resource.flags = 1;
+    CHECK(create_texture(&texture, resource, {}) == invalid_value);
+    CHECK(create_texture(&texture, resource_of(4, array), {}) == invalid_value);
+    CHECK(create_texture(&texture, resource_of(resource_mipmap, array), {}) == invalid_value);
+    // The coordinates of a mipmapped array must be normalized.
+    const ArrayDescription levels{16, 8, 0, format_float, 1, 0};
+    EXPECT_SUCCESS("cuMipmappedArrayCreate", &mipmap, &levels, 2U);
+    description = {};
+    CHECK(create_texture(&texture, resource_of(resource_mipmap, mipmap), description) == invalid_value);
+    description.flags = texture_normalized_coordinates;
+    CHECK(create_texture(&texture, resource_of(resource_mipmap, mipmap), description) == success);
+    EXPECT_SUCCESS("cuTexObjectDestroy", texture);
+    EXPECT_SUCCESS("cuMipmappedArrayDestroy", mipmap);
+    EXPECT_SUCCESS("cuArrayDestroy", array);
+}
+
+// A surface needs an array that was made for it.
+void test_surface_of_an_array() {
+    const Handle array = create_array(array_surface), other = create_array(0);
+    Handle surface = 0;
+    ResourceDescription resource = resource_of(resource_array, other), found{};
+    EXPECT_RESULT(invalid_value, "cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
+    resource.array = array;
+    EXPECT_SUCCESS("cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
+    EXPECT_SUCCESS("cuSurfObjectGetResourceDesc", &found, surface);
+    CHECK(found.array == array);
+    EXPECT_SUCCESS("cuSurfObjectDestroy", surface);
+    EXPECT_RESULT(invalid_value, "cuSurfObjectGetResourceDesc", &found, surface);
+    EXPECT_SUCCESS("cuArrayDestroy", array);
+    EXPECT_SUCCESS("cuArrayDestroy", other);
+}
+
+// Objects end with their context, and a later destroy is an error.
+void test_texture_ends_with_its_context() {
+    Handle context = 0, texture = 0;
+    EXPECT_SUCCESS("cuCtxCreate_v2", &context, 0U, 0);
+    CHECK(create_texture(&texture, resource_of(resource_array, create_array(0)), {}) == success);
+    EXPECT_SUCCESS("cuCtxDestroy_v2", context);
+    EXPECT_RESULT(invalid_value, "cuTexObjectDestroy", texture);
+}
+
+} // namespace
+
+int main() {
+    init_device();
+    test_texture_of_an_array_keeps_its_descriptions();
+    test_texture_of_memory_is_checked();
+    test_wrong_textures_are_refused();
+    test_surface_of_an_array();
+    test_texture_ends_with_its_context();
+}
