@@ -1,4 +1,4 @@
-"""Memory of any dma-buf exporter, known only by a descriptor: it is registered, cached by its identity, and shared."""
+"""Memory of any dma-buf exporter, from a descriptor: it is registered, cached by its identity, and shared."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 OFFSET_BYTES, PART_BYTES = 64 * KIB + 4099, 300_001
 EXPORTERS = [pytest.param(path, marks=needs(host.device_file(path))) for path in (UDMABUF, DMA_HEAP, VGEM)]
-# A process without CUDA. It gets only the number of an inherited descriptor.
-PROGRAM = f"""
+# The program of a process without CUDA. Its arguments are the number of an inherited descriptor and the seed.
+REGISTER_INHERITED_DESCRIPTOR = f"""
 import sys
 from pathlib import Path
 from gdrkit import verbs
@@ -55,7 +55,7 @@ assert "libcuda" not in Path("/proc/self/maps").read_text()
 def test_process_without_cuda_registers_an_inherited_descriptor(device: Device, seed: int) -> None:
     with device.allocate(MIB) as memory, memory.export_dmabuf() as dmabuf:
         memory.fill(0)
-        command = [sys.executable, "-c", PROGRAM, str(dmabuf.fd), str(seed)]
+        command = [sys.executable, "-c", REGISTER_INHERITED_DESCRIPTOR, str(dmabuf.fd), str(seed)]
         subprocess.run(command, env=suites_environ(), pass_fds=(dmabuf.fd,), check=True, timeout=120)
         pattern.check(memory.read(offset_bytes=OFFSET_BYTES, length_bytes=PART_BYTES), seed=seed)
         assert memory.read(length_bytes=OFFSET_BYTES) == bytes(OFFSET_BYTES)
@@ -78,21 +78,21 @@ def dmabufs(device: Device) -> Iterator[tuple[int, int]]:
 @DMABUF
 @needs(verbs.foreign_dmabuf)
 def test_cache_finds_a_dmabuf_by_its_identity(dmabufs: tuple[int, int], nic: Nic) -> None:
-    first, second = dmabufs
+    first_fd, second_fd = dmabufs
     with RegionCache([nic]) as cache, contextlib.ExitStack() as stack:
         for offset_bytes in (0, 4096, 5000):
-            copy = os.dup(first)
-            memory = DmabufMemory(DmabufRange.from_fd(copy, offset_bytes=offset_bytes, length_bytes=10_000))
-            os.close(copy)
+            fd = os.dup(first_fd)
+            memory = DmabufMemory(DmabufRange.from_fd(fd, offset_bytes=offset_bytes, length_bytes=10_000))
+            os.close(fd)
             with memory, cache.lease(memory, offset_bytes=7) as lease:
                 remote = lease.remote(nic)
-                # Peers name the first byte of such a dma-buf by the address 64 KiB; see DmabufRange.from_fd().
+                # For peers, the first byte of such a dma-buf has the address 64 KiB; see DmabufRange.from_fd().
                 assert (remote.address, remote.length_bytes) == (64 * KIB + offset_bytes + 7, 9993)
         assert (cache.statistics().registrations, cache.statistics().hits) == (1, 2)
-        other = stack.enter_context(DmabufMemory(DmabufRange.from_fd(second)))
-        cache.lease(other).close()
+        other_memory = stack.enter_context(DmabufMemory(DmabufRange.from_fd(second_fd)))
+        cache.lease(other_memory).close()
         assert cache.statistics().registrations == 2
-        assert cache.invalidate(other.address, length_bytes=other.length_bytes) == 1
+        assert cache.invalidate(other_memory.address, length_bytes=other_memory.length_bytes) == 1
         assert cache.statistics().regions == 1
 
 
@@ -102,8 +102,8 @@ def test_shared_dmabuf_is_found_by_its_identity(dmabufs: tuple[int, int], nic: N
     with RegionCache([nic]) as cache, DmabufMemory(DmabufRange.from_fd(dmabufs[0])) as memory:
         cache.lease(memory).close()
         with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4099, length_bytes=9000) as message:
-            received = import_dmabuf(message)
-        with DmabufMemory(received) as imported, cache.lease(imported) as lease:
+            imported_range = import_dmabuf(message)
+        with DmabufMemory(imported_range) as imported_memory, cache.lease(imported_memory) as lease:
             assert lease.remote(nic).address == 64 * KIB + 4099
         assert (cache.statistics().registrations, cache.statistics().hits) == (1, 1)
         for kind in (ShareKind.IPC, ShareKind.VMM):
@@ -114,20 +114,20 @@ def test_shared_dmabuf_is_found_by_its_identity(dmabufs: tuple[int, int], nic: N
 @needs(cuda.device(), cuda.dmabuf_export)
 def test_memory_that_the_cpu_cannot_map_is_not_copied(dmabufs: tuple[int, int]) -> None:
     with DmabufMemory(DmabufRange.from_fd(dmabufs[0])) as memory:
-        for copy in (lambda: memory.read(length_bytes=1), lambda: memory.write(b"x")):
+        for copy_bytes in (lambda: memory.read(length_bytes=1), lambda: memory.write(b"x")):
             with pytest.raises(Unsupported) as raised:
-                copy()
+                copy_bytes()
             assert raised.value.reason is Reason.NOT_SUPPORTED
 
 
 def test_descriptor_without_a_size_is_refused() -> None:
     reader, writer = os.pipe()
-    before = handles.live()
+    handles_before = handles.live()
     for fd in (-1, 987_654, reader):
         with pytest.raises(ApiError) as raised:
             DmabufRange.from_fd(fd)
         assert raised.value.reason is Reason.BAD_DESCRIPTOR
-    assert handles.live() == before
+    assert handles.live() == handles_before
     os.close(reader)
     os.close(writer)
 
@@ -145,13 +145,13 @@ def test_memory_of_a_kernel_exporter_is_copied_by_the_cpu(exporter: str, seed: i
         export_dmabuf(exporter, MIB) as fd,
         export_dmabuf(exporter, MIB) as other_fd,
         DmabufMemory(DmabufRange.from_fd(fd, offset_bytes=4099, length_bytes=100_000)) as memory,
-        DmabufMemory(DmabufRange.from_fd(fd)) as whole,
-        DmabufMemory(DmabufRange.from_fd(other_fd)) as other,
+        DmabufMemory(DmabufRange.from_fd(fd)) as whole_memory,
+        DmabufMemory(DmabufRange.from_fd(other_fd)) as other_memory,
     ):
         memory.write(pattern.payload(100_000, seed=seed))
-        pattern.check(whole.read(offset_bytes=4099, length_bytes=100_000), seed=seed)
-        assert whole.read(length_bytes=4099) == bytes(4099)
-        assert memory.allocation_key() == whole.allocation_key() != other.allocation_key()
+        pattern.check(whole_memory.read(offset_bytes=4099, length_bytes=100_000), seed=seed)
+        assert whole_memory.read(length_bytes=4099) == bytes(4099)
+        assert memory.allocation_key() == whole_memory.allocation_key() != other_memory.allocation_key()
 
 
 @needs(verbs.no_way_to_devices, verbs.nic())
@@ -164,10 +164,10 @@ def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic:
         memory = stack.enter_context(
             DmabufMemory(DmabufRange.from_fd(stack.enter_context(export_dmabuf(exporter, MIB))))
         )
-        before = handles.live()
+        handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, [nic])
-        assert handles.live() == before
+        assert handles.live() == handles_before
     (cause,) = raised.value.causes
     assert isinstance(cause, Unsupported)
     assert (cause.operation, cause.status_name) == ("ibv_reg_dmabuf_mr", "EOPNOTSUPP")

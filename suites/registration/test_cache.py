@@ -303,7 +303,7 @@ def test_failed_deregistration_is_counted_and_retried(allocator: AnyAllocator, n
 
 @needs(verbs.nic())
 def test_attribute_error_of_a_buffer_is_raised_unchanged(nic: Nic) -> None:
-    class BrokenBuffer:
+    class BufferWithoutLength:
         """A buffer with the attributes of a DeviceBuffer. Its length cannot be read."""
 
         before_release = None
@@ -314,7 +314,7 @@ def test_attribute_error_of_a_buffer_is_raised_unchanged(nic: Nic) -> None:
             raise AttributeError(message)
 
     with RegionCache([nic]) as cache, pytest.raises(AttributeError, match="the length is unknown"):
-        cache.lease(BrokenBuffer())  # type: ignore[arg-type]
+        cache.lease(BufferWithoutLength())  # type: ignore[arg-type]
 
 
 def test_invalid_range_or_limit_is_refused(allocator: AnyAllocator, nic: Nic) -> None:

@@ -32,7 +32,7 @@ class SignalReceived(BaseException):
 
 
 @pytest.fixture
-def _restored_signal_handler() -> Iterator[None]:
+def _restore_signal_handler() -> Iterator[None]:
     handler_before = signal.getsignal(signal.SIGUSR1)
     yield
     signal.signal(signal.SIGUSR1, handler_before)
@@ -75,7 +75,7 @@ def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, ni
 
 
 @needs(software(Api.VERBS))
-@pytest.mark.usefixtures("_restored_signal_handler")
+@pytest.mark.usefixtures("_restore_signal_handler")
 @pytest.mark.parametrize("is_registered", [False, True], ids=["while it is registered", "once it is registered"])
 def test_interrupted_waiter_keeps_no_lease(
     allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_registered: bool

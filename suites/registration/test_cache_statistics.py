@@ -40,7 +40,7 @@ ALL_ZERO = CacheStatistics(
 )
 
 
-def statistics_with(**counters: int) -> CacheStatistics:
+def make_statistics(**counters: int) -> CacheStatistics:
     """Return statistics with these counters. All other counters are 0."""
     return dataclasses.replace(ALL_ZERO, **counters)
 
@@ -54,12 +54,12 @@ def lease_until_refused(cache: RegionCache, memory: HostMemory) -> None:
 def test_lookups_and_leases_are_counted(nic: Nic) -> None:
     with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         assert cache.statistics() == ALL_ZERO
-        unchanged = {"misses": 1, "registrations": 1, "regions": 1, "registered_bytes": LENGTH_BYTES}
+        unchanged_counters = {"misses": 1, "registrations": 1, "regions": 1, "registered_bytes": LENGTH_BYTES}
         with cache.lease(memory):
-            assert cache.statistics() == statistics_with(**unchanged, leases=1)
+            assert cache.statistics() == make_statistics(**unchanged_counters, leases=1)
             with cache.lease(memory, offset_bytes=1):
-                assert cache.statistics() == statistics_with(**unchanged, hits=1, leases=2)
-        assert cache.statistics() == statistics_with(**unchanged, hits=1)
+                assert cache.statistics() == make_statistics(**unchanged_counters, hits=1, leases=2)
+        assert cache.statistics() == make_statistics(**unchanged_counters, hits=1)
 
 
 def test_invalidated_entries_are_counted(nic: Nic) -> None:
@@ -69,16 +69,16 @@ def test_invalidated_entries_are_counted(nic: Nic) -> None:
             cache.lease(memory).close()
         begin = min(memory.address for memory in memories)
         end = max(memory.address + memory.length_bytes for memory in memories)
-        unchanged = {"misses": 3, "registrations": 3}
+        unchanged_counters = {"misses": 3, "registrations": 3}
         with cache.lease(memories[1]):
             assert cache.invalidate(begin, length_bytes=end - begin) == 3
             # The leased entry stays registered until its lease ends.
-            assert cache.statistics() == statistics_with(
-                **unchanged, hits=1, invalidations=3, registered_bytes=LENGTH_BYTES, leases=1
+            assert cache.statistics() == make_statistics(
+                **unchanged_counters, hits=1, invalidations=3, registered_bytes=LENGTH_BYTES, leases=1
             )
-        assert cache.statistics() == statistics_with(**unchanged, hits=1, invalidations=3)
+        assert cache.statistics() == make_statistics(**unchanged_counters, hits=1, invalidations=3)
         assert cache.invalidate(begin, length_bytes=end - begin) == 0
-        assert cache.statistics() == statistics_with(**unchanged, hits=1, invalidations=3)
+        assert cache.statistics() == make_statistics(**unchanged_counters, hits=1, invalidations=3)
 
 
 @pytest.mark.parametrize(("offset_bytes", "removed_count"), [(-1, 0), (0, 1), (LENGTH_BYTES - 1, 1), (LENGTH_BYTES, 0)])
@@ -94,10 +94,10 @@ def test_free_is_an_invalidation(nic: Nic) -> None:
         memory = HostMemory(LENGTH_BYTES)
         cache.lease(memory).close()
         memory.close()
-        assert cache.statistics() == statistics_with(misses=1, registrations=1, invalidations=1)
+        assert cache.statistics() == make_statistics(misses=1, registrations=1, invalidations=1)
         with pytest.raises(ClosedResource):
             cache.lease(memory)
-        assert cache.statistics() == statistics_with(misses=1, registrations=1, invalidations=1)
+        assert cache.statistics() == make_statistics(misses=1, registrations=1, invalidations=1)
 
 
 def test_evictions_are_counted(nic: Nic) -> None:
@@ -108,11 +108,13 @@ def test_evictions_are_counted(nic: Nic) -> None:
     ):
         with cache.lease(first_memory), cache.lease(second_memory):
             # Leased entries are not evicted. They exceed the limit until a lease ends.
-            unchanged = {"misses": 2, "registrations": 2}
-            assert cache.statistics() == statistics_with(
-                **unchanged, regions=2, registered_bytes=2 * LENGTH_BYTES, leases=2
+            unchanged_counters = {"misses": 2, "registrations": 2}
+            assert cache.statistics() == make_statistics(
+                **unchanged_counters, regions=2, registered_bytes=2 * LENGTH_BYTES, leases=2
             )
-        assert cache.statistics() == statistics_with(**unchanged, evictions=1, regions=1, registered_bytes=LENGTH_BYTES)
+        assert cache.statistics() == make_statistics(
+            **unchanged_counters, evictions=1, regions=1, registered_bytes=LENGTH_BYTES
+        )
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_close_that_fails_is_tried_again(nic: Nic) -> None:
         with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):
             cache.close()
         assert not cache.closed
-        assert cache.statistics() == statistics_with(
+        assert cache.statistics() == make_statistics(
             misses=1, registrations=1, registered_bytes=LENGTH_BYTES, not_deregistered=1
         )
         cache.close()
@@ -212,9 +214,9 @@ def test_host_memory_has_one_route(nic: Nic) -> None:
         with pytest.raises(UsageError) as raised:
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
         assert raised.value.reason is Reason.BAD_ARGUMENT
-        with pytest.raises(RegistrationFailed) as failed:
+        with pytest.raises(RegistrationFailed) as failed_registration:
             register(memory, [nic], route=RegistrationRoute.DMABUF)
-        assert (failed.value.reason, len(failed.value.causes)) == (Reason.NO_ROUTE, 1)
+        assert (failed_registration.value.reason, len(failed_registration.value.causes)) == (Reason.NO_ROUTE, 1)
         with register(memory, [nic], route=RegistrationRoute.HOST) as registration:
             assert registration.route is RegistrationRoute.HOST
 

@@ -42,7 +42,7 @@ THREAD_COUNT = 32
 
 
 @contextlib.contextmanager
-def allocated_memories(allocator: AnyAllocator, count: int) -> Iterator[list[DeviceMemory | HostMemory]]:
+def allocate_memories(allocator: AnyAllocator, count: int) -> Iterator[list[DeviceMemory | HostMemory]]:
     """Yield `count` memories of 64 KiB, which are freed at the end of the block."""
     with contextlib.ExitStack() as stack:
         memories: list[DeviceMemory | HostMemory] = [allocator.allocate(64 * KIB) for _ in range(count)]
@@ -51,13 +51,13 @@ def allocated_memories(allocator: AnyAllocator, count: int) -> Iterator[list[Dev
         yield memories
 
 
-def delay_rule(allocator: AnyAllocator) -> str:
+def make_delay_rule(allocator: AnyAllocator) -> str:
     """Return the fault rule that delays every registration."""
     return f"{registration_function(allocator)} call=* delay_us=100000"
 
 
 @contextlib.contextmanager
-def delayed_calls(rule: str) -> Iterator[None]:
+def delay_calls(rule: str) -> Iterator[None]:
     """Apply a rule that delays calls of the libibverbs twin inside the block. Without a twin, do nothing."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
@@ -65,19 +65,19 @@ def delayed_calls(rule: str) -> Iterator[None]:
         yield
 
 
-def run_in_all_threads(work: Callable[[int], object]) -> list[object]:
-    """Run `work` in all threads at the same time. Return the result or the exception of each thread."""
+def run_in_all_threads(call: Callable[[int], object]) -> list[object]:
+    """Call `call` with the index of the thread in all threads at the same time. Return each result or exception."""
     barrier = threading.Barrier(THREAD_COUNT)
 
-    def begin(index: int) -> object:
+    def call_at_once(index: int) -> object:
         barrier.wait(30)
         try:
-            return work(index)
+            return call(index)
         except (ApiError, UsageError, ClosedResource) as error:
             return error
 
     with ThreadPoolExecutor(THREAD_COUNT) as threads:
-        return list(threads.map(begin, range(THREAD_COUNT)))
+        return list(threads.map(call_at_once, range(THREAD_COUNT)))
 
 
 def is_refused(cache: RegionCache, memory: DeviceMemory | HostMemory) -> bool:
@@ -119,7 +119,7 @@ def test_registration_that_another_thread_just_completed_is_used(nic: Nic) -> No
 
 
 def test_threads_share_one_registration_per_key(allocator: AnyAllocator, nic: Nic) -> None:
-    with allocated_memories(allocator, 4) as memories, RegionCache([nic]) as cache:
+    with allocate_memories(allocator, 4) as memories, RegionCache([nic]) as cache:
         cache.lease(memories[0]).close()
         run_in_all_threads(lambda index: cache.lease(memories[index % 4]).close())
         statistics = cache.statistics()
@@ -137,15 +137,15 @@ def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, ni
     with (
         allocator.allocate(64 * KIB) as memory,
         RegionCache([nic]) as cache,
-        inject_faults(Api.VERBS, delay_rule(allocator)),
+        inject_faults(Api.VERBS, make_delay_rule(allocator)),
     ):
         calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
 
-        def lease_and_return_key(_index: int) -> int:
+        def lease_and_get_rkey(_index: int) -> int:
             with cache.lease(memory) as lease:
                 return lease.remote(nic).rkey
 
-        assert len(set(run_in_all_threads(lease_and_return_key))) == 1
+        assert len(set(run_in_all_threads(lease_and_get_rkey))) == 1
         assert read_call_counts(Api.VERBS)[registration_function(allocator)] == calls_before + 1
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.hits + statistics.misses) == (1, THREAD_COUNT)
@@ -155,8 +155,8 @@ def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, ni
 @NEEDS_VERBS_TWIN
 def test_registrations_of_different_keys_overlap(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
-    with allocated_memories(allocator, 8) as memories, RegionCache([nic]) as cache:
-        with inject_faults(Api.VERBS, delay_rule(allocator)):
+    with allocate_memories(allocator, 8) as memories, RegionCache([nic]) as cache:
+        with inject_faults(Api.VERBS, make_delay_rule(allocator)):
             calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
             run_in_all_threads(lambda index: cache.lease(memories[index % 8]).close())
             # The calls overlap in the library itself: neither the cache nor the interpreter serializes them.
@@ -172,13 +172,13 @@ def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, n
         with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=* errno=ENOMEM delay_us=100000"):
             calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
             errors = run_in_all_threads(lambda _index: cache.lease(memory))
-            attempts = read_call_counts(Api.VERBS)[registration_function(allocator)] - calls_before
+            registration_count = read_call_counts(Api.VERBS)[registration_function(allocator)] - calls_before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
         # Threads that joined the pending registration get the same failure, each as a separate error object. If several
         # threads raised one object, its traceback would have the frames of all threads.
-        assert attempts < THREAD_COUNT
+        assert registration_count < THREAD_COUNT
         assert len({id(error) for error in errors}) == THREAD_COUNT
-        assert len({str(error) for error in errors}) <= attempts
+        assert len({str(error) for error in errors}) <= registration_count
         assert (cache.statistics().leases, cache.statistics().in_flight) == (0, 0)
         cache.lease(memory).close()
 
@@ -190,7 +190,7 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
     hold_file.touch()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
 
-        def lease_and_return_key(_index: int) -> int:
+        def lease_and_get_rkey(_index: int) -> int:
             with cache.lease(memory) as lease:
                 return lease.remote(nic).rkey
 
@@ -198,27 +198,26 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
             inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 hold={hold_file}"),
             ThreadPoolExecutor(2) as threads,
         ):
-            first = threads.submit(lease_and_return_key, 0)
+            first_future = threads.submit(lease_and_get_rkey, 0)
             while not cache.statistics().in_flight:
-                assert not first.done()
-            second = threads.submit(lease_and_return_key, 1)
+                assert not first_future.done()
+            second_future = threads.submit(lease_and_get_rkey, 1)
             while not cache.statistics().waiting:
-                assert not second.done()
-            # While the registration is pending, a free is refused. But the free still invalidates the range, and does
-            # not wait.
+                assert not second_future.done()
+            # While the registration is pending, a free is refused and does not wait. It still invalidates the range.
             with pytest.raises(UsageError) as raised:
                 memory.close()
             assert raised.value.reason is Reason.BUSY
             with cache.lease(memory) as new_lease:
-                new_key = new_lease.remote(nic).rkey
+                new_rkey = new_lease.remote(nic).rkey
                 assert cache.statistics().in_flight == 1
             hold_file.unlink()
-            old_key = first.result(30)
-            assert second.result(30) == old_key != new_key
+            old_rkey = first_future.result(30)
+            assert second_future.result(30) == old_rkey != new_rkey
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.regions, statistics.registered_bytes) == (2, 1, 64 * KIB)
         with cache.lease(memory) as lease:
-            assert lease.remote(nic).rkey == new_key
+            assert lease.remote(nic).rkey == new_rkey
 
 
 def test_close_with_timeout_waits_for_leases_of_other_threads(allocator: AnyAllocator, nic: Nic) -> None:
@@ -239,15 +238,15 @@ def test_random_lookups_and_invalidations_leave_no_region(
     allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int
 ) -> None:
     with (
-        allocated_memories(allocator, 6) as memories,
+        allocate_memories(allocator, 6) as memories,
         connect_peer_queue_pair(nic, peer) as peer_pair,
         RegionCache([nic], regions_max=3) as cache,
-        delayed_calls(f"{registration_function(allocator)} call=* delay_us=1000"),
+        delay_calls(f"{registration_function(allocator)} call=* delay_us=1000"),
     ):
         # One registration runs first, so that a machine without any route fails once and not in all threads.
         cache.lease(memories[0]).close()
 
-        def work(index: int) -> None:
+        def lease_and_invalidate(index: int) -> None:
             for step in range(20):
                 memory = memories[(index * 7 + step * 5) % 6]
                 if (index + step) % 5 == 0:
@@ -256,7 +255,7 @@ def test_random_lookups_and_invalidations_leave_no_region(
                     with cache.lease(memory, offset_bytes=index, length_bytes=64) as lease:
                         assert lease.remote(nic).address == memory.address + index
 
-        assert not [outcome for outcome in run_in_all_threads(work) if outcome is not None]
+        assert not [outcome for outcome in run_in_all_threads(lease_and_invalidate) if outcome is not None]
         statistics = cache.statistics()
         assert (statistics.leases, statistics.in_flight, statistics.waiting, statistics.not_deregistered) == (
             0,

@@ -33,7 +33,7 @@ def test_cache_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) ->
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache, cache.lease(memory) as lease:
         key = lease.remote(nic).rkey
 
-        def child() -> None:
+        def check_cache_in_child() -> None:
             assert cache.closed
             with pytest.raises(ClosedResource):
                 cache.lease(memory)
@@ -42,7 +42,7 @@ def test_cache_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) ->
             cache.close()
 
         with hold_in_another_thread(get_lock(cache)):
-            assert run_in_forked_child(child) == 0
+            assert run_in_forked_child(check_cache_in_child) == 0
         # Nothing of the parent was deregistered.
         with cache.lease(memory) as new_lease:
             assert new_lease.remote(nic).rkey == key
@@ -62,14 +62,14 @@ def test_invalidated_lease_stays_registered_when_a_child_ends_it(allocator: AnyA
 def test_pool_is_closed_in_a_forked_child(allocator: AnyAllocator, nic: Nic) -> None:
     with BufferPool(allocator, [nic], buffer_bytes=4096, count=2) as pool, pool.allocate() as buffer:
 
-        def child() -> None:
+        def check_pool_in_child() -> None:
             with pytest.raises(ClosedResource):
                 pool.allocate()
             buffer.close()
             pool.close()
 
         with hold_in_another_thread(get_lock(pool)):
-            assert run_in_forked_child(child) == 0
+            assert run_in_forked_child(check_pool_in_child) == 0
         buffer.write(b"still registered")
         assert pool.statistics().free == 1
 
@@ -84,7 +84,7 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
         parent_nic.queue_pair(queue) as pair,
     ):
 
-        def child() -> None:
+        def close_objects_in_child() -> None:
             calls_before = read_call_counts(Api.VERBS)
             for resource in (pair, queue, registration.region(parent_nic), registration, parent_nic):
                 resource.close()
@@ -94,14 +94,14 @@ def test_objects_of_verbs_stay_when_a_child_closes_them(nic: Nic) -> None:
             calls_after = read_call_counts(Api.VERBS)
             assert calls_after["ibv_dealloc_pd"] == calls_before.get("ibv_dealloc_pd", 0) + 1
 
-        assert run_in_forked_child(child) == 0
+        assert run_in_forked_child(close_objects_in_child) == 0
 
 
 @needs(software(Api.VERBS), software(Api.CUDA), verbs_needs.nic(), cuda.device())
 def test_manager_is_closed_in_a_forked_child() -> None:
     with GdrManager() as manager:
 
-        def child() -> None:
+        def close_manager_in_child() -> None:
             calls_before = read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)
             manager.close()
             assert manager.closed
@@ -109,7 +109,7 @@ def test_manager_is_closed_in_a_forked_child() -> None:
                 _ = manager.nics
             assert (read_call_counts(Api.VERBS), read_call_counts(Api.CUDA)) == calls_before
 
-        assert run_in_forked_child(child) == 0
+        assert run_in_forked_child(close_manager_in_child) == 0
         assert manager.state.available
 
 
@@ -120,9 +120,9 @@ def test_host_memory_works_in_a_forked_child() -> None:
 
 @pytest.mark.parametrize("lock", [get_lock(gaudi_memory), get_lock(Placement())], ids=["gaudi", "placement"])
 def test_locks_are_free_in_a_forked_child(lock: AbstractContextManager[object]) -> None:
-    def child() -> None:
+    def acquire_lock() -> None:
         with lock:
             pass
 
     with hold_in_another_thread(lock):
-        assert run_in_forked_child(child) == 0
+        assert run_in_forked_child(acquire_lock) == 0

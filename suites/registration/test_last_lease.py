@@ -1,6 +1,6 @@
-"""The end of the last lease deregisters an invalidated entry of a region cache.
+"""The end of the last lease of an invalidated entry deregisters it.
 
-In these cases, other threads invalidate or evict the entry, free its memory or close the cache at the same time.
+At the same time, other threads invalidate or evict the entry, free its memory or close the cache.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 pytestmark = needs(software(Api.VERBS))
 
-DEREGISTER = "ibv_dereg_mr"
+DEREGISTRATION_FUNCTION = "ibv_dereg_mr"
 
 
 def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         for round_index in range(200):
             leases = [cache.lease(memory) for _ in range(3)]
-            calls_before = read_call_counts(Api.VERBS).get(DEREGISTER, 0)
+            calls_before = read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0)
             barrier = threading.Barrier(4)
 
             def run_at_once(action: Callable[[], object], barrier: threading.Barrier = barrier) -> None:
@@ -45,7 +45,7 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
             actions.insert(round_index % 4, lambda: cache.invalidate(memory.address, length_bytes=1))
             with ThreadPoolExecutor(4) as threads:
                 list(threads.map(run_at_once, actions))
-            assert read_call_counts(Api.VERBS).get(DEREGISTER, 0) == calls_before + 1
+            assert read_call_counts(Api.VERBS).get(DEREGISTRATION_FUNCTION, 0) == calls_before + 1
             statistics = cache.statistics()
             assert (
                 statistics.leases,
@@ -59,26 +59,29 @@ def test_leases_ending_during_invalidate_deregister_once(allocator: AnyAllocator
 def test_free_and_close_wait_for_a_running_deregistration(allocator: AnyAllocator, nic: Nic, operation: str) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        with inject_faults(Api.VERBS, f"{DEREGISTER} call=1 delay_us=300000"), ThreadPoolExecutor(1) as threads:
-            invalidation = threads.submit(cache.invalidate, memory.address, length_bytes=1)
-            while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTER):
-                assert not invalidation.done()
+        with (
+            inject_faults(Api.VERBS, f"{DEREGISTRATION_FUNCTION} call=1 delay_us=300000"),
+            ThreadPoolExecutor(1) as threads,
+        ):
+            invalidation_future = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTRATION_FUNCTION):
+                assert not invalidation_future.done()
             (memory if operation == "free" else cache).close()
             assert cache.statistics().registered_bytes == 0
-            assert invalidation.result(30) == 1
+            assert invalidation_future.result(30) == 1
 
 
 def test_free_retries_a_failed_deregistration(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        rule = f"{DEREGISTER} call=1 delay_us=300000 errno=EBUSY"
+        rule = f"{DEREGISTRATION_FUNCTION} call=1 delay_us=300000 errno=EBUSY"
         with inject_faults(Api.VERBS, rule), ThreadPoolExecutor(1) as threads:
-            invalidation = threads.submit(cache.invalidate, memory.address, length_bytes=1)
-            while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTER):
-                assert not invalidation.done()
+            invalidation_future = threads.submit(cache.invalidate, memory.address, length_bytes=1)
+            while not read_peak_delayed_calls(Api.VERBS).get(DEREGISTRATION_FUNCTION):
+                assert not invalidation_future.done()
             memory.close()
             with pytest.raises(ApiError):
-                invalidation.result(30)
+                invalidation_future.result(30)
         statistics = cache.statistics()
         assert (statistics.registered_bytes, statistics.not_deregistered) == (0, 0)
 

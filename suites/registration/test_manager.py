@@ -49,11 +49,11 @@ def test_gpus_have_separate_caches_and_current_device_is_kept(devices: tuple[Dev
             memory = stack.enter_context(manager.device(gpu.index).allocate(64 * KIB))
             manager.lease(memory).close()
             assert manager.cache(gpu.index).statistics().regions == 1
-            assert current_device() == 1
+            assert get_current_device() == 1
         assert manager.cache(0) is not manager.cache(1)
 
 
-def current_device() -> int:
+def get_current_device() -> int:
     """Return the number of the device whose context is current on this thread."""
     from cuda.bindings import driver
 
@@ -101,16 +101,16 @@ def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
         assert manager.state.nics
     with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), GdrManager() as manager:
         assert manager.state.available
-        broken, working = manager.state.gpus[:2]
-        assert broken.route is None
-        assert broken.obstacle is not None
-        assert broken.obstacle.reason is Reason.OUT_OF_MEMORY
+        failed_gpu, working_gpu = manager.state.gpus[:2]
+        assert failed_gpu.route is None
+        assert failed_gpu.obstacle is not None
+        assert failed_gpu.obstacle.reason is Reason.OUT_OF_MEMORY
         with pytest.raises(RegistrationFailed) as raised:
-            manager.cache(broken.index)
+            manager.cache(failed_gpu.index)
         (cause,) = raised.value.causes
         assert isinstance(cause, ApiError)
         assert cause.operation == "cuMemAlloc"
-        with manager.device(working.index).allocate(64 * KIB) as memory:
+        with manager.device(working_gpu.index).allocate(64 * KIB) as memory:
             manager.lease(memory).close()
 
 
@@ -159,10 +159,10 @@ def test_write_ordering_is_the_attribute_of_the_device(device: Device) -> None:
 
 @needs(cuda_needs.device())
 def test_device_that_needs_a_flush_is_flushed_or_refused(device: Device) -> None:
-    flushed = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
-    assert flushed.make_visible(device)
-    without_flush = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)
+    ordering_with_flush = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
+    assert ordering_with_flush.make_visible(device)
+    ordering_without_flush = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)
     with pytest.raises(ApiError) as raised:
-        without_flush.make_visible(device)
+        ordering_without_flush.make_visible(device)
     assert raised.value.reason is Reason.NOT_SUPPORTED
     assert Ordering(device.index, FlushOption.NONE, WriteVisibility.ALL_DEVICES).make_visible(device) is False

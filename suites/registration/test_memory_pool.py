@@ -51,9 +51,12 @@ def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic
     with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         for turn in range(60):
             length_bytes = int(4 * KIB * 2 ** rng.uniform(0, 9))
-            with pool.allocate(length_bytes) as pooled, cache.lease(pooled.memory, length_bytes=length_bytes) as lease:
+            with (
+                pool.allocate(length_bytes) as pooled_memory,
+                cache.lease(pooled_memory.memory, length_bytes=length_bytes) as lease,
+            ):
                 peer_pair.write(lease.remote(nic), seed=seed + turn).expect(Status.SUCCESS)
-                pattern.check(pooled.memory.read(offset_bytes=0, length_bytes=length_bytes), seed=seed + turn)
+                pattern.check(pooled_memory.memory.read(offset_bytes=0, length_bytes=length_bytes), seed=seed + turn)
         statistics = pool.statistics()
         assert statistics.hits + statistics.misses == 60
         assert statistics.misses == statistics.idle_blocks == cache.statistics().registrations <= 10
@@ -66,16 +69,16 @@ def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic
 def test_limits_free_the_longest_idle(device: Device) -> None:
     with MemoryPool(device, idle_bytes_max=2 * MIB, idle_ms_max=60_000) as pool:
         memories = [pool.allocate(length_bytes) for length_bytes in (MIB, 512 * KIB, MIB)]
-        for pooled in memories:
-            pooled.close()
+        for pooled_memory in memories:
+            pooled_memory.close()
         statistics = pool.statistics()
         assert (statistics.idle_blocks, statistics.idle_bytes, statistics.trimmed_blocks) == (2, 3 * MIB // 2, 1)
         assert pool.allocate(512 * KIB).memory is memories[1].memory
         with pytest.raises(UsageError) as raised:
             pool.close()
         assert raised.value.reason is Reason.BUSY
-        (used,) = pool._in_use  # noqa: SLF001 - the case dropped the only reference.
-        used.close()
+        (memory_in_use,) = pool._in_use  # noqa: SLF001 - the case dropped the only reference.
+        memory_in_use.close()
     with MemoryPool(device, idle_ms_max=0) as pool:
         pool.allocate(1).close()
         pool.allocate(MIB).close()
@@ -85,9 +88,9 @@ def test_limits_free_the_longest_idle(device: Device) -> None:
 def test_leased_memory_is_not_freed_by_trimming(allocator: AnyAllocator, nic: Nic) -> None:
     with RegionCache([nic]) as cache, contextlib.ExitStack() as stack:
         pool = stack.enter_context(MemoryPool(allocator))
-        pooled = stack.enter_context(pool.allocate(MIB))
-        lease = cache.lease(pooled.memory)
-        pooled.close()
+        pooled_memory = stack.enter_context(pool.allocate(MIB))
+        lease = cache.lease(pooled_memory.memory)
+        pooled_memory.close()
         with pytest.raises(UsageError) as raised:
             pool.trim()
         assert raised.value.reason is Reason.BUSY
@@ -100,18 +103,18 @@ def test_threads_never_share_memory(device: Device) -> None:
     addresses: set[int] = set()
     lock = threading.Lock()
 
-    def use(index: int) -> None:
+    def allocate_repeatedly(index: int) -> None:
         for turn in range(50):
-            with pool.allocate((64 << (turn + index) % 3) * KIB) as pooled:
+            with pool.allocate((64 << (turn + index) % 3) * KIB) as pooled_memory:
                 with lock:
-                    assert pooled.memory.address not in addresses
-                    addresses.add(pooled.memory.address)
+                    assert pooled_memory.memory.address not in addresses
+                    addresses.add(pooled_memory.memory.address)
                 with lock:
-                    addresses.remove(pooled.memory.address)
+                    addresses.remove(pooled_memory.memory.address)
 
     with MemoryPool(device) as pool, ThreadPoolExecutor(8) as threads:
-        for result in [threads.submit(use, index) for index in range(8)]:
-            result.result()
+        for future in [threads.submit(allocate_repeatedly, index) for index in range(8)]:
+            future.result()
         assert pool.statistics().in_use_blocks == 0
         assert pool.statistics().idle_blocks <= 24
 
@@ -132,10 +135,10 @@ def test_idle_memory_is_freed_if_the_device_is_full(device: Device) -> None:
 def test_closed_or_inherited_pool_is_refused(device: Device) -> None:
     with MemoryPool(device) as pool:
         pool.allocate(MIB).close()
-        child = os.fork()
-        if child == 0:
+        child_pid = os.fork()
+        if child_pid == 0:
             os._exit(0 if pool.closed and pool.statistics().idle_blocks == 0 else 1)
-        assert os.waitpid(child, 0)[1] == 0
+        assert os.waitpid(child_pid, 0)[1] == 0
         for length_bytes in (0, -1):
             with pytest.raises(UsageError):
                 pool.allocate(length_bytes)

@@ -1,7 +1,7 @@
 """A NIC without any route to device memory: a registration raises one error with both causes and leaves nothing open.
 
-On a kernel whose RDMA devices register neither a dma-buf nor a device address (rxe), the errors are the kernel's own.
-A fault plan makes a twin of verbs return the same errors. A twin is a library that emulates the hardware below an API.
+The devices of Soft-RoCE (rxe) register neither a dma-buf nor a device address, so there the errors come from the
+kernel. Elsewhere, a fault plan makes the libibverbs twin (a library that emulates NICs) return the same errors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ADDRESS_CAUSE = ("ibv_reg_mr", errno.EFAULT)
 
 
 @contextlib.contextmanager
-def both_routes_refused() -> Iterator[None]:
+def refuse_both_routes() -> Iterator[None]:
     """Make the libibverbs twin refuse both routes, like a kernel that supports neither. Without a twin, do nothing."""
     with contextlib.ExitStack() as stack:
         if launch.twin_control().ledger("verbs") is not None:
@@ -43,12 +43,12 @@ def both_routes_refused() -> Iterator[None]:
         yield
 
 
-def causes_of_refusal(
+def register_and_get_causes(
     memory: CudaMemory, nics: tuple[Nic, ...], *, route: RegistrationRoute | None = None, access: Access | None = None
 ) -> list[tuple[str, int | None]]:
     """Register memory, which must fail. Return the function and the errno of each cause of the error."""
     options = {} if access is None else {"access": access}
-    with both_routes_refused():
+    with refuse_both_routes():
         handles_before = handles.live()
         with pytest.raises(RegistrationFailed) as raised:
             register(memory, nics, route=route, **options)
@@ -64,7 +64,7 @@ def test_device_memory_of_any_length_is_refused_with_both_causes(
     device: Device, nics: tuple[Nic, ...], length_bytes: int
 ) -> None:
     with device.allocate(length_bytes) as memory:
-        assert causes_of_refusal(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
+        assert register_and_get_causes(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 @pytest.mark.parametrize(
@@ -79,18 +79,18 @@ def test_device_memory_of_any_length_is_refused_with_both_causes(
 )
 def test_any_access_rights_are_refused_with_both_causes(device: Device, nics: tuple[Nic, ...], access: Access) -> None:
     with device.allocate(64 * KIB) as memory:
-        assert causes_of_refusal(memory, nics, access=access) == [DMABUF_CAUSE, ADDRESS_CAUSE]
+        assert register_and_get_causes(memory, nics, access=access) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 def test_single_nic_is_refused_like_all_nics(device: Device, nic: Nic) -> None:
     with device.allocate(64 * KIB) as memory:
-        assert causes_of_refusal(memory, (nic,)) == [DMABUF_CAUSE, ADDRESS_CAUSE]
+        assert register_and_get_causes(memory, (nic,)) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 @needs(cuda.vmm)
 def test_vmm_memory_is_refused_with_both_causes(device: Device, nics: tuple[Nic, ...]) -> None:
     with VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory:
-        assert causes_of_refusal(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
+        assert register_and_get_causes(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
 
 
 @pytest.mark.parametrize(
@@ -104,11 +104,11 @@ def test_requested_route_raises_only_its_own_cause(
     device: Device, nics: tuple[Nic, ...], route: RegistrationRoute, cause: tuple[str, int]
 ) -> None:
     with device.allocate(64 * KIB) as memory:
-        assert causes_of_refusal(memory, nics, route=route) == [cause]
+        assert register_and_get_causes(memory, nics, route=route) == [cause]
 
 
 def test_memory_is_unchanged_after_the_refusal(device: Device, nics: tuple[Nic, ...], seed: int) -> None:
     with device.allocate(64 * KIB) as memory:
         memory.fill(0x5A)
-        assert causes_of_refusal(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
+        assert register_and_get_causes(memory, nics) == [DMABUF_CAUSE, ADDRESS_CAUSE]
         assert memory.read() == b"\x5a" * (64 * KIB)

@@ -117,7 +117,7 @@ def test_reused_address_has_a_new_buffer_id_and_key(
 
 @pytest.fixture(scope="module")
 def torch() -> ModuleType:
-    """Start PyTorch and return it. Handles of the CUDA runtime then do not count as leaks of a case."""
+    """Return PyTorch. Its CUDA context is created here, before the check for leaked handles of a case begins."""
     module = importlib.import_module("torch")
     module.zeros(1, device="cuda:0")
     module.cuda.synchronize()

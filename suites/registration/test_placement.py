@@ -71,7 +71,7 @@ def test_choice_without_nics_is_refused(tmp_path: Path) -> None:
         Placement(create_pci_tree(tmp_path, {})).choose(GPU_ADDRESS, [])
 
 
-# This runs in a child, because the software twin (a library that emulates the hardware) reads the number of NICs when
+# A child runs this program, because the libibverbs twin (a library that emulates NICs) reads the number of NICs when
 # it is loaded.
 _TRANSFERS_PROGRAM = """
 import json, sys
@@ -86,18 +86,21 @@ from gdrkit.verbs import Status
 
 with GdrManager(gpu_indices=[0], tree=HostTree(sys.argv[1])) as manager, Peer() as peer:
     assert manager.state.available, manager.state
-    # The manager has measured which NICs reach the GPU, which moved bytes, too.
-    before, key = read_traffic(Api.VERBS), "served_write_bytes"
-    used = []
+    # The counters are not 0 here: the manager measured which NICs reach the GPU.
+    traffic_before, counter = read_traffic(Api.VERBS), "served_write_bytes"
+    nic_names = []
     with manager.device(0).allocate(1 << 20) as memory:
         for step in range(4):
             with manager.lease(memory) as lease:
                 nic, remote = manager.remote(lease, gpu_index=0, length_bytes=100_000)
                 with connect_peer_queue_pair(nic, peer) as peer_pair:
                     peer_pair.write(remote, seed=step).expect(Status.SUCCESS)
-                used.append(nic.name)
-        served_bytes = {name: row[key] - before[name][key] for name, row in read_traffic(Api.VERBS).items()}
-    print(json.dumps({"nics": list(manager.state.nics), "used": used, "served": served_bytes}))
+                nic_names.append(nic.name)
+        served_bytes = {
+            name: counters[counter] - traffic_before[name][counter]
+            for name, counters in read_traffic(Api.VERBS).items()
+        }
+    print(json.dumps({"nics": list(manager.state.nics), "used": nic_names, "served": served_bytes}))
 """
 
 
@@ -145,10 +148,10 @@ def test_nics_that_are_equally_near_take_turns(tmp_path: Path, device: Device) -
 def test_faster_link_wins_among_equally_near_nics(tmp_path: Path, nics: tuple[Nic, ...]) -> None:
     names = [nic.name for nic in nics[:2]]
     tree = create_pci_tree(tmp_path, dict(zip(names, ["0000:04:00.0", "0000:05:00.0"], strict=True)))
-    for name, rate in zip(names, ["200 Gb/sec (4X HDR)", "400 Gb/sec (4X NDR)"], strict=True):
+    for name, link_rate in zip(names, ["200 Gb/sec (4X HDR)", "400 Gb/sec (4X NDR)"], strict=True):
         port = tmp_path / f"sys/class/infiniband/{name}/ports/1"
         port.mkdir(parents=True)
-        (port / "rate").write_text(f"{rate}\n")
+        (port / "rate").write_text(f"{link_rate}\n")
     placement = Placement(tree)
     assert [placement.link_gbit_per_s(nic) for nic in nics[:2]] == [200.0, 400.0]
     assert placement.nearest(GPU_ADDRESS, nics[:2]) == (nics[1],)

@@ -82,8 +82,8 @@ def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics:
 @DMABUF
 @needs(software(Api.VERBS))
 def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[Nic, ...]) -> None:
-    # Regression: gdrkit stored the error of a NIC and raised the same object again each time. Its traceback then
-    # referenced the memory of each caller.
+    # Each registration must raise a new error object: the traceback of a reused one refers to the memory of all
+    # callers.
     references: list[weakref.ref[object]] = []
     traceback_lengths = set()
 
@@ -161,7 +161,6 @@ def test_requested_route_has_no_fallback(device: Device, nic: Nic) -> None:
 @needs(verbs.nic())
 @pytest.mark.parametrize("memory", [bytearray(4096), 4096, None, "memory"], ids=lambda memory: type(memory).__name__)
 def test_memory_of_a_wrong_type_is_named(nic: Nic, memory: Any) -> None:  # noqa: ANN401 - the cases pass wrong types.
-    # Regression: this raised an AttributeError.
     with pytest.raises(UsageError, match=f"DeviceBuffer.*not {type(memory).__name__}"):
         register(memory, [nic])
     with RegionCache([nic]) as cache, pytest.raises(UsageError, match=f"not {type(memory).__name__}"):
@@ -181,7 +180,6 @@ def test_wrong_type_of_a_library_is_named_with_its_module(nic: Nic) -> None:
 
 @needs(verbs.nic())
 def test_nics_of_a_wrong_type_are_named(nic: Nic) -> None:
-    # Regression: a single NIC raised a TypeError.
     wrong_nics: list[tuple[Any, str]] = [
         (nic, "Nic"),
         (None, "NoneType"),

@@ -87,13 +87,13 @@ def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator,
     with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, ThreadPoolExecutor(4) as threads:
         held_buffer = pool.allocate()
 
-        def wait(index: int) -> None:
+        def wait_for_buffer(index: int) -> None:
             with pool.allocate(timeout_ms=30_000):
                 served_indices.append(index)
 
         futures = []
         for index in range(4):
-            futures.append(threads.submit(wait, index))
+            futures.append(threads.submit(wait_for_buffer, index))
             while pool.statistics().waiting <= index:
                 assert not futures[-1].done()
         held_buffer.close()
@@ -104,20 +104,20 @@ def test_waiting_threads_are_served_in_order_of_arrival(allocator: AnyAllocator,
 
 
 def test_buffer_is_never_allocated_twice(allocator: AnyAllocator, nic: Nic) -> None:
-    allocated: set[int] = set()
+    open_addresses: set[int] = set()
     lock = threading.Lock()
     with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=3) as pool, ThreadPoolExecutor(8) as threads:
 
-        def work(_index: int) -> None:
+        def allocate_repeatedly(_index: int) -> None:
             for _ in range(50):
                 with pool.allocate(timeout_ms=30_000) as buffer:
                     with lock:
-                        assert buffer.address not in allocated
-                        allocated.add(buffer.address)
+                        assert buffer.address not in open_addresses
+                        open_addresses.add(buffer.address)
                     with lock:
-                        allocated.remove(buffer.address)
+                        open_addresses.remove(buffer.address)
 
-        list(threads.map(work, range(8)))
+        list(threads.map(allocate_repeatedly, range(8)))
         statistics = pool.statistics()
         assert (statistics.free, statistics.waiting, statistics.allocations) == (3, 0, 400)
 

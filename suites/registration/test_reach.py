@@ -1,6 +1,6 @@
-"""A NIC reaches a GPU only if bytes moved.
+"""A NIC reaches a GPU only if a measurement moves bytes between them.
 
-The counters of both ports decide what this proves, and a file keeps the result.
+The counters of both ports decide whether the bytes are proven. A file stores the result.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA), verbs.nic(count_min=2))]
 
-# Fault plans in which twin1 registers memory and moves nothing.
+# Fault rules: the NIC twin1 registers memory, but its writes or its reads fail.
 NO_WRITES = "wc.rdma_write call=* status=12 nic=twin1"
 NO_READS = "wc.rdma_read call=* status=12 nic=twin1"
 
 
-def tree_with_counters(root: Path, nics: tuple[Nic, ...], **counters: int) -> HostTree:
-    """Create the counter files of ports that count nothing."""
+def create_counter_files(root: Path, nics: tuple[Nic, ...], **counters: int) -> HostTree:
+    """Create the counter files of the ports of NICs. Their values stay constant. Return the tree."""
     for nic in nics:
         folder = root / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
         folder.mkdir(parents=True)
@@ -45,10 +45,10 @@ def tree_with_counters(root: Path, nics: tuple[Nic, ...], **counters: int) -> Ho
 
 
 def test_counters_of_both_ports_prove_the_bytes(device: Device, nics: tuple[Nic, ...]) -> None:
-    first, second = nics[:2]
-    loopback, wire = measure_reach(device, [(first, first), (first, second)], tree=HostTree())
+    first_nic, second_nic = nics[:2]
+    loopback, wire = measure_reach(device, [(first_nic, first_nic), (first_nic, second_nic)], tree=HostTree())
     assert (loopback.path, wire.path) == (TransferPath.LOOPBACK, TransferPath.WIRE)
-    assert (wire.nic, wire.peer_nic) == (first.name, second.name)
+    assert (wire.nic, wire.peer_nic) == (first_nic.name, second_nic.name)
     for reach in (loopback, wire):
         assert (reach.moved, reach.state, reach.reason) == (True, RouteOutcome.PROVEN, ""), reach
     assert loopback.nic_growth is not None
@@ -73,9 +73,9 @@ def test_bytes_that_no_port_counts_are_unproven(
     loopback_reason: str,
     wire_reason: str,
 ) -> None:
-    first, second = nics[:2]
-    tree = tree_with_counters(tmp_path, (first, second), **counters)
-    loopback, wire = measure_reach(device, [(first, first), (first, second)], tree=tree)
+    first_nic, second_nic = nics[:2]
+    tree = create_counter_files(tmp_path, (first_nic, second_nic), **counters)
+    loopback, wire = measure_reach(device, [(first_nic, first_nic), (first_nic, second_nic)], tree=tree)
     assert [reach.moved for reach in (loopback, wire)] == [True, True]
     assert [reach.state for reach in (loopback, wire)] == [RouteOutcome.UNPROVEN, RouteOutcome.UNPROVEN]
     assert [reach.reason for reach in (loopback, wire)] == [loopback_reason, wire_reason]
@@ -117,7 +117,7 @@ def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[N
         assert error.operation == "wc rdma_read"
 
 
-def registrations() -> int:
+def count_registrations() -> int:
     return read_call_counts(Api.VERBS).get("ibv_reg_dmabuf_mr", 0)
 
 
@@ -125,41 +125,41 @@ def test_other_table_reads_the_file_and_measures_nothing(
     device: Device, nics: tuple[Nic, ...], state_folder: Path
 ) -> None:
     with inject_faults(Api.VERBS, NO_WRITES):
-        first = ReachTable().measured(device, nics)
+        first_results = ReachTable().measured(device, nics)
     assert (state_folder / "reach").stat().st_mode & 0o777 == 0o600
-    before = registrations()
-    second = ReachTable().measured(device, nics)
-    assert registrations() == before
-    assert [(reach.nic, reach.state, reach.measured_s) for reach in second] == [
-        (reach.nic, reach.state, reach.measured_s) for reach in first
+    count_before = count_registrations()
+    second_results = ReachTable().measured(device, nics)
+    assert count_registrations() == count_before
+    assert [(reach.nic, reach.state, reach.measured_s) for reach in second_results] == [
+        (reach.nic, reach.state, reach.measured_s) for reach in first_results
     ]
-    assert [reach.moved for reach in second] == [nic.name != "twin1" for nic in nics]
-    assert "12" in next(reach.cause for reach in second if not reach.moved)
+    assert [reach.moved for reach in second_results] == [nic.name != "twin1" for nic in nics]
+    assert "12" in next(reach.cause for reach in second_results if not reach.moved)
     # The NIC that failed is due for another measurement, and only this NIC is measured.
-    third = ReachTable(retry_after_s=0).measured(device, nics)
-    assert all(reach.moved for reach in third)
+    third_results = ReachTable(retry_after_s=0).measured(device, nics)
+    assert all(reach.moved for reach in third_results)
 
 
 @pytest.mark.parametrize("text", ["", "gdrkit-reach 2\n", "gdrkit-reach 1\nrubbish\ngpu=GPU-0 nic=twin0 moved=yes\n"])
 def test_malformed_file_is_ignored(device: Device, nics: tuple[Nic, ...], state_folder: Path, text: str) -> None:
     ReachTable().measured(device, nics)
     (state_folder / "reach").write_text(text)
-    before = registrations()
+    count_before = count_registrations()
     results = ReachTable().measured(device, nics)
     assert all(reach.moved for reach in results)
-    assert registrations() == before + len(nics)
+    assert count_registrations() == count_before + len(nics)
 
 
 def test_full_file_keeps_the_newest_results(device: Device, nics: tuple[Nic, ...], state_folder: Path) -> None:
-    (newest,) = measure_reach(device, [(nics[0], nics[0])], tree=HostTree())
-    older = [
-        dataclasses.replace(newest, gpu_uuid=f"GPU-{number}", measured_s=newest.measured_s - number)
+    (newest_result,) = measure_reach(device, [(nics[0], nics[0])], tree=HostTree())
+    older_results = [
+        dataclasses.replace(newest_result, gpu_uuid=f"GPU-{number}", measured_s=newest_result.measured_s - number)
         for number in range(1, 1000)
     ]
-    ReachTable().store([*older, newest])
+    ReachTable().store([*older_results, newest_result])
     text = (state_folder / "reach").read_text()
     assert 60 * KIB < len(text) <= 64 * KIB
-    assert f"gpu={newest.gpu_uuid} " in text
+    assert f"gpu={newest_result.gpu_uuid} " in text
     assert " gpu=GPU-999 " not in text.replace("\n", " ")
 
 
@@ -168,9 +168,9 @@ def test_file_that_others_may_have_written_is_ignored(
 ) -> None:
     ReachTable().measured(device, nics)
     (state_folder / "reach").chmod(0o666)
-    before = registrations()
+    count_before = count_registrations()
     ReachTable().measured(device, nics)
-    assert registrations() == before + len(nics)
+    assert count_registrations() == count_before + len(nics)
 
 
 def test_manager_uses_only_nics_that_moved_bytes(nics: tuple[Nic, ...]) -> None:
@@ -202,7 +202,7 @@ def test_stale_result_of_another_reach_is_a_new_measurement(
     ReachTable().measured(device, nics)
     file = state_folder / "reach"
     file.write_text(file.read_text().replace(nics[0].gid, "fe80:0000:0000:0000:0000:0000:0000:0001"))
-    before = registrations()
+    count_before = count_registrations()
     results: tuple[Reach, ...] = ReachTable().measured(device, nics)
-    assert registrations() == before + 1
+    assert count_registrations() == count_before + 1
     assert all(reach.moved for reach in results)

@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-# A run must stop within 2 s. The machine of a case may be ten times slower.
+# `gdrkit tiers run` must stop within 2 s. The limit of the cases is ten times longer, for slow machines.
 STOP_TIMEOUT_S = 20.0
-# A busy machine needs this time for the start of the command, and for hundreds of migrations.
+# A busy machine may need this time to start the command or to migrate hundreds of files.
 WORK_TIMEOUT_S = 240.0
-# A time in seconds since 1970, and a day in seconds.
-START_S = 1_800_000_000.0
+# The time that the clock of a case returns first, in seconds since 1970, and the length of a day.
+FAKE_NOW_S = 1_800_000_000.0
 DAY_S = 86400
 # Program that runs the command as an unprivileged user.
-UNPRIVILEGED_RUN = """
+RUN_UNPRIVILEGED = """
 import sys
 import gdrkit.cli, gdrkit.tiers.runs
 from support.other_user import become_unprivileged
@@ -78,7 +78,7 @@ class RunningCommand:
 
 
 @contextmanager
-def running_command(configuration: Configuration, *options: str) -> Iterator[RunningCommand]:
+def run_command_in_background(configuration: Configuration, *options: str) -> Iterator[RunningCommand]:
     """Start `gdrkit tiers run` on these tiers, and wait until it is ready."""
     file = configuration.catalogue.parent / "tiers.toml"
     tiers = (
@@ -98,8 +98,8 @@ def running_command(configuration: Configuration, *options: str) -> Iterator[Run
             process.kill()
 
 
-class ScriptedStop(threading.Event):
-    """The stop event of a run, whose waits take no time. Each wait calls a function with its length in seconds."""
+class StopEventWithoutWaits(threading.Event):
+    """The stop event of a run. Its waits take no time: each calls a function with the length of the wait in seconds."""
 
     def __init__(self, on_wait: Callable[[float], None]) -> None:
         super().__init__()
@@ -130,14 +130,17 @@ def test_hot_files_of_another_program_end_on_the_fast_tier(tmp_path: Path, seed:
         path = configuration.tier(tier).directory / name
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(data[name])
-    with running_command(configuration, "--interval-s=0.2", "--watch=required") as run, FileOpener() as program:
+    with (
+        run_command_in_background(configuration, "--interval-s=0.2", "--watch=required") as run,
+        FileOpener() as program,
+    ):
         assert run.wait_for_event("passed")["result"]["considered"] == 1000
         program.open_files([tier.directory for tier in configuration.tiers], counts, seed=seed)
-        hot, warm = names[:15], names[15:40]
+        hot_names, warm_names = names[:15], names[15:40]
         wait_until(
             lambda: (
-                all((nvme.directory / name).exists() for name in hot)
-                and all((ssd.directory / name).exists() for name in warm)
+                all((nvme.directory / name).exists() for name in hot_names)
+                and all((ssd.directory / name).exists() for name in warm_names)
             ),
             "the hot and the warm files are in their tiers",
             timeout_s=WORK_TIMEOUT_S,
@@ -155,7 +158,7 @@ def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) ->
         data_by_name = {"file": create_file(manager, "file", 8 * MIB, seed=1)}
         manager.pin("file", "nvme")
     # With this rate, the copy takes two minutes.
-    with running_command(configuration, "--rate=64KiB", "--watch=never") as run:
+    with run_command_in_background(configuration, "--rate=64KiB", "--watch=never") as run:
         incoming = configuration.tier("nvme").directory / ".gdrkit-tiers" / "incoming"
         wait_until(
             lambda: any(path.stat().st_blocks for path in incoming.iterdir()),
@@ -173,7 +176,7 @@ def test_stop_in_a_copy_undoes_it_in_time(tmp_path: Path, signal_number: int) ->
 
 def test_stop_between_passes_is_in_time(tmp_path: Path) -> None:
     configuration = make_configuration(tmp_path)
-    with running_command(configuration, "--interval-s=1e6", "--watch=never") as run:
+    with run_command_in_background(configuration, "--interval-s=1e6", "--watch=never") as run:
         run.wait_for_event("passed")
         assert run.stop() == {"event": "ended", "is_complete": True}
 
@@ -183,41 +186,44 @@ def test_stop_does_not_wait_for_a_blocked_step(tmp_path: Path) -> None:
     with TierManager(configuration) as manager:
         data_by_name = {"file": create_file(manager, "file", 4 * KIB, seed=1)}
         manager.pin("file", "nvme")
-        # The finding about this file is the last event before the move.
-        (kept_file := configuration.tier("nvme").directory / ".gdrkit-tiers" / "kept" / "file").write_bytes(b"")
-        with manager.catalogue.write_transaction("lock"), running_command(configuration, "--watch=never") as run:
+        # gdrkit reports this file in a finding, which is the last event before the move.
+        (unexpected_file := configuration.tier("nvme").directory / ".gdrkit-tiers" / "kept" / "file").write_bytes(b"")
+        with (
+            manager.catalogue.write_transaction("lock"),
+            run_command_in_background(configuration, "--watch=never") as run,
+        ):
             run.wait_for_event("finding")
             # The move waits for the lock of the catalogue.
             assert run.stop() == {"event": "ended", "is_complete": False}
-    kept_file.unlink()
+    unexpected_file.unlink()
     check_tiers(configuration, data_by_name)
 
 
-def run_with_script(
+def run_until_wait(
     configuration: Configuration,
     *,
-    waits: int,
+    wait_count: int,
     on_wait: Callable[[float], None],
     **options: Any,  # noqa: ANN401 - arguments of BackgroundRun.
 ) -> tuple[list[str], str]:
-    """Run until the run has waited `waits` times, and return the names of the events and the text of the output."""
+    """Run until its `wait_count`-th wait. Return the names of its events, and its output."""
     count = 0
 
     def count_wait(timeout_s: float) -> None:
         nonlocal count
         count += 1
         on_wait(timeout_s)
-        if count == waits:
+        if count == wait_count:
             stop.set()
 
-    stop, output = ScriptedStop(count_wait), io.StringIO()
+    stop, output = StopEventWithoutWaits(count_wait), io.StringIO()
     with TierManager(configuration) as manager:
         BackgroundRun(manager, stop=stop, output=RunOutput(output, as_json=True), **options).run()
     lines = output.getvalue().splitlines()
     return [json.loads(line)["event"] for line in lines], output.getvalue()
 
 
-def quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
+def make_quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
     """Return settings with quiet hours that begin and end at these offsets in seconds from `time_s`."""
     local = time.localtime(time_s)
     now_s = local.tm_hour * 3600 + local.tm_min * 60 + local.tm_sec
@@ -226,22 +232,22 @@ def quiet_settings(time_s: float, *, begin_s: int, end_s: int) -> RunSettings:
 
 
 def test_first_pass_waits_for_the_end_of_quiet_hours(configuration: Configuration) -> None:
-    now_s, waits_s = START_S, []
+    now_s, wait_lengths_s = FAKE_NOW_S, []
 
     def on_wait(timeout_s: float) -> None:
         nonlocal now_s
-        waits_s.append(timeout_s)
+        wait_lengths_s.append(timeout_s)
         now_s += timeout_s
 
-    settings = quiet_settings(now_s, begin_s=-3600, end_s=2400)
-    events, _ = run_with_script(replace(configuration, run=settings), waits=3, on_wait=on_wait, clock=lambda: now_s)
+    settings = make_quiet_settings(now_s, begin_s=-3600, end_s=2400)
+    events, _ = run_until_wait(replace(configuration, run=settings), wait_count=3, on_wait=on_wait, clock=lambda: now_s)
     # The run waits twice for the end of the quiet hours, and once for the next pass.
-    assert waits_s == [1800, 600, 1800]
+    assert wait_lengths_s == [1800, 600, 1800]
     assert events == ["ready", "passed"]
 
 
 def test_begin_of_quiet_hours_undoes_a_migration(configuration: Configuration) -> None:
-    now_s, phases = START_S, []
+    now_s, phases = FAKE_NOW_S, []
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 9 * MIB, seed=1)
         manager.pin("file", "nvme")
@@ -249,16 +255,16 @@ def test_begin_of_quiet_hours_undoes_a_migration(configuration: Configuration) -
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         nonlocal now_s
         phases.append(phase)
-        if phase is Phase.COPY and offset_bytes and now_s == START_S:
+        if phase is Phase.COPY and offset_bytes and now_s == FAKE_NOW_S:
             now_s += 60
 
     def on_wait(timeout_s: float) -> None:
         nonlocal now_s
-        assert phases[-1] is (Phase.COPY if now_s == START_S + 60 else Phase.DONE)
+        assert phases[-1] is (Phase.COPY if now_s == FAKE_NOW_S + 60 else Phase.DONE)
         now_s += timeout_s
 
-    configuration = replace(configuration, run=quiet_settings(now_s, begin_s=60, end_s=120))
-    events, _ = run_with_script(configuration, waits=2, on_wait=on_wait, clock=lambda: now_s, observe=observe)
+    configuration = replace(configuration, run=make_quiet_settings(now_s, begin_s=60, end_s=120))
+    events, _ = run_until_wait(configuration, wait_count=2, on_wait=on_wait, clock=lambda: now_s, observe=observe)
     assert events == ["ready", "moved", "passed"]
     check_tiers(configuration, {"file": data})
 
@@ -278,36 +284,36 @@ def test_stopped_migration_is_undone_or_completed(configuration: Configuration, 
     settings = RunSettings(watch="never")
     with TierManager(replace(configuration, run=settings)) as manager:
         BackgroundRun(manager, stop=stop, output=RunOutput(output, as_json=True), observe=observe).run()
-        moved = [name for name in data_by_name if manager.find(name).tier == "nvme"]
-    assert len(moved) == (0 if phase in {Phase.RECORD, Phase.RENAME} else 1)
+        moved_names = [name for name in data_by_name if manager.find(name).tier == "nvme"]
+    assert len(moved_names) == (0 if phase in {Phase.RECORD, Phase.RENAME} else 1)
     check_tiers(configuration, data_by_name)
 
 
 def test_failed_pass_does_not_end_the_run(tmp_path: Path) -> None:
     configuration = make_configuration(tmp_path, timeout_ms=0, run=RunSettings(watch="never"))
-    with TierManager(configuration) as other, ExitStack() as lock:
-        create_file(other, "file", 4 * KIB, seed=1)
-        other.pin("file", "nvme")
-        lock.enter_context(other.catalogue.write_transaction("lock"))
-        events, text = run_with_script(configuration, waits=2, on_wait=lambda _: lock.close())
+    with TierManager(configuration) as locking_manager, ExitStack() as lock_stack:
+        create_file(locking_manager, "file", 4 * KIB, seed=1)
+        locking_manager.pin("file", "nvme")
+        lock_stack.enter_context(locking_manager.catalogue.write_transaction("lock"))
+        events, text = run_until_wait(configuration, wait_count=2, on_wait=lambda _: lock_stack.close())
         assert events == ["ready", "failed", "moved", "passed"]
         assert "busy" in text
 
 
 def test_pass_recovers_the_migration_of_a_killed_process(configuration: Configuration) -> None:
-    copy = configuration.tier("nvme").directory / "file"
-    copies: list[bool] = []
-    with TierManager(configuration) as manager, MigrationProcess() as mover:
+    copy_path = configuration.tier("nvme").directory / "file"
+    copy_exists: list[bool] = []
+    with TierManager(configuration) as manager, MigrationProcess() as migration_process:
         data = create_file(manager, "file", 4 * KIB, seed=1)
 
         def on_wait(_: float) -> None:
-            if not copies:
-                mover.start(configuration, "file", "nvme", phase=Phase.RETIRE.value)
-                assert mover.wait_for_exit_code() == -signal.SIGKILL
-            copies.append(copy.exists())
+            if not copy_exists:
+                migration_process.start(configuration, "file", "nvme", phase=Phase.RETIRE.value)
+                assert migration_process.wait_for_exit_code() == -signal.SIGKILL
+            copy_exists.append(copy_path.exists())
 
-        run_with_script(replace(configuration, run=RunSettings(watch="never")), waits=2, on_wait=on_wait)
-    assert copies == [True, False]
+        run_until_wait(replace(configuration, run=RunSettings(watch="never")), wait_count=2, on_wait=on_wait)
+    assert copy_exists == [True, False]
     check_tiers(configuration, {"file": data})
 
 
@@ -316,13 +322,13 @@ def test_second_run_of_the_same_tiers_is_refused(configuration: Configuration) -
 
     def run_again(_: float) -> None:
         with pytest.raises(ApiError, match="another gdrkit tiers run moves the files") as raised:
-            run_with_script(configuration, waits=1, on_wait=lambda _: None)
+            run_until_wait(configuration, wait_count=1, on_wait=lambda _: None)
         errors.append(raised.value)
 
     configuration = replace(configuration, run=RunSettings(watch="never"))
-    run_with_script(configuration, waits=1, on_wait=run_again)
+    run_until_wait(configuration, wait_count=1, on_wait=run_again)
     assert [error.reason for error in errors] == [Reason.BUSY]
-    run_with_script(configuration, waits=1, on_wait=lambda _: None)
+    run_until_wait(configuration, wait_count=1, on_wait=lambda _: None)
 
 
 def test_text_output_has_a_line_for_each_event(configuration: Configuration) -> None:
@@ -333,7 +339,7 @@ def test_text_output_has_a_line_for_each_event(configuration: Configuration) -> 
     (configuration.tier("ssd").directory / ".gdrkit-tiers" / "kept" / "page").write_bytes(b"")
     output = io.StringIO()
     run_output = RunOutput(output, as_json=False)
-    stop = ScriptedStop(lambda _: stop.set())
+    stop = StopEventWithoutWaits(lambda _: stop.set())
     with TierManager(replace(configuration, run=RunSettings(watch="never"))) as manager, manager.open("in use", "r+"):
         BackgroundRun(manager, stop=stop, output=run_output).run()
     run_output.lost(3)
@@ -357,7 +363,7 @@ def test_run_without_privileges_says_what_is_not_counted(watch_mode: str) -> Non
         configuration = make_configuration(root)
         for path in (root, *(tier.directory for tier in configuration.tiers)):
             path.chmod(0o777)
-        command, environ = program_command(UNPRIVILEGED_RUN, os.environ)
+        command, environ = program_command(RUN_UNPRIVILEGED, os.environ)
         command += [f"--tier={tier.name}={tier.directory}" for tier in configuration.tiers]
         command += [f"--catalogue={root / 'catalogue'}", f"--watch={watch_mode}", "--json"]
         with subprocess.Popen(

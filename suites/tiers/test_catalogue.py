@@ -1,4 +1,4 @@
-"""Files are found although the catalogue is lost, damaged, locked or outdated, because the disks are authoritative."""
+"""Files are found without a valid catalogue (lost, damaged, locked or outdated), by the folders of the tiers."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 DATABASE_PAGE_BYTES = 4096
 
 
-def database_path(configuration: Configuration) -> Path:
+def find_database(configuration: Configuration) -> Path:
     return max(configuration.catalogue.glob("catalogue-*.sqlite"))
 
 
-def finding_kinds(findings: list[TierFinding]) -> list[FindingKind]:
+def list_finding_kinds(findings: list[TierFinding]) -> list[FindingKind]:
     return sorted((finding.kind for finding in findings), key=lambda kind: kind.value)
 
 
 @contextmanager
-def locked_catalogue(configuration: Configuration) -> Iterator[None]:
+def lock_catalogue(configuration: Configuration) -> Iterator[None]:
     """Lock the catalogue during the block, like another process that is in a long write transaction."""
-    with closing(sqlite3.connect(database_path(configuration), isolation_level=None)) as connection:
+    with closing(sqlite3.connect(find_database(configuration), isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         yield
         connection.execute("ROLLBACK")
@@ -52,7 +52,7 @@ def test_lost_catalogue_is_rebuilt(configuration: Configuration) -> None:
         assert manager.catalogue.was_rebuilt
         assert {tier: manager.find(f"folder/{tier}").tier for tier in files} == {tier: tier for tier in files}
         assert {tier: read_contents(manager, f"folder/{tier}") for tier in files} == files
-        # The pin is kept, because a user has set it. The heat is lost, but this loss moves no file.
+        # A pin is also stored in its tier, so it is not lost. The heat is lost, but this moves no file.
         with manager.plan() as plan:
             assert [(move.name, move.destination) for move in plan.moves()] == [("folder/ssd", "nvme")]
 
@@ -86,7 +86,7 @@ def test_catalogue_lost_under_a_manager_is_rebuilt(manager: TierManager, configu
 def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuration, begin: int) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 1000, seed=1, tier="ssd")
-    with database_path(configuration).open("r+b") as file:
+    with find_database(configuration).open("r+b") as file:
         file.seek(begin)
         file.write(b"no database at all " * 10)
     with TierManager(configuration) as manager:
@@ -98,7 +98,7 @@ def test_catalogue_that_is_not_a_database_is_rebuilt(configuration: Configuratio
 def test_empty_catalogue_is_rebuilt(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1, tier="ssd")
-    database_path(configuration).write_bytes(b"")
+    find_database(configuration).write_bytes(b"")
     with TierManager(configuration) as manager:
         assert manager.find("file").tier == "ssd"
 
@@ -107,8 +107,8 @@ def test_catalogue_without_a_routes_table_is_used(configuration: Configuration) 
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1)
         manager.pin("file", "hdd")
-    # Catalogues of earlier versions did not have this table.
-    with closing(sqlite3.connect(database_path(configuration))) as connection:
+    # A catalogue of an earlier version has no such table.
+    with closing(sqlite3.connect(find_database(configuration))) as connection:
         connection.execute("DROP TABLE routes")
     with TierManager(configuration) as manager:
         assert manager.find("file").pinned == "hdd"
@@ -120,14 +120,14 @@ def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Config
     for name, data in files.items():
         (configuration.tiers[1].directory / name).write_bytes(data)
     TierManager(configuration).close()
-    path = database_path(configuration)
+    path = find_database(configuration)
     page_count = path.stat().st_size // DATABASE_PAGE_BYTES
     with path.open("r+b") as file:
         # The first seven pages are read when the catalogue is opened. The later pages contain the rows of the files.
         file.seek(DATABASE_PAGE_BYTES * 7)
         file.write(b"\xa5" * DATABASE_PAGE_BYTES * (page_count - 7))
     with TierManager(configuration) as manager:
-        assert finding_kinds(manager.check()) == [FindingKind.DAMAGED]
+        assert list_finding_kinds(manager.check()) == [FindingKind.DAMAGED]
         assert read_contents(manager, "file-7") == files["file-7"]
         assert [finding.mended for finding in manager.check(repair=True) if finding.kind is FindingKind.DAMAGED] == [
             True
@@ -139,7 +139,7 @@ def test_damage_inside_the_catalogue_is_found_and_repaired(configuration: Config
 def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1, tier="ssd")
-        with locked_catalogue(configuration):
+        with lock_catalogue(configuration):
             for _ in range(300):
                 assert read_contents(manager, "file") == data
         # No access is lost: the counts are written when the catalogue is unlocked.
@@ -149,7 +149,7 @@ def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration)
 def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        with locked_catalogue(configuration), pytest.raises(ApiError) as raised:
+        with lock_catalogue(configuration), pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         error = raised.value
         assert (error.api, error.reason, error.status_name) == (Api.SQLITE, Reason.BUSY, "SQLITE_BUSY")
@@ -160,14 +160,14 @@ def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuratio
 def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        connection = sqlite3.connect(database_path(configuration), isolation_level=None)
+        connection = sqlite3.connect(find_database(configuration), isolation_level=None)
 
-        def lock_catalogue(phase: Phase, name: str, offset_bytes: int) -> None:
+        def lock_in_last_phase(phase: Phase, name: str, offset_bytes: int) -> None:
             if phase is Phase.CATALOGUE:
                 connection.execute("BEGIN IMMEDIATE")
 
         with closing(connection), pytest.raises(ApiError) as raised:
-            manager.move("file", "nvme", observe=lock_catalogue)
+            manager.move("file", "nvme", observe=lock_in_last_phase)
         assert raised.value.reason is Reason.BUSY
         assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         manager.check(repair=True)
@@ -178,27 +178,27 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
     day_s = 86400.0
     now_s = [1_800_000_000.0]
 
-    def heat_of(manager: TierManager, name: str) -> float:
+    def read_heat(manager: TierManager, name: str) -> float:
         return heat(manager.find(name).score, at=manager.catalogue.now())
 
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
         for _ in range(49):
             manager.open("file").close()
-        assert heat_of(manager, "file") == pytest.approx(50)
+        assert read_heat(manager, "file") == pytest.approx(50)
         now_s[0] += 7 * day_s
-        assert heat_of(manager, "file") == pytest.approx(25)
+        assert read_heat(manager, "file") == pytest.approx(25)
         manager.open("file").close()
-        assert heat_of(manager, "file") == pytest.approx(26)
+        assert read_heat(manager, "file") == pytest.approx(26)
         now_s[0] -= 365 * day_s
-        assert heat_of(manager, "file") == pytest.approx(26)
+        assert read_heat(manager, "file") == pytest.approx(26)
         manager.open("file").close()
-        assert heat_of(manager, "file") == pytest.approx(27)
+        assert read_heat(manager, "file") == pytest.approx(27)
     # Another process, which starts with the earlier time, sees the same heat. From that time on, files cool as usual.
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
-        assert heat_of(manager, "file") == pytest.approx(27)
+        assert read_heat(manager, "file") == pytest.approx(27)
         now_s[0] += 7 * day_s
-        assert heat_of(manager, "file") == pytest.approx(13.5)
+        assert read_heat(manager, "file") == pytest.approx(13.5)
 
 
 def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) -> None:
@@ -216,8 +216,8 @@ def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) ->
 def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        other_path = configuration.tiers[0].directory / "file"
-        other_path.write_bytes(b"another program's")
+        path_in_nvme = configuration.tiers[0].directory / "file"
+        path_in_nvme.write_bytes(b"another program's")
         (finding,) = manager.check()
         assert (finding.kind, finding.tier) == (FindingKind.TWICE, "hdd")
         assert "nvme" in finding.text
@@ -225,11 +225,11 @@ def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Config
         with pytest.raises(ApiError) as raised:
             manager.move("file", "nvme")
         assert raised.value.reason is Reason.CONFLICT
-        assert finding_kinds(manager.check(repair=True)) == [FindingKind.TWICE]
-        assert (other_path.read_bytes(), read_contents(manager, "file")) == (b"another program's", data)
+        assert list_finding_kinds(manager.check(repair=True)) == [FindingKind.TWICE]
+        assert (path_in_nvme.read_bytes(), read_contents(manager, "file")) == (b"another program's", data)
         # A tier that does not have the name accepts the file.
         manager.move("file", "ssd")
-        other_path.unlink()
+        path_in_nvme.unlink()
         assert not manager.check()
 
 
@@ -242,9 +242,9 @@ def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, con
     (hdd / "removed").unlink()
     with (hdd / "grown").open("ab") as file:
         file.write(b"more")
-    expected = [FindingKind.CHANGED, FindingKind.ELSEWHERE, FindingKind.MISSING, FindingKind.UNKNOWN]
-    assert finding_kinds(manager.check()) == expected
-    assert finding_kinds(manager.check(repair=True)) == expected
+    expected_kinds = [FindingKind.CHANGED, FindingKind.ELSEWHERE, FindingKind.MISSING, FindingKind.UNKNOWN]
+    assert list_finding_kinds(manager.check()) == expected_kinds
+    assert list_finding_kinds(manager.check(repair=True)) == expected_kinds
     assert not manager.check()
     assert (manager.find("moved").tier, manager.find("created").tier) == ("nvme", "ssd")
     assert manager.find("grown").size_bytes == 1004
@@ -277,9 +277,9 @@ def test_totals_equal_those_of_the_disks(manager: TierManager, configuration: Co
 def test_retired_file_without_a_record_is_kept_and_reported(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         create_file(manager, "file", 1000, seed=1)
-    own_folder = configuration.tiers[2].directory / ".gdrkit-tiers"
-    (own_folder / "retired" / "0123").write_bytes(b"the last of its kind")
+    gdrkit_folder = configuration.tiers[2].directory / ".gdrkit-tiers"
+    (gdrkit_folder / "retired" / "0123").write_bytes(b"the last of its kind")
     with TierManager(configuration) as manager:
-        assert finding_kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]
-        assert finding_kinds(manager.check()) == [FindingKind.KEPT]
-    assert (own_folder / "kept" / "0123").read_bytes() == b"the last of its kind"
+        assert list_finding_kinds(list(manager.recovery_findings)) == [FindingKind.KEPT]
+        assert list_finding_kinds(manager.check()) == [FindingKind.KEPT]
+    assert (gdrkit_folder / "kept" / "0123").read_bytes() == b"the last of its kind"

@@ -31,7 +31,7 @@ class TiersCommand:
         assert exited.value.code == exit_code, output.out + output.err
         return output.out + (output.err if exit_code else "")
 
-    def as_json(self, *arguments: str, exit_code: int = 0) -> Any:  # noqa: ANN401 - the JSON output of any command.
+    def run_json(self, *arguments: str, exit_code: int = 0) -> Any:  # noqa: ANN401 - the JSON output of any command.
         """Run a command with ``--json`` and return its output."""
         self._capsys.readouterr()
         with pytest.raises(SystemExit) as exited:
@@ -54,14 +54,14 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 def test_file_is_pinned_migrated_and_listed(command: TiersCommand) -> None:
     assert "folder/file: hdd" in command.run("pin", "folder/file", "--dry-run")
-    assert command.as_json("pin", "folder/file", "--in", "nvme") == {"folder/file": "nvme"}
-    (move,) = command.as_json("migrate", "--dry-run")["moves"]
+    assert command.run_json("pin", "folder/file", "--in", "nvme") == {"folder/file": "nvme"}
+    (move,) = command.run_json("migrate", "--dry-run")["moves"]
     assert (move["name"], move["source"], move["destination"], move["why"]) == ("folder/file", "hdd", "nvme", "pinned")
     assert "1 of 1 files would move" in command.run("migrate", "--dry-run")
     assert (command.root / "hdd" / "folder" / "file").exists()
-    assert command.as_json("migrate")["moved"] == 1
+    assert command.run_json("migrate")["moved"] == 1
     assert (command.root / "nvme" / "folder" / "file").read_bytes() == b"x" * 10_000
-    assert {tier["name"]: tier["files"] for tier in command.as_json("status")} == {"nvme": 1, "ssd": 0, "hdd": 0}
+    assert {tier["name"]: tier["files"] for tier in command.run_json("status")} == {"nvme": 1, "ssd": 0, "hdd": 0}
     assert "nvme" in command.run("unpin", "folder/file")
     assert "1 of 1 files moved, 0 not moved" in command.run("migrate")
     assert "catalogue and disks agree" in command.run("check")
@@ -69,7 +69,7 @@ def test_file_is_pinned_migrated_and_listed(command: TiersCommand) -> None:
 
 def test_named_files_move_to_the_named_tier(command: TiersCommand) -> None:
     assert "1 of 1 files would move" in command.run("migrate", "folder/file", "--to", "ssd", "--dry-run")
-    assert command.as_json("migrate", "folder/file", "--to", "ssd")["moved"] == 1
+    assert command.run_json("migrate", "folder/file", "--to", "ssd")["moved"] == 1
     assert (command.root / "ssd" / "folder" / "file").exists()
 
 
@@ -82,15 +82,15 @@ def test_status_table_has_every_tier(command: TiersCommand) -> None:
 def test_check_with_a_finding_exits_with_1(command: TiersCommand) -> None:
     command.run("status")
     (command.root / "ssd" / "new").write_bytes(b"")
-    (finding,) = command.as_json("check", exit_code=1)
+    (finding,) = command.run_json("check", exit_code=1)
     assert (finding["kind"], finding["name"], finding["tier"], finding["mended"]) == ("unknown", "new", "ssd", False)
     assert "unknown" in command.run("check", "--repair", "--dry-run", exit_code=1)
     assert "repaired" in command.run("check", "--repair")
-    assert command.as_json("check") == []
+    assert command.run_json("check") == []
 
 
 def test_bench_measures_each_tier_and_leaves_no_file(command: TiersCommand) -> None:
-    speeds = command.as_json("bench", "--size", "8MiB")
+    speeds = command.run_json("bench", "--size", "8MiB")
     assert [speed["tier"] for speed in speeds] == list(DEFAULT_TIERS)
     assert all(speed["read_gb_per_s"] > 0 and speed["latency_us_median"] > 0 for speed in speeds)
     assert "stated" in command.run("bench", "--size", "8MiB")
@@ -124,5 +124,5 @@ def test_invalid_command_prints_its_error(
 def test_file_in_use_stays_and_exit_code_is_0(command: TiersCommand) -> None:
     command.run("pin", "folder/file", "--in", "nvme")
     with (command.root / "hdd" / "folder" / "file").open("r+b"):
-        result = command.as_json("migrate")
+        result = command.run_json("migrate")
     assert (result["moved"], result["refused"][0]["reason"]) == (0, "busy")

@@ -34,7 +34,7 @@ FILE_BYTES = 512 * KIB
 MOVE_COUNT = 24
 
 
-def contents_of_version(version: int) -> bytes:
+def make_contents(version: int) -> bytes:
     """Return the contents of one version of the file: the same record, repeated."""
     return RECORD.pack(version, ~version & 0xFFFF_FFFF_FFFF_FFFF) * (FILE_BYTES // RECORD.size)
 
@@ -52,7 +52,7 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
     data = create_file(manager, "file", FILE_BYTES, seed=1)
     is_finished = threading.Event()
 
-    def read() -> int:
+    def read_repeatedly() -> int:
         count = 0
         while not is_finished.is_set():
             assert read_contents(manager, "file") == data
@@ -60,7 +60,7 @@ def test_readers_continue_while_a_file_moves(manager: TierManager) -> None:
         return count
 
     with ThreadPoolExecutor(3) as threads:
-        readers = [threads.submit(read) for _ in range(3)]
+        readers = [threads.submit(read_repeatedly) for _ in range(3)]
         with contextlib.ExitStack() as stack:
             stack.callback(is_finished.set)
             for tier in itertools.islice(itertools.cycle(TIER_NAMES), MOVE_COUNT):
@@ -72,13 +72,13 @@ def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
     create_file(manager, "file", FILE_BYTES, seed=1)
     is_finished, last_version = threading.Event(), [0]
 
-    def write() -> None:
+    def write_versions() -> None:
         while not is_finished.is_set():
             last_version[0] += 1
             with manager.open("file", "r+") as file:
-                assert os.pwrite(file.fileno(), contents_of_version(last_version[0]), 0) == FILE_BYTES
+                assert os.pwrite(file.fileno(), make_contents(last_version[0]), 0) == FILE_BYTES
 
-    def read() -> None:
+    def check_versions() -> None:
         newest_read_version = 0
         while not is_finished.is_set():
             version_before_read = last_version[0]
@@ -91,14 +91,14 @@ def test_writes_during_moves_are_not_lost(manager: TierManager) -> None:
                 newest_read_version = max(newest_read_version, min(version, version_before_read))
 
     with ThreadPoolExecutor(2) as threads:
-        futures = [threads.submit(write), threads.submit(read)]
+        futures = [threads.submit(write_versions), threads.submit(check_versions)]
         with contextlib.ExitStack() as stack:
             stack.callback(is_finished.set)
             for tier in itertools.islice(itertools.cycle(TIER_NAMES), MOVE_COUNT):
                 move_unless_busy(manager, "file", tier)
         for future in futures:
             future.result()
-    assert read_contents(manager, "file") == contents_of_version(last_version[0])
+    assert read_contents(manager, "file") == make_contents(last_version[0])
     assert not select_errors(manager.check())
 
 
@@ -127,16 +127,16 @@ def test_processes_share_one_catalogue(configuration: Configuration) -> None:
     with TierManager(configuration) as manager:
         files = {name: create_file(manager, name, 100_000 + len(name), seed=7) for name in names}
         with contextlib.ExitStack() as stack:
-            movers = [stack.enter_context(MigrationProcess()) for _ in range(3)]
+            migration_processes = [stack.enter_context(MigrationProcess()) for _ in range(3)]
             for repetition in range(6):
-                for index, mover in enumerate(movers):
+                for index, migration_process in enumerate(migration_processes):
                     tier = TIER_NAMES[(repetition + index) % len(TIER_NAMES)]
                     # Two processes move the same file. One of them may get BUSY, and then exits with 1.
-                    mover.start(configuration, names[(repetition + index // 2) % len(names)], tier)
+                    migration_process.start(configuration, names[(repetition + index // 2) % len(names)], tier)
                 for name, data in files.items():
                     assert read_contents(manager, name) == data
-                for mover in movers:
-                    assert mover.wait_for_exit_code() in {0, 1}
+                for migration_process in migration_processes:
+                    assert migration_process.wait_for_exit_code() in {0, 1}
         assert not select_errors(manager.check())
         assert {name: read_contents(manager, name) for name in names} == files
 
@@ -144,7 +144,7 @@ def test_processes_share_one_catalogue(configuration: Configuration) -> None:
 @pytest.mark.timeout(300)
 def test_processes_that_start_together_create_one_catalogue(configuration: Configuration) -> None:
     (configuration.tiers[1].directory / "file").write_bytes(b"here")
-    program = """
+    open_file_repeatedly = """
 import sys
 from pathlib import Path
 from support.tier_world import make_configuration, read_contents
@@ -155,7 +155,7 @@ with TierManager(make_configuration(Path(sys.argv[1]))) as manager:
         manager.open("file").close()
     assert read_contents(manager, "file") == b"here"
 """
-    command = [sys.executable, "-c", program, str(configuration.catalogue.parent)]
+    command = [sys.executable, "-c", open_file_repeatedly, str(configuration.catalogue.parent)]
     with contextlib.ExitStack() as stack:
         environ = suites_environ()
         processes = [

@@ -49,8 +49,8 @@ def fuse_mount(tmp_path: Path) -> Iterator[FaultyMount]:
 def configuration_on_fuse(tmp_path: Path, fuse_mount: FaultyMount) -> Configuration:
     """Return a configuration whose fastest tier is on the FUSE mount `fuse_mount`."""
     configuration = make_configuration(tmp_path)
-    fastest = replace(configuration.tiers[0], directory=fuse_mount.mount)
-    return replace(configuration, tiers=(fastest, *configuration.tiers[1:]))
+    fastest_tier = replace(configuration.tiers[0], directory=fuse_mount.mount)
+    return replace(configuration, tiers=(fastest_tier, *configuration.tiers[1:]))
 
 
 def is_consistent(manager: TierManager) -> bool:
@@ -64,12 +64,12 @@ def is_consistent(manager: TierManager) -> bool:
 def test_full_device_is_reported_as_no_space(configuration_on_ext4: Configuration) -> None:
     with TierManager(configuration_on_ext4) as manager:
         data = create_file(manager, "file", 8 * MIB, seed=1)
-        filler = configuration_on_ext4.tiers[0].directory / ".gdrkit-tiers" / "junk"
+        large_file = configuration_on_ext4.tiers[0].directory / ".gdrkit-tiers" / "junk"
 
         def fill_device(phase: Phase, name: str, offset_bytes: int) -> None:
-            # There was enough space when the migration began.
+            # The migration checked the free space before this phase.
             if phase is Phase.COPY and offset_bytes == 4 * MIB:
-                with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                with contextlib.suppress(OSError), large_file.open("wb", buffering=0) as file:
                     while file.write(bytes(MIB)):
                         pass
 
@@ -77,7 +77,7 @@ def test_full_device_is_reported_as_no_space(configuration_on_ext4: Configuratio
             manager.move("file", "nvme", observe=fill_device)
         assert (raised.value.errno, raised.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
         assert "free space" in raised.value.what_to_do
-        filler.unlink()
+        large_file.unlink()
         assert is_consistent(manager)
         assert read_contents(manager, "file") == data
         manager.move("file", "nvme")
@@ -85,32 +85,32 @@ def test_full_device_is_reported_as_no_space(configuration_on_ext4: Configuratio
 
 @NEEDS_EXT4
 def test_read_only_device_refuses_migrations(configuration_on_ext4: Configuration) -> None:
-    nvme = configuration_on_ext4.tiers[0].directory
+    nvme_folder = configuration_on_ext4.tiers[0].directory
     with TierManager(configuration_on_ext4) as manager:
         nvme_data, hdd_data = (
             create_file(manager, name, 1000, seed=1, tier=tier) for name, tier in (("a", "nvme"), ("b", "hdd"))
         )
-        remount(nvme, "ro")
+        remount(nvme_folder, "ro")
         for name, tier in (("a", "hdd"), ("b", "nvme")):
             with pytest.raises(ApiError) as raised:
                 manager.move(name, tier)
             assert (raised.value.errno, raised.value.reason) == (errno.EROFS, Reason.NO_PERMISSION)
         assert (read_contents(manager, "a"), read_contents(manager, "b")) == (nvme_data, hdd_data)
-        remount(nvme, "rw")
+        remount(nvme_folder, "rw")
         assert is_consistent(manager)
 
 
 @NEEDS_EXT4
 def test_read_only_tier_can_be_read(configuration_on_ext4: Configuration) -> None:
-    nvme = configuration_on_ext4.tiers[0].directory
-    (nvme / "file").write_bytes(b"here")
-    remount(nvme, "ro")
+    nvme_folder = configuration_on_ext4.tiers[0].directory
+    (nvme_folder / "file").write_bytes(b"here")
+    remount(nvme_folder, "ro")
     with TierManager(configuration_on_ext4) as manager:
         assert read_contents(manager, "file") == b"here"
         with pytest.raises(ApiError) as raised:
             manager.move("file", "hdd")
         assert raised.value.errno == errno.EROFS
-    remount(nvme, "rw")
+    remount(nvme_folder, "rw")
 
 
 @needs(host.capability("CAP_SETUID"))
@@ -230,20 +230,20 @@ def test_failed_undo_is_completed_by_a_recovery(configuration_on_fuse: Configura
 @NEEDS_EXT4
 @pytest.mark.parametrize("has_files", [False, True])
 def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) -> None:
-    """Regression: `gdrkit tiers check` made .gdrkit-tiers in the empty mount point of a tier that was not mounted."""
+    """The empty mount point of a tier that is not mounted gets no folder .gdrkit-tiers."""
     configuration = make_configuration(tmp_path)
-    nvme = configuration.tiers[0].directory
-    nvme.rmdir()
-    with mount_new_file_system("ext4", nvme), TierManager(configuration) as manager:
+    nvme_folder = configuration.tiers[0].directory
+    nvme_folder.rmdir()
+    with mount_new_file_system("ext4", nvme_folder), TierManager(configuration) as manager:
         if has_files:
             create_file(manager, "file", 1000, seed=1, tier="nvme")
     for repair in (False, True):
         with TierManager(configuration) as manager:
             assert "is its file system mounted" in manager.status()[0].absent
             assert "absent" in {finding.kind.value for finding in manager.check(repair=repair)}
-        assert list(nvme.iterdir()) == []
+        assert list(nvme_folder.iterdir()) == []
     # The text in `absent` advises the user to run this mkdir if the folder was recreated on purpose.
-    (nvme / ".gdrkit-tiers").mkdir()
+    (nvme_folder / ".gdrkit-tiers").mkdir()
     with TierManager(configuration) as manager:
         assert not manager.status()[0].absent
         assert create_file(manager, "other", 1000, seed=2, tier="nvme") == read_contents(manager, "other")
@@ -252,14 +252,18 @@ def test_unmounted_tier_is_not_written_to(tmp_path: Path, *, has_files: bool) ->
 @NEEDS_EXT4
 def test_files_of_an_unmounted_tier_are_not_missing(tmp_path: Path) -> None:
     configuration = make_configuration(tmp_path)
-    fastest, *others = configuration.tiers
+    fastest_tier, *other_tiers = configuration.tiers
     with mount_new_file_system("ext4", tmp_path / "disk"):
-        mounted_configuration = replace(configuration, tiers=(replace(fastest, directory=tmp_path / "disk"), *others))
+        mounted_configuration = replace(
+            configuration, tiers=(replace(fastest_tier, directory=tmp_path / "disk"), *other_tiers)
+        )
         with TierManager(mounted_configuration) as manager:
             data = create_file(manager, "file", 1000, seed=1, tier="nvme")
             manager.pin("file")
         # An unmounted file system leaves the empty folder of its mount point.
-        unmounted_configuration = replace(configuration, tiers=(replace(fastest, directory=tmp_path / "nvme"), *others))
+        unmounted_configuration = replace(
+            configuration, tiers=(replace(fastest_tier, directory=tmp_path / "nvme"), *other_tiers)
+        )
         with TierManager(unmounted_configuration) as manager:
             assert "is its file system mounted" in manager.status()[0].absent
             assert "absent" in {finding.kind.value for finding in manager.check(repair=True)}
@@ -271,6 +275,6 @@ def test_files_of_an_unmounted_tier_are_not_missing(tmp_path: Path) -> None:
 
 def test_missing_tiers_raise_setup_missing(tmp_path: Path) -> None:
     configuration = make_configuration(tmp_path)
-    missing = [replace(tier, directory=tmp_path / "nowhere" / tier.name) for tier in configuration.tiers]
+    missing_tiers = [replace(tier, directory=tmp_path / "nowhere" / tier.name) for tier in configuration.tiers]
     with pytest.raises(SetupMissing, match="mount its file system"):
-        TierManager(replace(configuration, tiers=tuple(missing)))
+        TierManager(replace(configuration, tiers=tuple(missing_tiers)))

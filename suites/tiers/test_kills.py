@@ -48,8 +48,8 @@ def test_killed_migration_loses_no_byte(
             # Two tiers have file systems of their own. The third one is a folder.
             stack.enter_context(mount_new_file_system(file_system, tmp_path / TIER_NAMES[0]))
             stack.enter_context(mount_new_file_system(file_system, tmp_path / TIER_NAMES[1]))
-        mover = stack.enter_context(MigrationProcess())
-        campaign = TierCampaign(make_configuration(tmp_path), mover, seed=seed, in_background=in_background)
+        migration_process = stack.enter_context(MigrationProcess())
+        campaign = TierCampaign(make_configuration(tmp_path), migration_process, seed=seed, in_background=in_background)
         campaign.run(KILL_COUNT)
     evidence["hits"] = campaign.kill_counts
     evidence["killed_from_outside_before_the_end"] = campaign.reached_count

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from gdrkit.tiers import Configuration, TierManager
 
 
-def path_in(configuration: Configuration, tier: str, name: str) -> Path:
+def get_path(configuration: Configuration, tier: str, name: str) -> Path:
     return configuration.tier(tier).directory / name
 
 
-def error_of_failed_move(manager: TierManager, name: str, destination: str, **options: object) -> ApiError:
+def move_and_get_error(manager: TierManager, name: str, destination: str, **options: object) -> ApiError:
     """Start a migration that must fail, and return its error.
 
     Check that the file is unchanged, and that the migration has left no copy and no reservation.
@@ -45,40 +45,40 @@ def test_migrated_file_has_the_same_bytes(manager: TierManager, length_bytes: in
     data = create_file(manager, "a/b/file", length_bytes, seed=1)
     manager.move("a/b/file", "nvme")
     assert read_contents(manager, "a/b/file") == data
-    assert path_in(manager.configuration, "nvme", "a/b/file").read_bytes() == data
-    assert not path_in(manager.configuration, "hdd", "a/b/file").exists()
+    assert get_path(manager.configuration, "nvme", "a/b/file").read_bytes() == data
+    assert not get_path(manager.configuration, "hdd", "a/b/file").exists()
 
 
 def test_times_mode_and_owner_are_kept(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
-    path = path_in(configuration, "hdd", "file")
+    path = get_path(configuration, "hdd", "file")
     path.chmod(0o2641)
     os.utime(path, ns=(1_000_000_000_123_456_789, 1_100_000_000_987_654_321))
     if os.geteuid() == 0:
         os.chown(path, 1234, 5678)
         path.chmod(0o2641)
-    before = path.stat()
+    stat_before = path.stat()
     manager.move("file", "ssd")
-    after = path_in(configuration, "ssd", "file").stat()
+    stat_after = get_path(configuration, "ssd", "file").stat()
     for field in ("st_mode", "st_uid", "st_gid", "st_size", "st_atime_ns", "st_mtime_ns"):
-        assert getattr(after, field) == getattr(before, field), field
+        assert getattr(stat_after, field) == getattr(stat_before, field), field
 
 
 def test_mode_of_a_folder_is_kept(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "private/file", 100, seed=1)
-    path_in(configuration, "hdd", "private").chmod(0o711)
+    get_path(configuration, "hdd", "private").chmod(0o711)
     manager.move("private/file", "ssd")
-    assert path_in(configuration, "ssd", "private").stat().st_mode & 0o7777 == 0o711
+    assert get_path(configuration, "ssd", "private").stat().st_mode & 0o7777 == 0o711
 
 
 def test_extended_attributes_are_kept(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
-    path = path_in(configuration, "hdd", "file")
+    path = get_path(configuration, "hdd", "file")
     os.setxattr(path, "user.origin", b"\0\xff bytes")
     os.setxattr(path, "user.empty", b"")
     manager.move("file", "nvme")
-    moved = path_in(configuration, "nvme", "file")
-    assert {name: os.getxattr(moved, name) for name in os.listxattr(moved)} == {
+    moved_path = get_path(configuration, "nvme", "file")
+    assert {name: os.getxattr(moved_path, name) for name in os.listxattr(moved_path)} == {
         "user.origin": b"\0\xff bytes",
         "user.empty": b"",
     }
@@ -90,18 +90,18 @@ def test_holes_stay_holes(manager: TierManager, configuration: Configuration) ->
         os.pwrite(file.fileno(), data, 40 * MIB)
         os.ftruncate(file.fileno(), 100 * MIB)
     manager.move("sparse", "nvme")
-    moved = path_in(configuration, "nvme", "sparse")
-    assert moved.stat().st_size == 100 * MIB
-    assert moved.stat().st_blocks * 512 <= 2 * len(data)
+    moved_path = get_path(configuration, "nvme", "sparse")
+    assert moved_path.stat().st_size == 100 * MIB
+    assert moved_path.stat().st_blocks * 512 <= 2 * len(data)
     with manager.open("sparse") as file:
         assert os.pread(file.fileno(), len(data) + 2, 40 * MIB - 1) == b"\0" + data + b"\0"
 
 
 def test_file_with_two_hard_links_stays(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
-    path_in(configuration, "hdd", "second").hardlink_to(path_in(configuration, "hdd", "file"))
+    get_path(configuration, "hdd", "second").hardlink_to(get_path(configuration, "hdd", "file"))
     manager.check(repair=True)
-    error = error_of_failed_move(manager, "file", "nvme")
+    error = move_and_get_error(manager, "file", "nvme")
     assert (error.reason, error.arguments["links"]) == (Reason.NOT_SUPPORTED, 2)
     # The policy does not try to move the file either.
     for _ in range(200):
@@ -112,52 +112,52 @@ def test_file_with_two_hard_links_stays(manager: TierManager, configuration: Con
 def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 100, seed=1)
 
-    def link(phase: Phase, name: str, offset_bytes: int) -> None:
+    def create_hard_link(phase: Phase, name: str, offset_bytes: int) -> None:
         if phase is Phase.VERIFY and offset_bytes == 0:
-            path_in(configuration, "hdd", "second").hardlink_to(path_in(configuration, "hdd", "file"))
+            get_path(configuration, "hdd", "second").hardlink_to(get_path(configuration, "hdd", "file"))
 
     with pytest.raises(ApiError) as raised:
-        manager.move("file", "nvme", observe=link)
+        manager.move("file", "nvme", observe=create_hard_link)
     assert raised.value.reason is Reason.BUSY
-    assert path_in(configuration, "hdd", "file").stat().st_nlink == 2
-    assert not path_in(configuration, "nvme", "file").exists()
+    assert get_path(configuration, "hdd", "file").stat().st_nlink == 2
+    assert not get_path(configuration, "nvme", "file").exists()
 
 
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_in_any_phase_leaves_the_file_in_its_tier(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "folder/file", 100_000, seed=1)
 
-    def fail(current_phase: Phase, name: str, offset_bytes: int) -> None:
+    def fail_in_phase(current_phase: Phase, name: str, offset_bytes: int) -> None:
         if current_phase is phase:
             raise OSError(errno.EIO, "injected by the case")
 
-    assert error_of_failed_move(manager, "folder/file", "nvme", observe=fail).errno == errno.EIO
+    assert move_and_get_error(manager, "folder/file", "nvme", observe=fail_in_phase).errno == errno.EIO
 
 
 @pytest.mark.parametrize("phase", [Phase.COPY, Phase.VERIFY, Phase.RENAME, Phase.RETIRE, Phase.CATALOGUE, Phase.REMOVE])
 def test_open_for_writing_ends_the_migration(manager: TierManager, configuration: Configuration, phase: Phase) -> None:
     create_file(manager, "file", 100_000, seed=1)
-    before = path_in(configuration, "hdd", "file").stat().st_ctime_ns
+    ctime_ns_before = get_path(configuration, "hdd", "file").stat().st_ctime_ns
     phases: list[Phase] = []
 
-    def write(current_phase: Phase, name: str, offset_bytes: int) -> None:
+    def open_for_writing(current_phase: Phase, name: str, offset_bytes: int) -> None:
         phases.append(current_phase)
         if current_phase is phase and offset_bytes in {0, 100_000}:
             # Any program may open the file like this. Without O_NONBLOCK, the call would wait for the end of the
             # migration.
             paths = [
-                path_in(configuration, "hdd", "file"),
-                *path_in(configuration, "hdd", ".gdrkit-tiers/retired").iterdir(),
+                get_path(configuration, "hdd", "file"),
+                *get_path(configuration, "hdd", ".gdrkit-tiers/retired").iterdir(),
             ]
             path = next(path for path in paths if path.exists())
             with pytest.raises(BlockingIOError):
                 os.open(path, os.O_WRONLY | os.O_NONBLOCK)
 
-    assert error_of_failed_move(manager, "file", "nvme", observe=write).reason is Reason.BUSY
+    assert move_and_get_error(manager, "file", "nvme", observe=open_for_writing).reason is Reason.BUSY
     # Each step first checks for writers, so the migration fails in this phase, not in the next.
     assert phases[-1] is phase
     if phase is Phase.RETIRE:
-        assert path_in(configuration, "hdd", "file").stat().st_ctime_ns == before
+        assert get_path(configuration, "hdd", "file").stat().st_ctime_ns == ctime_ns_before
     manager.move("file", "nvme")
 
 
@@ -169,25 +169,25 @@ def test_last_check_finds_that_the_copy_is_gone(
     create_file(manager, "file", 1000, seed=1)
     phases: list[Phase] = []
 
-    def remove(current_phase: Phase, name: str, offset_bytes: int) -> None:
+    def rename_copy(current_phase: Phase, name: str, offset_bytes: int) -> None:
         phases.append(current_phase)
         if current_phase is phase:
-            path_in(configuration, "nvme", "file").rename(path_in(configuration, "nvme", "elsewhere"))
+            get_path(configuration, "nvme", "file").rename(get_path(configuration, "nvme", "elsewhere"))
 
     data = read_contents(manager, "file")
     with pytest.raises(ApiError) as raised:
-        manager.move("file", "nvme", observe=remove)
+        manager.move("file", "nvme", observe=rename_copy)
     assert raised.value.errno == errno.ENOENT
     assert phases[-1] is phase
-    path_in(configuration, "nvme", "elsewhere").unlink()
+    get_path(configuration, "nvme", "elsewhere").unlink()
     manager.check(repair=True)
-    assert path_in(configuration, "hdd", "file").read_bytes() == read_contents(manager, "file") == data
+    assert get_path(configuration, "hdd", "file").read_bytes() == read_contents(manager, "file") == data
 
 
 def test_file_open_for_writing_stays(manager: TierManager, configuration: Configuration) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    with path_in(configuration, "hdd", "file").open("r+b", buffering=0) as file:
-        assert error_of_failed_move(manager, "file", "nvme").reason is Reason.BUSY
+    with get_path(configuration, "hdd", "file").open("r+b", buffering=0) as file:
+        assert move_and_get_error(manager, "file", "nvme").reason is Reason.BUSY
         file.write(b"new")
     manager.move("file", "nvme")
     assert read_contents(manager, "file") == b"new" + data[3:]
@@ -197,10 +197,10 @@ def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration
     import mmap
 
     data = create_file(manager, "file", 4096, seed=1)
-    with path_in(configuration, "hdd", "file").open("r+b") as file:
+    with get_path(configuration, "hdd", "file").open("r+b") as file:
         mapping = mmap.mmap(file.fileno(), 4096)
     # The descriptor is closed, and the mapping still exists.
-    assert error_of_failed_move(manager, "file", "nvme").reason is Reason.BUSY
+    assert move_and_get_error(manager, "file", "nvme").reason is Reason.BUSY
     mapping[:3] = b"new"
     mapping.close()
     manager.move("file", "nvme")
@@ -209,18 +209,18 @@ def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration
 
 def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 1000, seed=1)
-    draft = path_in(configuration, "hdd", "draft")
+    draft = get_path(configuration, "hdd", "draft")
     draft.write_bytes(b"saved by rename")
 
-    def replace(phase: Phase, name: str, offset_bytes: int) -> None:
+    def replace_file(phase: Phase, name: str, offset_bytes: int) -> None:
         if phase is Phase.RETIRE:
-            draft.replace(path_in(configuration, "hdd", "file"))
+            draft.replace(get_path(configuration, "hdd", "file"))
 
     with pytest.raises(ApiError) as raised:
-        manager.move("file", "nvme", observe=replace)
+        manager.move("file", "nvme", observe=replace_file)
     assert raised.value.reason is Reason.BUSY
     assert read_contents(manager, "file") == b"saved by rename"
-    assert not path_in(configuration, "nvme", "file").exists()
+    assert not get_path(configuration, "nvme", "file").exists()
 
 
 def test_open_file_stays_readable_after_migrations(manager: TierManager) -> None:
@@ -236,11 +236,11 @@ def test_reader_finds_the_file_in_every_phase(manager: TierManager) -> None:
     data = create_file(manager, "file", 100_000, seed=1)
     phases = []
 
-    def read(phase: Phase, name: str, offset_bytes: int) -> None:
+    def read_file(phase: Phase, name: str, offset_bytes: int) -> None:
         assert read_contents(manager, "file") == data, phase
         phases.append(phase)
 
-    manager.move("file", "nvme", observe=read)
+    manager.move("file", "nvme", observe=read_file)
     assert set(phases) == set(Phase)
 
 
@@ -249,12 +249,12 @@ def test_migration_to_a_full_tier_is_refused(configuration: Configuration) -> No
 
     from gdrkit.tiers import TierManager
 
-    small = replace(configuration.tiers[0], capacity_bytes=64 * KIB)
-    with TierManager(replace(configuration, tiers=(small, *configuration.tiers[1:]))) as manager:
+    small_tier = replace(configuration.tiers[0], capacity_bytes=64 * KIB)
+    with TierManager(replace(configuration, tiers=(small_tier, *configuration.tiers[1:]))) as manager:
         for name in ("first", "second"):
             create_file(manager, name, 40 * KIB, seed=1)
         manager.move("first", "nvme")
-        assert error_of_failed_move(manager, "second", "nvme").reason is Reason.NO_SPACE
+        assert move_and_get_error(manager, "second", "nvme").reason is Reason.NO_SPACE
 
 
 @needs(host.fuse)
@@ -268,12 +268,12 @@ def test_attributes_without_support_refuse_the_migration(tmp_path: Path) -> None
 
     with FaultyMount(tmp_path / "fuse") as fuse:
         configuration = make_configuration(tmp_path)
-        on_fuse = replace(configuration.tiers[0], directory=fuse.mount)
-        with TierManager(replace(configuration, tiers=(on_fuse, *configuration.tiers[1:]))) as manager:
+        tier_on_fuse = replace(configuration.tiers[0], directory=fuse.mount)
+        with TierManager(replace(configuration, tiers=(tier_on_fuse, *configuration.tiers[1:]))) as manager:
             create_file(manager, "plain", 100, seed=1)
             create_file(manager, "labelled", 100, seed=2)
-            os.setxattr(path_in(configuration, "hdd", "labelled"), "user.label", b"here")
+            os.setxattr(get_path(configuration, "hdd", "labelled"), "user.label", b"here")
             manager.move("plain", "nvme")
-            error = error_of_failed_move(manager, "labelled", "nvme")
+            error = move_and_get_error(manager, "labelled", "nvme")
             assert error.errno == errno.EOPNOTSUPP
             assert error.reason is Reason.NOT_SUPPORTED

@@ -36,7 +36,7 @@ def nvme(configuration: Configuration) -> Path:
     return configuration.tier("nvme").directory
 
 
-def error_of_failed_move(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
+def move_and_get_error(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
     """Migrate the file ``file``, call `action` at the beginning of `phase`, and return the error of the migration."""
 
     def observe(current_phase: Phase, _name: str, offset_bytes: int) -> None:
@@ -71,12 +71,12 @@ def test_migration_takes_its_locks_in_order(manager: TierManager, hdd: Path, nvm
         locks.append((folder if len(name) >= MIGRATION_ID_LENGTH else call.path, call.arguments[1]))
 
     run_observed(lambda: manager.move("file", "nvme"), "flock", reply=record_lock)
-    own_folder = nvme / ".gdrkit-tiers"
+    gdrkit_folder = nvme / ".gdrkit-tiers"
     assert locks[:-1] == [
         (str(hdd / "file"), fcntl.LOCK_EX | fcntl.LOCK_NB),
-        (str(own_folder / "lock"), fcntl.LOCK_SH),
-        (str(own_folder / "incoming"), fcntl.LOCK_EX),
-        (str(own_folder / "moves"), fcntl.LOCK_EX),
+        (str(gdrkit_folder / "lock"), fcntl.LOCK_SH),
+        (str(gdrkit_folder / "incoming"), fcntl.LOCK_EX),
+        (str(gdrkit_folder / "moves"), fcntl.LOCK_EX),
     ]
     assert locks[-1][1] == fcntl.LOCK_UN
 
@@ -96,7 +96,7 @@ def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path)
         with copy.open("r+b") as file:
             os.pwrite(file.fileno(), bytes([data[999] ^ 1]), 999)
 
-    error = error_of_failed_move(manager, Phase.SYNC, change_last_byte)
+    error = move_and_get_error(manager, Phase.SYNC, change_last_byte)
     assert isinstance(error, DataMismatch)
     assert (error.first_offset_bytes, error.length_bytes) == (0, 1000)
     assert len(error.expected) == len(error.actual) == 16
@@ -109,7 +109,7 @@ def test_failure_after_the_removal_notes_the_new_tier(
     manager: TierManager, hdd: Path, nvme: Path, phase: Phase
 ) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    error = error_of_failed_move(manager, phase, raise_io_error)
+    error = move_and_get_error(manager, phase, raise_io_error)
     assert error.__notes__ == ["'file' was moved to nvme, although a later step failed"]
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
@@ -121,7 +121,7 @@ def test_failure_after_the_removal_notes_the_new_tier(
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = error_of_failed_move(manager, phase, raise_io_error)
+    error = move_and_get_error(manager, phase, raise_io_error)
     assert isinstance(error, ApiError)
     assert not hasattr(error, "__notes__")
     assert (error.api, error.operation, error.errno, error.reason) == (
@@ -149,7 +149,7 @@ def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> Non
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
 def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = error_of_failed_move(manager, phase, (nvme / "file").unlink)
+    error = move_and_get_error(manager, phase, (nvme / "file").unlink)
     assert isinstance(error, ApiError)
     assert (error.operation, error.errno, error.arguments) == (
         "migrate",
@@ -165,7 +165,7 @@ def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: P
         (hdd / "file").rename(hdd / "other")
         (hdd / "file").symlink_to(hdd / "other")
 
-    error = error_of_failed_move(manager, Phase.RETIRE, replace_by_symbolic_link)
+    error = move_and_get_error(manager, Phase.RETIRE, replace_by_symbolic_link)
     assert isinstance(error, ApiError)
     assert (error.operation, error.reason, error.arguments) == ("migrate", Reason.BUSY, {"name": "file"})
     assert (hdd / "file").is_symlink()
@@ -181,7 +181,7 @@ def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Pat
         (nvme / "file").symlink_to(nvme / "elsewhere")
         raise_io_error()
 
-    error = error_of_failed_move(manager, Phase.FOLDER, replace_by_symbolic_link)
+    error = move_and_get_error(manager, Phase.FOLDER, replace_by_symbolic_link)
     (note,) = error.__notes__
     assert "unlink(name='file') failed: File exists (EEXIST)" in note
     assert "another file has the name" in note
