@@ -35,12 +35,12 @@ def has_ended(process_id: int) -> bool:
 def test_kill_of_a_child_ends_its_process_group() -> None:
     child = subprocess.Popen([sys.executable, "-c", _PARENT_PROGRAM], stdout=subprocess.PIPE, process_group=0)
     assert child.stdout is not None
-    grandchild = int(child.stdout.readline())
+    grandchild_pid = int(child.stdout.readline())
     child.stdout.close()
     assert children.kill_child(child) == ""
     assert child.returncode == -9
     deadline_s = time.monotonic() + 20
-    while not has_ended(grandchild):
+    while not has_ended(grandchild_pid):
         assert time.monotonic() < deadline_s
         os.sched_yield()
     assert children.kill_child(child) == ""
@@ -63,8 +63,8 @@ def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
 
 
 def test_threads_share_one_deadline_and_are_named() -> None:
-    release = threading.Event()
-    threads = [threading.Thread(target=release.wait, args=(60,), name=f"waits {index}") for index in range(3)]
+    release_event = threading.Event()
+    threads = [threading.Thread(target=release_event.wait, args=(60,), name=f"waits {index}") for index in range(3)]
     for thread in threads:
         thread.start()
     try:
@@ -74,5 +74,5 @@ def test_threads_share_one_deadline_and_are_named() -> None:
         assert raised.value.reason is Reason.TIMEOUT
         assert time.monotonic() - started_s < 10
     finally:
-        release.set()
+        release_event.set()
     children.join_threads(threads, timeout_s=30)

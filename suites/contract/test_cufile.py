@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 pytestmark = needs(cufile.driver)
 
 # This program prints the fields of the error of library_version().
-_PROGRAM = """
+_PRINT_VERSION_ERROR = """
 import json
 from gdrkit import cufile
 from gdrkit.errors import SetupMissing
@@ -40,7 +40,7 @@ def test_every_cufile_error_number_has_its_name() -> None:
 def test_statistics_layout_is_that_of_the_bindings() -> None:
     # Each word contains its index, so that a field at a wrong offset has a wrong value.
     layout = _cufile.load().stats_level3_dtype
-    version = _layout_version()
+    version = _get_layout_version()
     words = b"".join(index.to_bytes(8, "little") for index in range(layout.itemsize // 8))
     basic_layout = layout["detailed"]["basic"]
     for name, value in _layout.basic_of(words, version=version).items():
@@ -61,7 +61,7 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
         assert value * 8 == gpu_offset + gpu_fields[name][1], name
 
 
-def _layout_version() -> int:
+def _get_layout_version() -> int:
     """Return the version of libcufile whose layout the bindings have. Bindings of CUDA 13.0 lack vectored transfers."""
     basic = _cufile.load().stats_level3_dtype["detailed"]["basic"]
     return _layout.VECTORS_SINCE if "readv_ops" in basic.fields else _layout.STATISTICS_SINCE
@@ -84,6 +84,8 @@ def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
 def test_damaged_libcufile_is_one_error_that_names_it(tmp_path: Path, size_bytes: int) -> None:
     (tmp_path / "libcufile.so.0").write_bytes(b"\x7fELF\x02\x01\x01".ljust(size_bytes, b"\0")[:size_bytes])
     environ = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
-    child = subprocess.run([sys.executable, "-c", _PROGRAM], env=environ, capture_output=True, text=True, check=True)
-    expected = ["dlopen libcufile.so.0", errno.ENOEXEC, Reason.LIBRARY_DAMAGED.value, True]
-    assert json.loads(child.stdout) == expected
+    child = subprocess.run(
+        [sys.executable, "-c", _PRINT_VERSION_ERROR], env=environ, capture_output=True, text=True, check=True
+    )
+    expected_fields = ["dlopen libcufile.so.0", errno.ENOEXEC, Reason.LIBRARY_DAMAGED.value, True]
+    assert json.loads(child.stdout) == expected_fields

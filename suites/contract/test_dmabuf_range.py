@@ -1,4 +1,4 @@
-"""DmabufRange owns a descriptor: the descriptor is closed once, taken once, duplicated, and closed if it is dropped.
+"""DmabufRange owns a descriptor. It can be closed once, taken once and duplicated. A dropped range closes it.
 
 The cases use descriptors of /dev/null, because a DmabufRange makes no call that needs a real dma-buf.
 """
@@ -16,7 +16,7 @@ from gdrkit.buffers import DmabufRange, check_range
 from gdrkit.errors import ClosedResource, GdrkitWarning, Reason, UsageError
 
 
-def _new_descriptor() -> int:
+def _open_descriptor() -> int:
     return os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -24,13 +24,13 @@ def _is_open(fd: int) -> bool:
     return os.path.exists(f"/proc/self/fd/{fd}")  # noqa: PTH110
 
 
-def _new_range(fd: int) -> DmabufRange:
+def _make_range(fd: int) -> DmabufRange:
     return DmabufRange(fd, offset_bytes=512, length_bytes=4096, address=0x7F0000000200)
 
 
 def test_with_block_closes_the_descriptor() -> None:
-    fd = _new_descriptor()
-    with _new_range(fd) as dmabuf:
+    fd = _open_descriptor()
+    with _make_range(fd) as dmabuf:
         assert dmabuf.fd == fd
         assert not dmabuf.closed
     assert dmabuf.closed
@@ -38,10 +38,10 @@ def test_with_block_closes_the_descriptor() -> None:
 
 
 def test_second_close_does_not_close_a_reused_descriptor() -> None:
-    fd = _new_descriptor()
-    dmabuf = _new_range(fd)
+    fd = _open_descriptor()
+    dmabuf = _make_range(fd)
     dmabuf.close()
-    reused_fd = _new_descriptor()
+    reused_fd = _open_descriptor()
     try:
         # The kernel reuses the lowest free number. A second close of the descriptor would close another file.
         assert reused_fd == fd
@@ -52,7 +52,7 @@ def test_second_close_does_not_close_a_reused_descriptor() -> None:
 
 
 def test_take_passes_the_descriptor_to_the_caller() -> None:
-    dmabuf = _new_range(_new_descriptor())
+    dmabuf = _make_range(_open_descriptor())
     fd = dmabuf.take()
     try:
         assert dmabuf.closed
@@ -65,7 +65,7 @@ def test_take_passes_the_descriptor_to_the_caller() -> None:
 
 
 def test_use_after_close_is_refused() -> None:
-    dmabuf = _new_range(_new_descriptor())
+    dmabuf = _make_range(_open_descriptor())
     dmabuf.close()
     with pytest.raises(ClosedResource):
         _ = dmabuf.fd
@@ -74,18 +74,18 @@ def test_use_after_close_is_refused() -> None:
 
 
 def test_dup_is_independent_and_closed_on_exec() -> None:
-    with _new_range(_new_descriptor()) as first:
-        second = first.dup()
-        assert second.fd != first.fd
-        assert fcntl.fcntl(second.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-        assert (second.offset_bytes, second.length_bytes, second.address) == (512, 4096, 0x7F0000000200)
-        second.close()
-        assert _is_open(first.fd)
+    with _make_range(_open_descriptor()) as dmabuf:
+        duplicate = dmabuf.dup()
+        assert duplicate.fd != dmabuf.fd
+        assert fcntl.fcntl(duplicate.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+        assert (duplicate.offset_bytes, duplicate.length_bytes, duplicate.address) == (512, 4096, 0x7F0000000200)
+        duplicate.close()
+        assert _is_open(dmabuf.fd)
 
 
 @pytest.mark.parametrize("wrong", [{"offset_bytes": -1}, {"length_bytes": 0}, {"length_bytes": -5}, {"address": -1}])
 def test_invalid_range_closes_its_descriptor(wrong: dict[str, int]) -> None:
-    fd = _new_descriptor()
+    fd = _open_descriptor()
     handles_before = handles.live()
     arguments = {"offset_bytes": 0, "length_bytes": 1, "address": 0} | wrong
     with pytest.raises(UsageError):
@@ -100,7 +100,7 @@ def test_negative_descriptor_is_refused() -> None:
 
 
 def test_dropped_range_is_closed_with_a_warning() -> None:
-    fd = _new_descriptor()
+    fd = _open_descriptor()
     with pytest.warns(GdrkitWarning, match="never closed"):
         _create_and_drop(fd)
     assert not _is_open(fd)
@@ -108,13 +108,13 @@ def test_dropped_range_is_closed_with_a_warning() -> None:
 
 def test_range_is_counted_while_it_is_open() -> None:
     handles_before = handles.live().get("dmabuf_range", 0)
-    with _new_range(_new_descriptor()):
+    with _make_range(_open_descriptor()):
         assert handles.live()["dmabuf_range"] == handles_before + 1
     assert handles.live().get("dmabuf_range", 0) == handles_before
 
 
 def _create_and_drop(fd: int) -> None:
-    _new_range(fd)
+    _make_range(fd)
     gc.collect()
 
 

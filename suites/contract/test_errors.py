@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def _example_error() -> ApiError:
+def _make_error() -> ApiError:
     return ApiError(
         api=Api.VERBS,
         operation="ibv_reg_dmabuf_mr",
@@ -32,14 +32,14 @@ def _example_error() -> ApiError:
 
 
 def test_api_error_has_its_details_as_fields() -> None:
-    error = _example_error()
+    error = _make_error()
     assert (error.api, error.operation, error.status, error.errno) == (Api.VERBS, "ibv_reg_dmabuf_mr", 22, 22)
     assert error.arguments["length_bytes"] == 65536
     assert error.reason is Reason.BAD_ARGUMENT
 
 
 def test_api_error_text_has_every_field() -> None:
-    text = str(_example_error())
+    text = str(_make_error())
     for part in (
         "verbs",
         "ibv_reg_dmabuf_mr",
@@ -55,7 +55,7 @@ def test_api_error_text_has_every_field() -> None:
 
 def test_api_error_arguments_are_read_only() -> None:
     with pytest.raises(TypeError):
-        _example_error().arguments["fd"] = 8  # type: ignore[index]
+        _make_error().arguments["fd"] = 8  # type: ignore[index]
 
 
 def test_errno_is_none_if_the_api_returned_none() -> None:
@@ -88,7 +88,7 @@ def test_kinds_of_failure_have_separate_classes() -> None:
 
 
 def test_registration_failed_has_its_causes_in_order() -> None:
-    first_cause, second_cause = _example_error(), errors.UsageError("no")
+    first_cause, second_cause = _make_error(), errors.UsageError("no")
     error = errors.RegistrationFailed("no way", causes=(first_cause, second_cause), reason=Reason.NO_ROUTE)
     assert error.causes == (first_cause, second_cause)
     assert str(error).index("EINVAL") < str(error).index("[2] no")
@@ -127,7 +127,7 @@ class _SystemError(ApiError, OSError):
     """
 
 
-def _kernel_error(error_number: int, error_class: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
+def _make_kernel_error(error_number: int, error_class: type[ApiError] = ApiError, **fields: Any) -> ApiError:  # noqa: ANN401
     """Return an error of open(2). `fields` replaces some of its fields."""
     default_fields: dict[str, Any] = {
         "api": Api.KERNEL,
@@ -156,7 +156,7 @@ def test_kernel_error_is_the_builtin_of_its_errno(
     error_number: int, builtin_class: type[OSError], error_class: type[ApiError]
 ) -> None:
     with pytest.raises(builtin_class) as caught:
-        raise _kernel_error(error_number, error_class, arguments={"path": "/data/x"})
+        raise _make_kernel_error(error_number, error_class, arguments={"path": "/data/x"})
     error: Any = caught.value
     assert isinstance(error, error_class)
     assert isinstance(error, builtin_class)
@@ -169,11 +169,11 @@ def test_kernel_error_is_the_builtin_of_its_errno(
 
 
 def test_kernel_errors_of_one_errno_have_one_class() -> None:
-    assert type(_kernel_error(errno.ENOENT)) is type(_kernel_error(errno.ENOENT))
+    assert type(_make_kernel_error(errno.ENOENT)) is type(_make_kernel_error(errno.ENOENT))
 
 
 def test_kernel_error_has_its_message_as_argument() -> None:
-    error = _kernel_error(errno.ENOENT)
+    error = _make_kernel_error(errno.ENOENT)
     assert error.args == (error.message,) == error.clone().args
     assert repr(error) == f"ApiError({error.message!r})"
 
@@ -188,15 +188,15 @@ def test_kernel_error_has_its_message_as_argument() -> None:
     ],
 )
 def test_filename_is_the_argument_that_names_the_file(arguments: dict[str, object], filename: str | None) -> None:
-    error: Any = _kernel_error(errno.ENOENT, arguments=arguments)
+    error: Any = _make_kernel_error(errno.ENOENT, arguments=arguments)
     assert error.filename == filename
 
 
 def test_error_of_another_api_is_not_an_os_error() -> None:
-    assert not isinstance(_example_error(), OSError)
-    assert not isinstance(_kernel_error(errno.ENOENT, api=Api.LOADER), OSError)
-    without_errno = ApiError(api=Api.KERNEL, operation="read", status=None, status_name="too short")
-    assert not isinstance(without_errno, OSError)
+    assert not isinstance(_make_error(), OSError)
+    assert not isinstance(_make_kernel_error(errno.ENOENT, api=Api.LOADER), OSError)
+    error_without_errno = ApiError(api=Api.KERNEL, operation="read", status=None, status_name="too short")
+    assert not isinstance(error_without_errno, OSError)
 
 
 def test_os_error_without_errno_has_its_detail_as_strerror() -> None:
@@ -209,16 +209,16 @@ def test_os_error_without_errno_has_its_detail_as_strerror() -> None:
     [("No such file or directory", "(ENOENT)"), ("no tier has it", "(ENOENT): no tier has it"), ("", "(ENOENT)")],
 )
 def test_detail_that_repeats_the_errno_is_left_out(detail: str, expected_end: str) -> None:
-    error = _kernel_error(errno.ENOENT, detail=detail)
+    error = _make_kernel_error(errno.ENOENT, detail=detail)
     assert str(error).endswith(expected_end)
     assert error.detail == detail
 
 
-def _errors_of_all_classes() -> list[errors.GdrkitError]:
+def _make_errors_of_all_classes() -> list[errors.GdrkitError]:
     return [
         ApiError(**FIELDS),  # type: ignore[arg-type]
         _SystemError(**FIELDS),  # type: ignore[arg-type]
-        _kernel_error(errno.ENOENT, arguments={"path": "/data/x"}),
+        _make_kernel_error(errno.ENOENT, arguments={"path": "/data/x"}),
         errors.UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="right"),
         errors.ClosedResource("queue pair"),
         errors.DataMismatch(first_offset_bytes=3, expected=b"1", actual=b"2", length_bytes=9),
@@ -227,11 +227,11 @@ def _errors_of_all_classes() -> list[errors.GdrkitError]:
     ]
 
 
-@pytest.mark.parametrize("error", _errors_of_all_classes(), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", _make_errors_of_all_classes(), ids=lambda error: type(error).__name__)
 def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError) -> None:
     error.add_note("a note")
     try:
-        raise error from _example_error()
+        raise error from _make_error()
     except errors.GdrkitError as caught:
         clone = caught.clone()
     assert type(clone) is type(error)
@@ -250,7 +250,7 @@ def test_cloned_error_has_all_fields_and_no_traceback(error: errors.GdrkitError)
         assert clone.causes[0] is not error.causes[0]
 
 
-@pytest.mark.parametrize("error", _errors_of_all_classes(), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", _make_errors_of_all_classes(), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize(
     "duplicate",
     [copy.copy, copy.deepcopy, lambda error: pickle.loads(pickle.dumps(error))],  # noqa: S301 - the bytes are of this process.

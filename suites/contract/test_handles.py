@@ -13,17 +13,17 @@ from gdrkit.handles import Handle, ReleaseStack
 
 
 def test_live_counts_only_open_objects_by_kind() -> None:
-    first, second = Handle("case.thing"), Handle("case.thing")
+    first_handle, second_handle = Handle("case.thing"), Handle("case.thing")
     assert handles.live()["case.thing"] == 2
-    first.release()
-    first.release()
+    first_handle.release()
+    first_handle.release()
     assert handles.live()["case.thing"] == 1
-    second.release()
+    second_handle.release()
     assert "case.thing" not in handles.live()
 
 
 def test_dropped_object_warns_and_stays_counted() -> None:
-    # This runs in a child, because the object stays counted.
+    # A child runs the program, because the object would stay counted in this process.
     code = """
 import gc
 from gdrkit import handles
@@ -37,7 +37,7 @@ print(handles.live())
 
 
 def test_finalizer_inside_live_does_not_wait() -> None:
-    # Regression: live() held a lock, and the garbage collector ran finalizers that took the same lock.
+    # The garbage collector can run finalizers inside live(), so live() must hold no lock that a finalizer needs.
     code = """
 import gc, os, warnings
 from gdrkit import handles
@@ -47,7 +47,7 @@ from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage
 
 warnings.simplefilter("ignore")
-held = [handles.Handle(f"case.{number}") for number in range(5000)]
+open_handles = [handles.Handle(f"case.{number}") for number in range(5000)]
 data = ShareHandle(
     kind=ShareKind.DMABUF,
     allocation_bytes=4096,
@@ -83,40 +83,40 @@ def test_handles_of_many_threads_are_counted() -> None:
     kinds = [f"case.thread{number}" for number in range(8)]
     open_handles: list[Handle] = []
 
-    def work(kind: str) -> None:
+    def open_and_release(kind: str) -> None:
         for _ in range(2000):
             handle = Handle(kind)
             assert handles.live()["case.shared"] == 1
             handle.release()
         open_handles.append(Handle(kind))
 
-    shared = Handle("case.shared")
-    threads = [threading.Thread(target=work, args=(kind,)) for kind in kinds]
+    shared_handle = Handle("case.shared")
+    threads = [threading.Thread(target=open_and_release, args=(kind,)) for kind in kinds]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     live_counts = handles.live()
     assert {kind: live_counts.get(kind) for kind in kinds} == dict.fromkeys(kinds, 1)
-    for handle in (*open_handles, shared):
+    for handle in (*open_handles, shared_handle):
         handle.release()
     assert not set(handles.live()) & {*kinds, "case.shared"}
 
 
 def test_live_works_in_a_child_forked_during_live() -> None:
-    # Regression: a child that was forked during live() of another thread waited for that thread for ever.
+    # The child has no thread that could release a lock of live(), so it must not wait for one.
     code = """
 import os, signal, threading
 from gdrkit import handles
 
-held = [handles.Handle(f"case.{number}") for number in range(20000)]
-ending = threading.Event()
+open_handles = [handles.Handle(f"case.{number}") for number in range(20000)]
+stop_event = threading.Event()
 
-def poll():
-    while not ending.is_set():
+def call_live():
+    while not stop_event.is_set():
         handles.live()
 
-thread = threading.Thread(target=poll, daemon=True)
+thread = threading.Thread(target=call_live, daemon=True)
 thread.start()
 for _ in range(20):
     child = os.fork()
@@ -125,9 +125,9 @@ for _ in range(20):
         handles.Handle("case.child").release()
         os._exit(0 if len(handles.live()) == 20000 else 1)
     assert os.waitpid(child, 0)[1] == 0
-ending.set()
+stop_event.set()
 thread.join()
-for handle in held:
+for handle in open_handles:
     handle.release()
 """
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
@@ -167,13 +167,13 @@ def test_action_can_remove_another_action() -> None:
 
 def test_failed_action_is_raised_after_the_others_and_retried() -> None:
     order: list[str] = []
-    failing = [ValueError("one"), KeyError("two")]
+    pending_errors = [ValueError("one"), KeyError("two")]
     stack = ReleaseStack()
 
     def fail(name: str) -> None:
         order.append(name)
-        if failing:
-            raise failing.pop(0)
+        if pending_errors:
+            raise pending_errors.pop(0)
 
     for name in ("a", "b"):
         stack.push(lambda name=name: fail(name))  # type: ignore[misc]

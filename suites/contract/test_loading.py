@@ -1,8 +1,8 @@
 """A missing or damaged library, or one of another ABI, raises one SetupMissing that names it. Imports open no library.
 
 The cases load libraries in child processes, because a process reads LD_LIBRARY_PATH once and keeps libraries open.
-_run_twice() empties LD_AUDIT, because the library in it would load the twin instead of the damaged library. A twin is a
-library that emulates the hardware below an API.
+_call_twice() empties LD_AUDIT. Otherwise, the library in it would load a twin (a library that emulates the hardware
+below an API) instead of the damaged library.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ print(json.dumps(errors_of_calls))
 """
 
 
-def _run_twice(call: str, folder: Path) -> list[list[object]]:
+def _call_twice(call: str, folder: Path) -> list[list[object]]:
     environment = os.environ | {"LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
     code = _CALL_TWICE_PROGRAM.format(call=call)
     child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
@@ -65,7 +65,7 @@ def _assert_same_error_twice(
 def test_truncated_library_is_reported_as_damaged(call: str, soname: str, size_bytes: int, tmp_path: Path) -> None:
     image = Path(sys.executable).resolve().read_bytes()  # Any valid ELF file.
     (tmp_path / soname).write_bytes(image[:size_bytes])
-    errors_of_calls = _run_twice(call, tmp_path)
+    errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
         errors_of_calls, operation=f"dlopen {soname}", number=errno.ENOEXEC, reason=Reason.LIBRARY_DAMAGED
     )
@@ -103,21 +103,20 @@ def test_32_bit_library_is_reported_as_wrong_abi(call: str, soname: str, tmp_pat
     image = bytearray(Path(sys.executable).resolve().read_bytes()[:8192])
     image[4] = 1  # EI_CLASS: ELFCLASS32
     (tmp_path / soname).write_bytes(image)
-    errors_of_calls = _run_twice(call, tmp_path)
+    errors_of_calls = _call_twice(call, tmp_path)
     _assert_same_error_twice(
         errors_of_calls, operation=f"dlopen {soname}", number=errno.ELIBBAD, reason=Reason.LIBRARY_WRONG_ABI
     )
 
 
 def test_libcuda_without_its_function_table_is_wrong_abi(tmp_path: Path) -> None:
-    # libm takes the place of libcuda. Like any other library, it lacks cuGetProcAddress_v2. The interpreter has mapped
-    # libm, so its path is known.
+    # A copy of libm takes the place of libcuda: it lacks cuGetProcAddress_v2. Its path is in the maps of this process.
     mapped_paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libm" in line}
     shutil.copy(
         next(path for path in sorted(mapped_paths) if Path(path).name.startswith("libm")), tmp_path / "libcuda.so.1"
     )
     _assert_same_error_twice(
-        _run_twice("cuda.device_count()", tmp_path),
+        _call_twice("cuda.device_count()", tmp_path),
         operation="dlopen libcuda.so.1",
         number=errno.ELIBBAD,
         reason=Reason.LIBRARY_WRONG_ABI,
@@ -137,7 +136,7 @@ print([name for name in ("libcuda", "libibverbs", "librdmacm", "libcufile", "lib
 
 
 def test_failed_import_of_pyverbs_is_a_new_error_each_time(tmp_path: Path) -> None:
-    # Regression: the stored error was raised again, and its traceback grew with each call.
+    # Each call must raise a new error object: the traceback of a reused one would grow with each call.
     package = tmp_path / "pyverbs"
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('cannot be imported')")
@@ -172,10 +171,10 @@ except SetupMissing as error:
 os.unlink(sys.argv[1])
 print(len(verbs.list_nics()) >= 0)
 """
-    damaged = tmp_path / "libibverbs.so.1"
-    damaged.touch()
+    damaged_library = tmp_path / "libibverbs.so.1"
+    damaged_library.touch()
     environment = os.environ | {"LD_LIBRARY_PATH": f"{tmp_path}:{os.environ.get('LD_LIBRARY_PATH', '')}"}
-    command = [sys.executable, "-c", code, str(damaged)]
+    command = [sys.executable, "-c", code, str(damaged_library)]
     child = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert child.stdout.split() == ["library_damaged", "True"], child.stderr
 

@@ -40,7 +40,7 @@ def nvml() -> Iterator[None]:
     pynvml.nvmlShutdown()
 
 
-def ask(name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result of the driver.
+def call_driver(name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result of the driver.
     """Call a function of the CUDA driver, and return its result."""
     from cuda.bindings import driver
 
@@ -49,41 +49,41 @@ def ask(name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result of the 
     return results[0] if len(results) == 1 else results
 
 
-def attribute_of(ordinal: int, attribute: int) -> int:
+def get_attribute(ordinal: int, attribute: int) -> int:
     from cuda.bindings import driver
 
-    return int(ask("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), ordinal))
+    return int(call_driver("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), ordinal))
 
 
 def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
-    assert pynvml.nvmlSystemGetCudaDriverVersion_v2() == ask("cuDriverGetVersion")
-    for ordinal in range(ask("cuDeviceGetCount")):
+    assert pynvml.nvmlSystemGetCudaDriverVersion_v2() == call_driver("cuDriverGetVersion")
+    for ordinal in range(call_driver("cuDeviceGetCount")):
         handle = pynvml.nvmlDeviceGetHandleByPciBusId(
-            ask("cuDeviceGetPCIBusId", 32, ordinal).partition(b"\0")[0].decode()
+            call_driver("cuDeviceGetPCIBusId", 32, ordinal).partition(b"\0")[0].decode()
         )
-        digits = ask("cuDeviceGetUuid", ordinal).bytes.hex()
+        digits = call_driver("cuDeviceGetUuid", ordinal).bytes.hex()
         uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
         assert pynvml.nvmlDeviceGetUUID(handle) == uuid
-        by_uuid = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        assert pynvml.nvmlDeviceGetIndex(by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
-        name = ask("cuDeviceGetName", _NAME_BYTES, ordinal).partition(b"\0")[0].decode()
+        handle_by_uuid = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        assert pynvml.nvmlDeviceGetIndex(handle_by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
+        name = call_driver("cuDeviceGetName", _NAME_BYTES, ordinal).partition(b"\0")[0].decode()
         assert pynvml.nvmlDeviceGetName(handle) == name
-        capability = [attribute_of(ordinal, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
+        capability = [get_attribute(ordinal, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
         assert list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) == capability
-        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == attribute_of(ordinal, _PCI_BUS_ID)
+        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == get_attribute(ordinal, _PCI_BUS_ID)
         # NVML also counts memory that the driver reserves.
-        assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= ask("cuDeviceTotalMem", ordinal)
+        assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= call_driver("cuDeviceTotalMem", ordinal)
 
 
 @needs(software(Api.CUDA))
 def test_nvml_twin_lists_this_process_and_its_memory(device: Device) -> None:
     handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-    used_before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
+    used_bytes_before = pynvml.nvmlDeviceGetMemoryInfo(handle).used
     with device.allocate(MIB):
         (process,) = pynvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        assert (process.pid, process.usedGpuMemory) == (os.getpid(), used_before + MIB)
-        assert pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == used_before + MIB
-    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used == used_before
+        assert (process.pid, process.usedGpuMemory) == (os.getpid(), used_bytes_before + MIB)
+        assert pynvml.nvmlDeviceGetMemoryInfo(handle, version=pynvml.nvmlMemory_v2).used == used_bytes_before + MIB
+    assert pynvml.nvmlDeviceGetMemoryInfo(handle).used == used_bytes_before
 
 
 @needs(software(Api.CUDA))

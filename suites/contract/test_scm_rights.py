@@ -56,24 +56,24 @@ def receive_by_channel(connection: socket.socket) -> Iterator[Sequence[int]]:
 
 @contextlib.contextmanager
 def receive_by_handle_message(connection: socket.socket) -> Iterator[Sequence[int]]:
-    with handle_message.receive(connection, timeout_ms=5000) as received:
-        yield received.descriptors
+    with handle_message.receive(connection, timeout_ms=5000) as message:
+        yield message.descriptors
 
 
 FRAME = pack_control(FrameType.CONTROL_REQUEST, b"{}", sequence=1)
-DMABUF = make_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
+HANDLE_MESSAGE = make_handle(kind=ShareKind.DMABUF, ipc=bytes(64), address=4096, descriptor_count=1).pack()
 # Each entry has a receiver, a valid message with one descriptor, and the smallest refused number of descriptors.
 RECEIVERS: list[Any] = [
     pytest.param(receive_by_module, b"text", 5, id="module"),
     pytest.param(receive_by_frame, FRAME, 5, id="storage"),
     pytest.param(receive_by_channel, json.dumps({"descriptors": 1}).encode() + b"\n", 17, id="peer"),
-    pytest.param(receive_by_handle_message, DMABUF, 2, id="handle_message"),
+    pytest.param(receive_by_handle_message, HANDLE_MESSAGE, 2, id="handle_message"),
 ]
 Receiver = Callable[[socket.socket], AbstractContextManager[Sequence[int]]]
 
 
 @contextlib.contextmanager
-def socket_with_message(data: bytes, count: int) -> Iterator[socket.socket]:
+def make_socket_with_message(data: bytes, count: int) -> Iterator[socket.socket]:
     """Yield a socket that has a message with `count` descriptors to receive. Its other end is closed."""
     receiving_socket, sending_socket = socket.socketpair()
     with receiving_socket:
@@ -95,16 +95,16 @@ def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
 
 @pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
 def test_received_descriptor_is_close_on_exec(receive: Receiver, data: bytes, too_many_count: int) -> None:
-    # Regression: child programs inherited the descriptors of the storage service and of peers.
+    # A program that this process starts must not inherit the descriptors of the storage service and of peers.
     assert too_many_count > 1
-    with socket_with_message(data, 1) as connection, receive(connection) as descriptors:
+    with make_socket_with_message(data, 1) as connection, receive(connection) as descriptors:
         assert [os.get_inheritable(descriptor) for descriptor in descriptors] == [False]
 
 
 @pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
 def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: bytes, too_many_count: int) -> None:
     for count in (too_many_count, too_many_count + 1, 253):
-        with socket_with_message(data, count) as connection:
+        with make_socket_with_message(data, count) as connection:
             assert_refused(receive, connection)
 
 
@@ -112,9 +112,9 @@ def test_too_many_descriptors_are_refused_and_closed(receive: Receiver, data: by
 def test_dropped_descriptors_are_refused_and_the_rest_closed(
     receive: Receiver, data: bytes, too_many_count: int
 ) -> None:
-    # Regression: MSG_CTRUNC was ignored, so a message was accepted without its descriptors.
+    # The kernel drops the second descriptor and sets MSG_CTRUNC.
     assert too_many_count > 1
-    with socket_with_message(data, 2) as connection:
+    with make_socket_with_message(data, 2) as connection:
         lowest_free_fd = os.dup(0)
         os.close(lowest_free_fd)
         # The limit of open files allows one of the two descriptors.
@@ -129,20 +129,20 @@ def test_dropped_descriptors_are_refused_and_the_rest_closed(
 
 
 def test_message_without_descriptors_has_none() -> None:
-    with socket_with_message(b"text", 0) as connection, receive_by_module(connection) as descriptors:
+    with make_socket_with_message(b"text", 0) as connection, receive_by_module(connection) as descriptors:
         assert not descriptors
-    with socket_with_message(FRAME, 0) as connection, receive_by_frame(connection) as descriptors:
+    with make_socket_with_message(FRAME, 0) as connection, receive_by_frame(connection) as descriptors:
         assert not descriptors
     for receive in (receive_by_channel, receive_by_handle_message):
-        with socket_with_message(
-            DMABUF if receive is receive_by_handle_message else b'{"descriptors": 1}\n', 0
+        with make_socket_with_message(
+            HANDLE_MESSAGE if receive is receive_by_handle_message else b'{"descriptors": 1}\n', 0
         ) as connection:
             assert_refused(receive, connection)
 
 
 def test_frame_that_ends_early_closes_its_descriptors() -> None:
     for data in (FRAME[:10], FRAME[:-1], b"x" * len(FRAME)):
-        with socket_with_message(data, 2) as connection:
+        with make_socket_with_message(data, 2) as connection:
             control = ControlConnection(connection)
             open_before = list_open_descriptors()
             with pytest.raises(GdrkitError):

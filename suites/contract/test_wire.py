@@ -107,11 +107,15 @@ def test_refusal_names_the_missing_and_the_unknown_keys() -> None:
 
 
 def test_part_of_a_remote_range_stays_inside() -> None:
-    whole = RemoteRange.from_dict(RANGE)
-    part = whole.part(offset_bytes=4000, length_bytes=95)
-    assert (part.address, part.rkey, part.length_bytes) == (whole.address + 4000, whole.rkey, 95)
+    whole_range = RemoteRange.from_dict(RANGE)
+    part_range = whole_range.part(offset_bytes=4000, length_bytes=95)
+    assert (part_range.address, part_range.rkey, part_range.length_bytes) == (
+        whole_range.address + 4000,
+        whole_range.rkey,
+        95,
+    )
     with pytest.raises(UsageError):
-        whole.part(offset_bytes=4000, length_bytes=96)
+        whole_range.part(offset_bytes=4000, length_bytes=96)
 
 
 def _assert_malformed(value_class: type[RemoteRange | Endpoint], data: object) -> None:

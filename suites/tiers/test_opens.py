@@ -32,14 +32,14 @@ def opener() -> Iterator[FileOpener]:
         yield program
 
 
-def watch(manager: TierManager) -> OpenWatcher:
-    """Return a watcher of all tiers."""
+def watch_all_tiers(manager: TierManager) -> OpenWatcher:
+    """Start a watcher of the opens in all tiers, and return it."""
     watcher = OpenWatcher([manager.folder(name) for name in TIER_NAMES], manager.accesses)
     assert (watcher.watched, watcher.unwatched) == (TIER_NAMES, {})
     return watcher
 
 
-def accesses_of(manager: TierManager, name: str) -> int:
+def count_accesses(manager: TierManager, name: str) -> int:
     return manager.find(name).accesses
 
 
@@ -50,16 +50,16 @@ def test_opens_by_other_programs_are_counted_once(
     names = ("file", "folder/sub/page", os.fsdecode(b"not \xff UTF-8"))
     for name in names:
         create_file(manager, name, 100, seed=1, tier="nvme")
-    before = {name: accesses_of(manager, name) for name in names}
+    accesses_before = {name: count_accesses(manager, name) for name in names}
     (hdd.parent / "outside").write_bytes(b"")
-    with watch(manager):
+    with watch_all_tiers(manager):
         opener.open_files([nvme], {names[0]: 120, names[1]: 3, names[2]: 1})
         opener.open_files([hdd.parent], {"outside": 5})
         # gdrkit's own opens in this process, and its own files, are not opens by other programs.
         manager.open("file").close()
         (nvme / "file").read_bytes()
         opener.open_files([nvme], {".gdrkit-tiers/tier.json": 2})
-    assert [accesses_of(manager, name) - before[name] for name in names] == [121, 3, 1]
+    assert [count_accesses(manager, name) - accesses_before[name] for name in names] == [121, 3, 1]
     assert manager.catalogue.find(".gdrkit-tiers/tier.json") is None
 
 
@@ -67,25 +67,25 @@ def test_open_by_another_gdrkit_process_is_counted_once(
     manager: TierManager, configuration: Configuration, opener: FileOpener
 ) -> None:
     create_file(manager, "file", 100, seed=1)
-    before = accesses_of(manager, "file")
-    with watch(manager):
+    accesses_before = count_accesses(manager, "file")
+    with watch_all_tiers(manager):
         opener.open_by_name(configuration, "file", count=7)
     # The other process has not written its counts to the catalogue yet.
-    assert accesses_of(manager, "file") == before
+    assert count_accesses(manager, "file") == accesses_before
     opener.end()
-    assert accesses_of(manager, "file") == before + 7
+    assert count_accesses(manager, "file") == accesses_before + 7
 
 
 def test_new_file_of_another_program_is_known(
     manager: TierManager, configuration: Configuration, opener: FileOpener
 ) -> None:
     path = configuration.tier("ssd").directory / "new"
-    gone = configuration.tier("ssd").directory / "gone"
-    for new_path in (path, gone):
+    removed_path = configuration.tier("ssd").directory / "gone"
+    for new_path in (path, removed_path):
         new_path.write_bytes(b"x")
-    with watch(manager):
+    with watch_all_tiers(manager):
         opener.open_files([path.parent], {"new": 4, "gone": 1})
-        gone.unlink()
+        removed_path.unlink()
     manager.accesses.flush()
     entry = manager.catalogue.find("new")
     assert entry is not None
@@ -98,27 +98,27 @@ def test_renamed_folder_is_known_after_a_refresh(
 ) -> None:
     hdd = configuration.tier("hdd").directory
     create_file(manager, "old/file", 100, seed=1)
-    with watch(manager) as watcher:
+    with watch_all_tiers(manager) as watcher:
         opener.open_files([hdd], {"old/file": 1})
         (hdd / "old").rename(hdd / "new")
         watcher.refresh()
         opener.open_files([hdd], {"new/file": 2})
-    assert accesses_of(manager, "new/file") == 2
+    assert count_accesses(manager, "new/file") == 2
 
 
 def test_open_through_another_mount_is_counted(
     manager: TierManager, configuration: Configuration, opener: FileOpener, tmp_path: Path
 ) -> None:
     create_file(manager, "folder/file", 100, seed=1)
-    before = accesses_of(manager, "folder/file")
-    (bind := tmp_path / "bind").mkdir()
-    subprocess.run(["mount", "--bind", configuration.tier("hdd").directory / "folder", bind], check=True)
+    accesses_before = count_accesses(manager, "folder/file")
+    (bind_mount := tmp_path / "bind").mkdir()
+    subprocess.run(["mount", "--bind", configuration.tier("hdd").directory / "folder", bind_mount], check=True)
     try:
-        with watch(manager):
-            opener.open_files([bind], {"file": 3})
+        with watch_all_tiers(manager):
+            opener.open_files([bind_mount], {"file": 3})
     finally:
-        subprocess.run(["umount", bind], check=True)
-    assert accesses_of(manager, "folder/file") == before + 3
+        subprocess.run(["umount", bind_mount], check=True)
+    assert count_accesses(manager, "folder/file") == accesses_before + 3
 
 
 @pytest.mark.parametrize(
@@ -127,30 +127,29 @@ def test_open_through_another_mount_is_counted(
 def test_tier_with_its_own_file_system_is_watched(tmp_path: Path, opener: FileOpener, file_system: str) -> None:
     with mount_new_file_system(file_system, tmp_path / "nvme"), TierManager(make_configuration(tmp_path)) as manager:
         create_file(manager, "file", 100, seed=1, tier="nvme")
-        before = accesses_of(manager, "file")
-        with watch(manager):
+        accesses_before = count_accesses(manager, "file")
+        with watch_all_tiers(manager):
             opener.open_files([tmp_path / "nvme"], {"file": 2})
-        assert accesses_of(manager, "file") == before + 2
+        assert count_accesses(manager, "file") == accesses_before + 2
 
 
 def test_dropped_reports_are_noticed(tmp_path: Path) -> None:
-    limit = int(Path("/proc/sys/fs/fanotify/max_queued_events").read_text())
+    queue_limit = int(Path("/proc/sys/fs/fanotify/max_queued_events").read_text())
     paths = [tmp_path / str(index) for index in range(50)]
     for path in paths:
         path.write_bytes(b"")
-    folder = os.open(tmp_path, os.O_RDONLY)
+    folder_fd = os.open(tmp_path, os.O_RDONLY)
     with OpenReports() as reports:
-        reports.add_file_system(folder)
-        # The kernel merges reports with one process id. Each child has a process id of its own, so no reports are
-        # merged.
-        for _ in range(limit // len(paths) + 2):
-            child = os.fork()
-            if child == 0:
+        reports.add_file_system(folder_fd)
+        # The kernel merges the reports of one process, so each round of opens needs a process of its own.
+        for _ in range(queue_limit // len(paths) + 2):
+            child_pid = os.fork()
+            if child_pid == 0:
                 for path in paths:
                     os.close(os.open(path, os.O_RDONLY))
                 os._exit(0)
-            os.waitpid(child, 0)
+            os.waitpid(child_pid, 0)
         while reports.read():
             pass
         assert reports.overflow_count >= 1
-    os.close(folder)
+    os.close(folder_fd)

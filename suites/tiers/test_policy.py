@@ -20,18 +20,18 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from pathlib import Path
 
-# A time in half-lives, and a space in bytes.
+# The time of all cases, in half-lives, and a limit in bytes that no case reaches.
 NOW = 2900.0
 UNLIMITED = 1 << 60
 
 
-def tier_limits(*limits: int) -> list[TierLimits]:
+def make_tier_limits(*limits: int) -> list[TierLimits]:
     """Return three tiers with these limits in bytes, by default without a limit."""
     values = zip(("nvme", "ssd", "hdd"), (100, 10, 0), limits or (UNLIMITED,) * 3, strict=True)
     return [TierLimits(*fields) for fields in values]
 
 
-def file_row(
+def make_file_row(
     accesses: int,
     tier: str = "hdd",
     *,
@@ -44,9 +44,9 @@ def file_row(
     return FileRow(file_id, tier, size_bytes, score_of(accesses, at=NOW), pinned, links)
 
 
-def decisions_for(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
+def get_decisions(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
     """Return the decisions of the policy about these files. `limits` are the bytes that each tier may have."""
-    return list(decide(rows, tier_limits(*limits), at=NOW, hysteresis=hysteresis))
+    return list(decide(rows, make_tier_limits(*limits), at=NOW, hysteresis=hysteresis))
 
 
 @pytest.mark.parametrize(
@@ -55,18 +55,18 @@ def decisions_for(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: floa
 )
 @pytest.mark.parametrize("current_tier", ["nvme", "ssd", "hdd"])
 def test_default_thresholds_select_the_tier(accesses: int, tier: str, current_tier: str) -> None:
-    decisions = decisions_for(file_row(accesses, current_tier), hysteresis=0.0)
+    decisions = get_decisions(make_file_row(accesses, current_tier), hysteresis=0.0)
     assert [decision.destination for decision in decisions] == ([] if current_tier == tier else [tier])
 
 
 @pytest.mark.parametrize(("accesses", "is_kept"), [(99, True), (91, True), (90, True), (89, False), (10, False)])
 def test_file_stays_within_the_hysteresis(accesses: int, *, is_kept: bool) -> None:
-    assert (decisions_for(file_row(accesses, "nvme")) == []) == is_kept
+    assert (get_decisions(make_file_row(accesses, "nvme")) == []) == is_kept
 
 
 def test_hotter_files_get_the_space() -> None:
-    rows = [file_row(500, file_id=1), file_row(400, file_id=2), file_row(300, file_id=3)]
-    decisions = decisions_for(*rows, limits=(250, 100, UNLIMITED))
+    rows = [make_file_row(500, file_id=1), make_file_row(400, file_id=2), make_file_row(300, file_id=3)]
+    decisions = get_decisions(*rows, limits=(250, 100, UNLIMITED))
     assert [(decision.id, decision.destination, decision.why) for decision in decisions] == [
         (1, "nvme", MoveReason.HEAT),
         (2, "nvme", MoveReason.HEAT),
@@ -75,25 +75,27 @@ def test_hotter_files_get_the_space() -> None:
 
 
 def test_hotter_file_displaces_a_colder_one() -> None:
-    decisions = decisions_for(
-        file_row(500, file_id=1), file_row(200, "nvme", file_id=2), limits=(100, UNLIMITED, UNLIMITED)
+    decisions = get_decisions(
+        make_file_row(500, file_id=1), make_file_row(200, "nvme", file_id=2), limits=(100, UNLIMITED, UNLIMITED)
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(1, "nvme"), (2, "ssd")]
 
 
 def test_file_stays_if_no_tier_has_space() -> None:
-    assert decisions_for(file_row(500, "hdd"), limits=(10, 10, 10)) == []
+    assert get_decisions(make_file_row(500, "hdd"), limits=(10, 10, 10)) == []
 
 
 def test_pinned_file_gets_its_space_first() -> None:
-    decisions = decisions_for(
-        file_row(0, "nvme", pinned="nvme", file_id=1), file_row(500, file_id=2), limits=(100, UNLIMITED, UNLIMITED)
+    decisions = get_decisions(
+        make_file_row(0, "nvme", pinned="nvme", file_id=1),
+        make_file_row(500, file_id=2),
+        limits=(100, UNLIMITED, UNLIMITED),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
 
 
 def test_pinned_file_moves_to_its_tier() -> None:
-    (decision,) = decisions_for(file_row(500, "hdd", pinned="ssd"))
+    (decision,) = get_decisions(make_file_row(500, "hdd", pinned="ssd"))
     assert (decision.destination, decision.why) == ("ssd", MoveReason.PINNED)
 
 
@@ -101,37 +103,37 @@ def test_pinned_file_moves_to_its_tier() -> None:
     ("free_bytes", "expected"), [(99, []), (100, [Decision(1, 100, "ssd", -1, MoveReason.PINNED)])]
 )
 def test_pin_needs_space_in_its_tier(free_bytes: int, expected: list[Decision]) -> None:
-    assert decisions_for(file_row(500, pinned="ssd"), limits=(UNLIMITED, free_bytes, UNLIMITED)) == expected
+    assert get_decisions(make_file_row(500, pinned="ssd"), limits=(UNLIMITED, free_bytes, UNLIMITED)) == expected
 
 
 def test_pin_to_an_unknown_tier_keeps_the_file() -> None:
-    assert decisions_for(file_row(500, "ssd", pinned="tape")) == []
+    assert get_decisions(make_file_row(500, "ssd", pinned="tape")) == []
 
 
 def test_hard_links_keep_a_file_and_its_space() -> None:
-    linked = file_row(500, "nvme", size_bytes=60, links=2, file_id=1)
-    decisions = decisions_for(
-        linked,
-        file_row(400, size_bytes=40, file_id=2),
-        file_row(300, size_bytes=1, file_id=3),
+    linked_file = make_file_row(500, "nvme", size_bytes=60, links=2, file_id=1)
+    decisions = get_decisions(
+        linked_file,
+        make_file_row(400, size_bytes=40, file_id=2),
+        make_file_row(300, size_bytes=1, file_id=3),
         limits=(100, UNLIMITED, UNLIMITED),
     )
     assert decisions == [Decision(2, 40, "nvme", -2, MoveReason.HEAT), Decision(3, 1, "ssd", -1, MoveReason.NO_SPACE)]
 
 
 def test_unknown_tier_keeps_its_files_alone() -> None:
-    assert decisions_for(file_row(500, "tape", file_id=1), file_row(0, "nvme", file_id=2)) == [
+    assert get_decisions(make_file_row(500, "tape", file_id=1), make_file_row(0, "nvme", file_id=2)) == [
         Decision(2, 100, "hdd", 2, MoveReason.HEAT)
     ]
 
 
 def test_decision_has_every_field() -> None:
     rows = [
-        file_row(0, "hdd", pinned="nvme", size_bytes=1, file_id=1),
-        file_row(500, "ssd", size_bytes=2, file_id=2),
-        file_row(20, "nvme", size_bytes=3, file_id=3),
+        make_file_row(0, "hdd", pinned="nvme", size_bytes=1, file_id=1),
+        make_file_row(500, "ssd", size_bytes=2, file_id=2),
+        make_file_row(20, "nvme", size_bytes=3, file_id=3),
     ]
-    assert decisions_for(*rows) == [
+    assert get_decisions(*rows) == [
         Decision(1, 1, "nvme", -2, MoveReason.PINNED),
         Decision(2, 2, "nvme", -1, MoveReason.HEAT),
         Decision(3, 3, "ssd", 1, MoveReason.HEAT),
@@ -145,32 +147,33 @@ def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
         TierLimits("ssd", 20, UNLIMITED),
         TierLimits("hdd", 10, UNLIMITED),
     ]
-    decisions = list(decide([file_row(0, tier)], tiers_above_zero, at=NOW, hysteresis=0.1))
+    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, at=NOW, hysteresis=0.1))
     assert [decision.destination for decision in decisions] == ["hdd"]
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
-    least_to_enter = score_least(100, at=NOW)
-    for score, tier in ((least_to_enter, "nvme"), (math.nextafter(least_to_enter, 0), "ssd")):
-        assert [decision.destination for decision in decisions_for(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
-    least_to_stay = score_least(100, at=NOW, share=0.9)
-    for score, destinations in ((least_to_stay, []), (math.nextafter(least_to_stay, 0), ["ssd"])):
+    lowest_score_to_enter = score_least(100, at=NOW)
+    for score, tier in ((lowest_score_to_enter, "nvme"), (math.nextafter(lowest_score_to_enter, 0), "ssd")):
+        assert [decision.destination for decision in get_decisions(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
+    lowest_score_to_stay = score_least(100, at=NOW, share=0.9)
+    for score, destinations in ((lowest_score_to_stay, []), (math.nextafter(lowest_score_to_stay, 0), ["ssd"])):
         assert [
-            decision.destination for decision in decisions_for(FileRow(1, "nvme", 100, score, None, 1))
+            decision.destination for decision in get_decisions(FileRow(1, "nvme", 100, score, None, 1))
         ] == destinations
 
 
 @pytest.mark.parametrize(("free_bytes", "tier"), [(100, "nvme"), (99, "ssd")])
 def test_file_that_just_fits_gets_the_space(free_bytes: int, tier: str) -> None:
     assert [
-        decision.destination for decision in decisions_for(file_row(500), limits=(free_bytes, UNLIMITED, UNLIMITED))
+        decision.destination
+        for decision in get_decisions(make_file_row(500), limits=(free_bytes, UNLIMITED, UNLIMITED))
     ] == [tier]
 
 
 def test_file_that_stays_keeps_its_space() -> None:
-    decisions = decisions_for(
-        file_row(500, "nvme", size_bytes=60, file_id=1),
-        file_row(400, size_bytes=50, file_id=2),
+    decisions = get_decisions(
+        make_file_row(500, "nvme", size_bytes=60, file_id=1),
+        make_file_row(400, size_bytes=50, file_id=2),
         limits=(100, UNLIMITED, UNLIMITED),
     )
     assert [(decision.id, decision.destination) for decision in decisions] == [(2, "ssd")]
@@ -221,8 +224,8 @@ def test_plan_moves_nothing(manager: TierManager) -> None:
 
 def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
     configuration = make_configuration(tmp_path, headroom=0.0)
-    full = (replace(configuration.tiers[0], capacity_bytes=KIB), *configuration.tiers[1:])
-    with TierManager(replace(configuration, tiers=full)) as manager:
+    limited_tiers = (replace(configuration.tiers[0], capacity_bytes=KIB), *configuration.tiers[1:])
+    with TierManager(replace(configuration, tiers=limited_tiers)) as manager:
         for name, size_bytes, accesses in (("warm", 4 * KIB, 20), ("hot", 4 * KIB, 200), ("pinned", 8 * KIB, 1)):
             create_file(manager, name, size_bytes, seed=1)
             for _ in range(accesses):
@@ -230,21 +233,21 @@ def test_plan_names_the_reason_of_each_move(tmp_path: Path) -> None:
         manager.pin("pinned", "ssd")
         with manager.plan() as plan:
             moves = sorted(map(str, map(to_json_data, plan.moves())))
-    expected = [("hot", 4 * KIB, "room"), ("pinned", 8 * KIB, "pinned"), ("warm", 4 * KIB, "heat")]
+    expected_moves = [("hot", 4 * KIB, "room"), ("pinned", 8 * KIB, "pinned"), ("warm", 4 * KIB, "heat")]
     assert moves == [
         str({"name": name, "source": "hdd", "destination": "ssd", "allocated_bytes": size_bytes, "why": why})
-        for name, size_bytes, why in expected
+        for name, size_bytes, why in expected_moves
     ]
 
 
 def test_moves_down_come_before_moves_up(tmp_path: Path) -> None:
     configuration = make_configuration(tmp_path, headroom=0.0)
-    small = (
+    limited_tiers = (
         replace(configuration.tiers[0], capacity_bytes=64 * KIB),
         replace(configuration.tiers[1], capacity_bytes=64 * KIB),
         configuration.tiers[2],
     )
-    with TierManager(replace(configuration, tiers=small)) as manager:
+    with TierManager(replace(configuration, tiers=limited_tiers)) as manager:
         create_file(manager, "was hot", 64 * KIB, seed=1, tier="nvme")
         create_file(manager, "was warm", 64 * KIB, seed=2, tier="ssd")
         create_file(manager, "is hot", 64 * KIB, seed=3)
@@ -278,8 +281,8 @@ def test_auto_tier_moves_one_file_by_its_heat(configuration: Configuration) -> N
 @pytest.mark.parametrize(("spare_bytes", "tier"), [(0, "nvme"), (-1, "ssd")])
 def test_auto_tier_uses_only_free_space(tmp_path: Path, spare_bytes: int, tier: str) -> None:
     configuration = make_configuration(tmp_path, headroom=0.0)
-    small = (replace(configuration.tiers[0], capacity_bytes=12 * KIB + spare_bytes), *configuration.tiers[1:])
-    with TierManager(replace(configuration, tiers=small)) as manager:
+    limited_tiers = (replace(configuration.tiers[0], capacity_bytes=12 * KIB + spare_bytes), *configuration.tiers[1:])
+    with TierManager(replace(configuration, tiers=limited_tiers)) as manager:
         create_file(manager, "cold", 4 * KIB, seed=1, tier="nvme")
         data = create_file(manager, "hot", 8 * KIB, seed=2)
         for _ in range(99):
@@ -325,8 +328,8 @@ def test_new_file_is_created_in_the_landing_tier(tmp_path: Path) -> None:
         assert manager.find("file").tier == "ssd"
     # If the landing tier is full, the file is created in the next slower one.
     nvme, ssd, hdd = configuration.tiers
-    full = (nvme, replace(ssd, capacity_bytes=0), hdd)
-    with TierManager(replace(configuration, tiers=full)) as manager:
+    tiers_with_full_ssd = (nvme, replace(ssd, capacity_bytes=0), hdd)
+    with TierManager(replace(configuration, tiers=tiers_with_full_ssd)) as manager:
         with manager.open("other", "a+") as file:
             os.pwrite(file.fileno(), b"x", 0)
         assert manager.find("other").tier == "hdd"

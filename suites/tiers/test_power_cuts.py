@@ -1,8 +1,8 @@
 """A power loss in any phase of a migration loses no byte.
 
-If a process is killed, its writes stay in the page cache. A power loss discards them. So these cases stop the migration
-in a phase, copy the block devices, and mount the copies. The copies contain only what had reached the
-devices, so a case fails if an fsync is missing. The catalogue is lost too, and is rebuilt from the devices.
+A power loss discards the writes in the page cache. To have the same effect, these cases stop a migration in a phase,
+copy the block devices, and mount the copies. Writes without an fsync are not in the copies, so a case fails if an fsync
+is missing. The copies have no catalogue, so the catalogue is rebuilt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SYNC_PHASES = (Phase.VERIFY, Phase.RETIRE, Phase.RETIRED, Phase.FORGET, Phase.DO
 PHASES = SYNC_PHASES if len(Phase) * 10 > KILL_COUNT else tuple(Phase)
 
 
-def configuration_on_copies(configuration: Configuration, root: Path) -> Configuration:
+def make_configuration_of_copies(configuration: Configuration, root: Path) -> Configuration:
     """Return a configuration with the same tiers on the copies of their devices, which are mounted below `root`."""
     tiers = [replace(tier, directory=root / tier.name) for tier in configuration.tiers if tier.name in DEVICE_TIERS]
     return replace(configuration, tiers=(tiers[0], replace(tiers[1], accesses_min=0)), catalogue=root / "catalogue")
@@ -52,14 +52,16 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
     with contextlib.ExitStack() as stack:
         for name in DEVICE_TIERS:
             stack.enter_context(mount_new_file_system(file_system, tmp_path / name))
-        mover = stack.enter_context(MigrationProcess())
+        migration_process = stack.enter_context(MigrationProcess())
         configuration = make_configuration(tmp_path)
         for index, phase in enumerate(PHASES):
             name, source, destination = f"folder-{index}/{phase.value}", *DEVICE_TIERS[:: 1 - 2 * (index % 2)]
             with TierManager(configuration) as manager:
                 files = {name: create_file(manager, name, 300 * KIB + index, seed=seed + index, tier=source)}
             subprocess.run(["sync"], check=True)
-            process_id = mover.start(configuration, name, destination, phase=phase.value, signal_name="stop")
+            process_id = migration_process.start(
+                configuration, name, destination, phase=phase.value, signal_name="stop"
+            )
             wait_until(
                 lambda process_id=process_id: is_stopped(process_id),  # type: ignore[misc]
                 f"the migration is stopped in {phase}",
@@ -68,13 +70,13 @@ def test_power_loss_loses_no_byte(tmp_path: Path, seed: int, file_system: str, s
             # In the worst case, one device has all writes, and the other device only the writes of fsync.
             synced_tier = {"source": source, "destination": destination}[synced_side]
             subprocess.run(["sync", "-f", str(tmp_path / synced_tier)], check=True)
-            copies = tmp_path / f"after-{phase.value}"
-            copies.mkdir()
-            with contextlib.ExitStack() as cut_devices:
+            copies_folder = tmp_path / f"after-{phase.value}"
+            copies_folder.mkdir()
+            with contextlib.ExitStack() as mount_stack:
                 for tier in DEVICE_TIERS:
-                    cut_devices.enter_context(mount_image_copy(file_system, tmp_path / tier, copies / tier))
-                check_tiers(configuration_on_copies(configuration, copies), files)
+                    mount_stack.enter_context(mount_image_copy(file_system, tmp_path / tier, copies_folder / tier))
+                check_tiers(make_configuration_of_copies(configuration, copies_folder), files)
             os.kill(process_id, signal.SIGCONT)
-            assert mover.wait_for_exit_code() == 0
+            assert migration_process.wait_for_exit_code() == 0
             with TierManager(configuration) as manager:
                 manager.remove(name)

@@ -34,7 +34,7 @@ class FakeTime:
         self.now_s += seconds
 
 
-def local_time(hour: int, minute: int) -> float:
+def make_local_time(hour: int, minute: int) -> float:
     """Return a time in seconds since 1970 at which the local clock of this host shows this hour and minute."""
     noon_s = calendar.timegm((2026, 3, 10, 12, 0, 0))
     local_noon = time.localtime(noon_s)
@@ -57,14 +57,14 @@ def local_time(hour: int, minute: int) -> float:
     ],
 )
 def test_quiet_hours_begin_and_end(text: str, hour: int, minute: int, remaining_s: float) -> None:
-    assert QuietHours.parse(text).remaining_s(local_time(hour, minute)) == remaining_s
+    assert QuietHours.parse(text).remaining_s(make_local_time(hour, minute)) == remaining_s
 
 
 def test_several_quiet_hours_last_until_the_last_end() -> None:
     settings = RunSettings(quiet_hours=(QuietHours.parse("08:00-10:00"), QuietHours.parse("09:00-12:00")))
-    assert settings.quiet_s(local_time(9, 30)) == 2.5 * 3600
-    assert settings.quiet_s(local_time(13, 0)) == 0
-    assert RunSettings().quiet_s(local_time(9, 30)) == 0
+    assert settings.quiet_s(make_local_time(9, 30)) == 2.5 * 3600
+    assert settings.quiet_s(make_local_time(13, 0)) == 0
+    assert RunSettings().quiet_s(make_local_time(9, 30)) == 0
 
 
 @pytest.mark.parametrize(
@@ -111,17 +111,17 @@ def test_move_copies_at_most_the_rate(manager: TierManager) -> None:
     fake_time, progress = FakeTime(), []
     data = create_file(manager, "file", 200 * KIB + 1, seed=1)
 
-    def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
+    def record_progress(phase: Phase, _name: str, offset_bytes: int) -> None:
         progress.append((phase, offset_bytes, fake_time.now_s))
 
     pace = Pace(100 * KIB, wait=fake_time.wait, clock=fake_time.clock)
-    manager.move("file", "nvme", observe=observe, pace=pace)
+    manager.move("file", "nvme", observe=record_progress, pace=pace)
     assert read_contents(manager, "file") == data
-    copied = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
-    # Before each chunk, the bytes that were copied are at most one chunk more than the rate permits.
-    for offset_bytes, now_s in copied:
+    copy_steps = [(offset_bytes, now_s) for phase, offset_bytes, now_s in progress if phase is Phase.COPY]
+    # The copy is never ahead of the rate by more than one chunk.
+    for offset_bytes, now_s in copy_steps:
         assert offset_bytes <= (now_s - 1000.0) * 100 * KIB + pace.chunk_bytes + 1
-    assert len(copied) == 1 + -(-len(data) // pace.chunk_bytes)
+    assert len(copy_steps) == 1 + -(-len(data) // pace.chunk_bytes)
     # The rate limit applies to the copy, and then to its verification.
     assert fake_time.now_s - 1000.0 == pytest.approx(2 * len(data) / (100 * KIB), rel=0.1)
 
@@ -139,19 +139,19 @@ def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
     fake_time = FakeTime()
     pace = Pace(None, wait=fake_time.wait, clock=fake_time.clock)
     pace.unsynced_bytes_max = 4 * MIB
-    synced: list[tuple[Phase, int]] = []
+    sync_positions: list[tuple[Phase, int]] = []
     position = (Phase.RECORD, 0)
 
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         nonlocal position
         position = (phase, offset_bytes)
 
-    def record(call: SystemCall) -> None:
+    def record_sync(call: SystemCall) -> None:
         if "/incoming/" in call.path:
-            synced.append(position)
+            sync_positions.append(position)
 
-    run_observed(lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record)
-    assert synced == [(Phase.COPY, 4 * MIB), (Phase.COPY, 8 * MIB)]
+    run_observed(lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record_sync)
+    assert sync_positions == [(Phase.COPY, 4 * MIB), (Phase.COPY, 8 * MIB)]
 
 
 def test_file_and_arguments_set_the_run(tmp_path: Path) -> None:

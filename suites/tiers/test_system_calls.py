@@ -35,7 +35,7 @@ def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], R
     run_observed(lambda: manager.move(name, "nvme"), *calls.split(), reply=reply)
 
 
-def error_of_failed_move(
+def move_and_get_error(
     manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str
 ) -> ApiError:
     """Start a migration that must fail, and return its error.
@@ -51,11 +51,11 @@ def error_of_failed_move(
     return raised.value
 
 
-def trace_of(manager: TierManager, root: Path, name: str) -> list[str]:
+def trace_move(manager: TierManager, root: Path, name: str) -> list[str]:
     """Move a file, and return the phases and the fsync(2) calls in their order. Paths are relative to `root`."""
     trace: list[str] = []
 
-    def record(call: SystemCall) -> None:
+    def record_fsync(call: SystemCall) -> None:
         if call.path.startswith(str(root)):
             path = Path(call.path).relative_to(root)
             # The name of a copy or of a record contains the id of the migration, which is random.
@@ -65,7 +65,7 @@ def trace_of(manager: TierManager, root: Path, name: str) -> list[str]:
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
         trace.append(f"{phase.value} {offset_bytes}")
 
-    run_observed(lambda: manager.move(name, "nvme", observe=observe), "fsync", reply=record)
+    run_observed(lambda: manager.move(name, "nvme", observe=observe), "fsync", reply=record_fsync)
     return [entry for entry in trace if "catalogue/" not in entry]
 
 
@@ -73,27 +73,27 @@ def test_each_step_is_synced_before_the_next(manager: TierManager, configuration
     size_bytes = 4 * MIB + 5
     create_file(manager, "a/file", size_bytes, seed=1)
     (configuration.tier("nvme").directory / "a").mkdir()
-    own_folder = ".gdrkit-tiers"
-    assert trace_of(manager, configuration.catalogue.parent, "a/file") == [
+    gdrkit_folder = ".gdrkit-tiers"
+    assert trace_move(manager, configuration.catalogue.parent, "a/file") == [
         "record 0",
-        *(f"fsync nvme/{own_folder}/{name}" for name in ("moves/ID", "moves", "incoming")),
+        *(f"fsync nvme/{gdrkit_folder}/{name}" for name in ("moves/ID", "moves", "incoming")),
         *(f"copy {offset}" for offset in (0, 4 * MIB, size_bytes)),
         f"attributes {size_bytes}",
         f"sync {size_bytes}",
-        f"fsync nvme/{own_folder}/incoming/ID",
+        f"fsync nvme/{gdrkit_folder}/incoming/ID",
         *(f"verify {offset}" for offset in (0, 4 * MIB)),
         f"rename {size_bytes}",
         f"folder {size_bytes}",
         "fsync nvme/a",
         f"retire {size_bytes}",
         f"retired {size_bytes}",
-        f"fsync hdd/{own_folder}/retired",
+        f"fsync hdd/{gdrkit_folder}/retired",
         "fsync hdd/a",
         f"catalogue {size_bytes}",
         f"remove {size_bytes}",
-        f"fsync hdd/{own_folder}/retired",
+        f"fsync hdd/{gdrkit_folder}/retired",
         f"forget {size_bytes}",
-        f"fsync nvme/{own_folder}/moves",
+        f"fsync nvme/{gdrkit_folder}/moves",
         f"done {size_bytes}",
     ]
 
@@ -102,31 +102,31 @@ def test_undone_migration_is_synced(manager: TierManager, configuration: Configu
     create_file(manager, "a/file", 1000, seed=1)
     synced_paths: list[str] = []
 
-    def fail(phase: Phase, _name: str, _offset_bytes: int) -> None:
+    def fail_after_retirement(phase: Phase, _name: str, _offset_bytes: int) -> None:
         synced_paths.clear()
         if phase is Phase.RETIRED:
             raise OSError(errno.EIO, "injected by the case")
 
     def move() -> None:
-        manager.move("a/file", "nvme", observe=fail)
+        manager.move("a/file", "nvme", observe=fail_after_retirement)
 
     with pytest.raises(ApiError):
         run_observed(move, "fsync", reply=lambda call: synced_paths.append(call.path))
     hdd, nvme = (configuration.tier(tier).directory for tier in ("hdd", "nvme"))
-    own_paths = [nvme / ".gdrkit-tiers/moves"]
+    gdrkit_paths = [nvme / ".gdrkit-tiers/moves"]
     tier_paths = [Path(path) for path in synced_paths if configuration.catalogue not in Path(path).parents]
-    assert tier_paths == [hdd / "a", hdd / ".gdrkit-tiers/retired", *own_paths]
+    assert tier_paths == [hdd / "a", hdd / ".gdrkit-tiers/retired", *gdrkit_paths]
 
 
 def test_copy_is_read_from_the_disk_after_its_sync(manager: TierManager) -> None:
     create_file(manager, "file", 100 * KIB, seed=1)
     calls: list[tuple[str, tuple[int, ...]]] = []
 
-    def record(call: SystemCall) -> None:
+    def record_call(call: SystemCall) -> None:
         if "/incoming/" in call.path:
             calls.append((call.name.removesuffix("2"), call.arguments[1:4] if call.name == "fadvise64" else ()))
 
-    run_move(manager, "file", reply=record, calls=f"fsync fadvise64 {READ_CALLS}")
+    run_move(manager, "file", reply=record_call, calls=f"fsync fadvise64 {READ_CALLS}")
     assert calls == [("fsync", ()), ("fadvise64", (0, 0, os.POSIX_FADV_DONTNEED)), ("preadv", ())]
 
 
@@ -158,16 +158,16 @@ def test_migration_leaves_no_descriptor_open(manager: TierManager, phase: Phase 
     create_file(manager, "file", 1000, seed=1)
     create_file(manager, "before", 1000, seed=1, tier="nvme")
 
-    def fail(current_phase: Phase, _name: str, _offset_bytes: int) -> None:
+    def fail_in_phase(current_phase: Phase, _name: str, _offset_bytes: int) -> None:
         if current_phase is phase:
             raise OSError(errno.EIO, "injected by the case")
 
-    before = len(evidence.descriptors())
+    descriptor_count_before = len(evidence.descriptors())
     try:
-        manager.move("file", "nvme", observe=fail)
+        manager.move("file", "nvme", observe=fail_in_phase)
     except ApiError:
         assert phase is not None
-    assert len(evidence.descriptors()) == before
+    assert len(evidence.descriptors()) == descriptor_count_before
 
 
 def test_file_that_moves_before_its_lock_is_found_again(manager: TierManager, configuration: Configuration) -> None:
@@ -188,11 +188,11 @@ def test_file_replaced_before_its_lock_is_migrated(manager: TierManager, configu
     hdd = configuration.tier("hdd").directory
     (hdd / "new").write_bytes(b"saved by rename")
 
-    def replace(call: SystemCall) -> None:
+    def replace_file(call: SystemCall) -> None:
         if call.path == str(hdd / "file") and (hdd / "new").exists():
             (hdd / "new").rename(hdd / "file")
 
-    run_move(manager, "file", reply=replace, calls="flock")
+    run_move(manager, "file", reply=replace_file, calls="flock")
     assert (configuration.tier("nvme").directory / "file").read_bytes() == b"saved by rename"
     assert not (hdd / "file").exists()
 
@@ -220,7 +220,7 @@ def test_failed_call_on_the_copy_ends_the_migration(
 ) -> None:
     create_file(manager, "file", 1000, seed=1)
     os.setxattr(configuration.tier("hdd").directory / "file", "user.origin", b"here")
-    error = error_of_failed_move(
+    error = move_and_get_error(
         manager, "file", reply=lambda call: -error_number if is_copy(call) else None, calls=calls
     )
     assert (error.errno, error.reason, error.operation) == (error_number, reason, "migrate")
@@ -238,7 +238,7 @@ def test_file_moves_if_attributes_are_unsupported(manager: TierManager, error_nu
         assert manager.find("file").tier == "nvme"
     else:
         assert (
-            error_of_failed_move(manager, "file", reply=lambda _call: -error_number, calls="flistxattr").errno
+            move_and_get_error(manager, "file", reply=lambda _call: -error_number, calls="flistxattr").errno
             == error_number
         )
 
@@ -266,7 +266,7 @@ def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Co
         for owner in ((1234, 0), (0, 1234)):
             manager.move("file", "hdd")
             os.chown(configuration.tier("hdd").directory / "file", *owner)
-            error = error_of_failed_move(
+            error = move_and_get_error(
                 manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown"
             )
             assert error.reason is Reason.NO_PERMISSION
@@ -279,27 +279,29 @@ def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
     def report_end_of_file(call: SystemCall) -> Reply:
         return 0 if call.path.endswith("hdd/file") and call.arguments[3] == 4 * MIB else None
 
-    error = error_of_failed_move(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
+    error = move_and_get_error(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
     assert (error.reason, error.operation, error.errno) == (Reason.BUSY, "read", errno.EBUSY)
     assert error.arguments == {"offset_bytes": 4 * MIB}
 
 
 def test_short_reads_are_continued(manager: TierManager) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    reads: list[tuple[bool, int]] = []
+    read_positions: list[tuple[bool, int]] = []
 
     def read_300_bytes(call: SystemCall) -> Reply:
         descriptor, iovecs_address, _, offset_bytes, *_ = call.arguments
-        read = (is_copy(call), offset_bytes)
-        if read in reads:
-            return -errno.EIO  # Without an error, a migration that repeats a read would never end.
-        reads.append(read)
+        read_position = (is_copy(call), offset_bytes)
+        if read_position in read_positions:
+            return -errno.EIO  # A migration that repeats a read must fail, because it would never end.
+        read_positions.append(read_position)
         address, length_bytes = (ctypes.c_size_t * 2).from_address(iovecs_address)  # struct iovec
         part = (ctypes.c_char * min(length_bytes, 300)).from_address(address)
         return os.preadv(descriptor, [part], offset_bytes)
 
     run_move(manager, "file", reply=read_300_bytes, calls=READ_CALLS)
-    assert reads == [(of_copy, offset_bytes) for of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)]
+    assert read_positions == [
+        (of_copy, offset_bytes) for of_copy in (False, True) for offset_bytes in (0, 300, 600, 900)
+    ]
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
@@ -353,4 +355,4 @@ def test_copy_without_seek_data_is_read_completely(manager: TierManager, error_n
         run_move(manager, "sparse", reply=refuse, calls="lseek")
         assert read_contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
     else:
-        assert error_of_failed_move(manager, "sparse", reply=refuse, calls="lseek").errno == error_number
+        assert move_and_get_error(manager, "sparse", reply=refuse, calls="lseek").errno == error_number

@@ -36,7 +36,7 @@ OBSERVED_STATES = {RouteState.PROVEN, RouteState.FELL_BACK, RouteState.UNPROVEN}
 
 
 @pytest.fixture
-def ignored_fallback_warnings() -> Iterator[None]:
+def ignore_fallback_warnings() -> Iterator[None]:
     """Ignore the warning of a fallback, because these cases check the route in the result."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", gds.FallbackWarning)
@@ -102,7 +102,7 @@ def test_tier_without_device_transfers_is_unproven(manager: TierManager) -> None
 
 @needs(cuda.device())
 @pytest.mark.qualify
-@pytest.mark.usefixtures("ignored_fallback_warnings")
+@pytest.mark.usefixtures("ignore_fallback_warnings")
 def test_route_to_device_memory_is_reported(manager: TierManager, device: Device, evidence: Evidence) -> None:
     """A file of a tier is read into device memory and written back, and the tier reports the route of its bytes."""
     data = create_file(manager, "file", MIB, seed=1, tier="nvme")
@@ -112,29 +112,29 @@ def test_route_to_device_memory_is_reported(manager: TierManager, device: Device
         memory.fill(7)
         manager.write_from("file", memory)
     assert read_contents(manager, "file") == bytes([7]) * MIB
-    nvme, *others = manager.status()
-    assert nvme.route.state in OBSERVED_STATES
-    assert nvme.route.route == result.route.value
-    evidence["route"] = nvme.route
+    nvme_tier, *other_tiers = manager.status()
+    assert nvme_tier.route.state in OBSERVED_STATES
+    assert nvme_tier.route.route == result.route.value
+    evidence["route"] = nvme_tier.route
     # Only an observed direct route is reported as proven. Any other route has a cause.
-    assert (nvme.route.state is RouteState.PROVEN) == (result.route.value in {"p2p", "nvfs", "rdma"})
-    assert nvme.route.state is RouteState.PROVEN or nvme.route.why
-    assert {tier.route.state for tier in others} == {RouteState.UNPROVEN}
+    assert (nvme_tier.route.state is RouteState.PROVEN) == (result.route.value in {"p2p", "nvfs", "rdma"})
+    assert nvme_tier.route.state is RouteState.PROVEN or nvme_tier.route.why
+    assert {tier.route.state for tier in other_tiers} == {RouteState.UNPROVEN}
 
 
 @needs(cuda.device())
-@pytest.mark.usefixtures("ignored_fallback_warnings")
+@pytest.mark.usefixtures("ignore_fallback_warnings")
 def test_required_direct_route_is_direct_or_an_error(manager: TierManager, device: Device) -> None:
     create_file(manager, "file", MIB, seed=1)
     with device.allocate(MIB) as memory, contextlib.ExitStack() as stack:
-        reasons = stack.enter_context(_error_reasons())
+        reasons = stack.enter_context(_catch_error_reasons())
         result = manager.read_into("file", memory, direct="required")
         assert result.route.value in {"p2p", "nvfs", "rdma"}
     assert reasons in ([], [Reason.NOT_DIRECT])
 
 
 @needs(cuda.device())
-@pytest.mark.usefixtures("ignored_fallback_warnings")
+@pytest.mark.usefixtures("ignore_fallback_warnings")
 def test_file_outlives_its_manager(configuration: Configuration, device: Device) -> None:
     with TierManager(configuration) as manager:
         data = create_file(manager, "file", MIB, seed=1)
@@ -145,7 +145,7 @@ def test_file_outlives_its_manager(configuration: Configuration, device: Device)
 
 
 @contextlib.contextmanager
-def _error_reasons() -> Iterator[list[Reason]]:
+def _catch_error_reasons() -> Iterator[list[Reason]]:
     """Catch an ApiError of the block, and append its reason to the yielded list."""
     reasons: list[Reason] = []
     try:
@@ -178,11 +178,11 @@ def configuration_on_disk() -> Iterator[Configuration]:
         yield make_configuration(Path(folder))
 
 
-def fault_environ(folder: Path, *rules: str) -> dict[str, str]:
+def make_fault_environ(folder: Path, *rules: str) -> dict[str, str]:
     """Return environment variables with which the software twin of libcufile follows these fault rules."""
-    plan = folder / "plan"
-    plan.write_text("\n".join(["gdrkit-faults 1", *rules]) + "\n")
-    return {"GDRKIT_TWINS_FAULTS": str(plan), "CUFILE_LOGFILE_PATH": str(folder / "cufile.log")}
+    plan_path = folder / "plan"
+    plan_path.write_text("\n".join(["gdrkit-faults 1", *rules]) + "\n")
+    return {"GDRKIT_TWINS_FAULTS": str(plan_path), "CUFILE_LOGFILE_PATH": str(folder / "cufile.log")}
 
 
 NEEDS_CUFILE_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_present)
@@ -191,7 +191,7 @@ NEEDS_CUFILE_TWIN = needs(cuda.device(), software(Api.CUFILE), cufile.udev_prese
 @NEEDS_CUFILE_TWIN
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
 def test_proven_route_is_reported_as_proven(tmp_path: Path, configuration_on_disk: Configuration, route: str) -> None:
-    environ = fault_environ(tmp_path, f"cufile.route call=* route={route}")
+    environ = make_fault_environ(tmp_path, f"cufile.route call=* route={route}")
     routes = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "8MiB", **environ)]
     assert routes == [{"state": "proven", "route": route, "why": ""}] * 3
     assert [tier["route"] for tier in run_tiers(configuration_on_disk, "status")] == routes
@@ -204,7 +204,9 @@ def test_bench_route_is_the_worst_of_the_timed_reads(
     tmp_path: Path, configuration_on_disk: Configuration, call: int
 ) -> None:
     """The probe and the untimed first read take the direct route. One of the two timed reads does not."""
-    environ = fault_environ(tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix")
+    environ = make_fault_environ(
+        tmp_path, f"cufile.route call=1-{call - 1} route=p2p", "cufile.route call=* route=posix"
+    )
     nvme_route, *_ = [tier["route"] for tier in run_tiers(configuration_on_disk, "bench", "--size", "16MiB", **environ)]
     assert (nvme_route["state"], nvme_route["route"]) == ("fell_back", "posix")
     assert nvme_route["why"]

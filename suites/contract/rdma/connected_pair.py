@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import CompletionQueue, Nic, QueuePair
 
-__all__ = ["ALL_ACCESS", "WAIT_MS", "connected_pairs", "raises_errno", "unconnected_pair"]
+__all__ = ["ALL_ACCESS", "WAIT_MS", "connect_queue_pairs", "create_queue_pair", "require_errno"]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 # Soft-RoCE in an emulated guest is slow. Only a case that fails waits this long.
@@ -23,7 +23,7 @@ WAIT_MS = 20_000.0
 
 
 @contextlib.contextmanager
-def connected_pairs(
+def connect_queue_pairs(
     nic: Nic, *, limits: dict[str, int] | None = None, access: Access = ALL_ACCESS, **options: int
 ) -> Iterator[tuple[QueuePair, QueuePair]]:
     """Yield the requester and the responder. Each of these queue pairs has a separate completion queue.
@@ -33,33 +33,33 @@ def connected_pairs(
     nic : Nic
         The NIC of both queue pairs.
     limits : dict of str to int, optional
-        Limits of both queue pairs, as for :func:`unconnected_pair`.
+        Limits of both queue pairs, as for :func:`create_queue_pair`.
     access : Access
         The access that the responder allows.
     options : int
         Further options of ``QueuePair.connect``.
     """
-    with unconnected_pair(nic, limits=limits) as requester, unconnected_pair(nic, limits=limits) as responder:
+    with create_queue_pair(nic, limits=limits) as requester, create_queue_pair(nic, limits=limits) as responder:
         requester.connect(responder.endpoint(), access=ALL_ACCESS, **options)
         responder.connect(requester.endpoint(), access=access, **options)
         yield requester, responder
 
 
 @contextlib.contextmanager
-def unconnected_pair(
+def create_queue_pair(
     nic: Nic, *, limits: dict[str, int] | None = None, queue: CompletionQueue | None = None
 ) -> Iterator[QueuePair]:
     """Yield a queue pair in the state RESET.
 
-    Its completions go to `queue`, or to a new completion queue. `limits` are the limits of ``Nic.queue_pair``.
+    Its completion queue is `queue`, or a new one. `limits` are the limits of ``Nic.queue_pair``.
     """
     with contextlib.ExitStack() as stack:
-        used_queue = queue or stack.enter_context(nic.completion_queue())
-        yield stack.enter_context(nic.queue_pair(used_queue, used_queue, **(limits or {})))
+        completion_queue = queue or stack.enter_context(nic.completion_queue())
+        yield stack.enter_context(nic.queue_pair(completion_queue, completion_queue, **(limits or {})))
 
 
 @contextlib.contextmanager
-def raises_errno(*error_numbers: int) -> Iterator[None]:
+def require_errno(*error_numbers: int) -> Iterator[None]:
     """Require that the block raises an ApiError with one of these errnos."""
     with pytest.raises(ApiError) as raised:
         yield

@@ -1,4 +1,4 @@
-"""libibverbs by ctypes. Unlike gdrkit, it lets a case destroy objects in a wrong order."""
+"""Calls of libibverbs by ctypes. They let a case destroy objects in a wrong order, unlike pyverbs."""
 
 from __future__ import annotations
 
@@ -51,33 +51,36 @@ class CtypesVerbs:
         count = ctypes.c_int()
         devices = library.ibv_get_device_list(ctypes.byref(count))
         device_by_name = {library.ibv_get_device_name(pointer(device)): device for device in devices[: count.value]}
-        self._context = self._checked(library.ibv_open_device(pointer(device_by_name[name.encode()])))
+        self._context = self._require_pointer(library.ibv_open_device(pointer(device_by_name[name.encode()])))
         library.ibv_free_device_list(devices)
         self._memory = ctypes.create_string_buffer(_MEMORY_BYTES)
 
     def allocate_domain(self) -> ctypes.c_void_p:
         """Call ibv_alloc_pd."""
-        return self._checked(self._library.ibv_alloc_pd(self._context))
+        return self._require_pointer(self._library.ibv_alloc_pd(self._context))
 
-    def create_channel(self) -> ctypes.c_void_p:
+    def create_completion_channel(self) -> ctypes.c_void_p:
         """Call ibv_create_comp_channel."""
-        return self._checked(self._library.ibv_create_comp_channel(self._context))
+        return self._require_pointer(self._library.ibv_create_comp_channel(self._context))
 
-    def create_queue(self, channel: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
+    def create_completion_queue(self, channel: ctypes.c_void_p | None = None) -> ctypes.c_void_p:
         """Call ibv_create_cq."""
-        return self._checked(self._library.ibv_create_cq(self._context, 16, None, channel, 0))
+        return self._require_pointer(self._library.ibv_create_cq(self._context, 16, None, channel, 0))
 
-    def create_pair(self, domain: ctypes.c_void_p, queue: ctypes.c_void_p) -> ctypes.c_void_p:
+    def create_queue_pair(self, domain: ctypes.c_void_p, completion_queue: ctypes.c_void_p) -> ctypes.c_void_p:
         """Call ibv_create_qp."""
         attributes = _QueuePairAttributes(
-            send_cq=queue, recv_cq=queue, cap=_Capacity(4, 4, 1, 1, 0), qp_type=_RELIABLE_CONNECTED
+            send_cq=completion_queue,
+            recv_cq=completion_queue,
+            cap=_Capacity(4, 4, 1, 1, 0),
+            qp_type=_RELIABLE_CONNECTED,
         )
-        return self._checked(self._library.ibv_create_qp(domain, ctypes.byref(attributes)))
+        return self._require_pointer(self._library.ibv_create_qp(domain, ctypes.byref(attributes)))
 
     def register(self, domain: ctypes.c_void_p) -> ctypes.c_void_p:
         """Call ibv_reg_mr."""
         length_bytes = ctypes.c_size_t(_MEMORY_BYTES)
-        return self._checked(self._library.ibv_reg_mr(domain, self._memory, length_bytes, _LOCAL_WRITE))
+        return self._require_pointer(self._library.ibv_reg_mr(domain, self._memory, length_bytes, _LOCAL_WRITE))
 
     def deallocate_domain(self, domain: ctypes.c_void_p) -> int:
         """Call ibv_dealloc_pd."""
@@ -87,15 +90,15 @@ class CtypesVerbs:
         """Call ibv_dereg_mr."""
         return int(self._library.ibv_dereg_mr(region))
 
-    def destroy_pair(self, pair: ctypes.c_void_p) -> int:
+    def destroy_queue_pair(self, queue_pair: ctypes.c_void_p) -> int:
         """Call ibv_destroy_qp."""
-        return int(self._library.ibv_destroy_qp(pair))
+        return int(self._library.ibv_destroy_qp(queue_pair))
 
-    def destroy_queue(self, queue: ctypes.c_void_p) -> int:
+    def destroy_completion_queue(self, completion_queue: ctypes.c_void_p) -> int:
         """Call ibv_destroy_cq."""
-        return int(self._library.ibv_destroy_cq(queue))
+        return int(self._library.ibv_destroy_cq(completion_queue))
 
-    def destroy_channel(self, channel: ctypes.c_void_p) -> int:
+    def destroy_completion_channel(self, channel: ctypes.c_void_p) -> int:
         """Call ibv_destroy_comp_channel."""
         return int(self._library.ibv_destroy_comp_channel(channel))
 
@@ -108,7 +111,7 @@ class CtypesVerbs:
         assert self._library.ibv_close_device(self._context) == 0
 
     @staticmethod
-    def _checked(address: int | None) -> ctypes.c_void_p:
+    def _require_pointer(address: int | None) -> ctypes.c_void_p:
         """Return the address as a pointer, and fail the case if it is NULL."""
         assert address, f"errno {ctypes.get_errno()}"
         return ctypes.c_void_p(address)

@@ -12,13 +12,13 @@ from gdrkit.units import HOST_PAGE_BYTES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["mapped_pages"]
+__all__ = ["map_pages"]
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 @contextlib.contextmanager
-def mapped_pages(count: int, *, unmapped_from: int | None = None, writable: bool = True) -> Iterator[int]:
+def map_pages(count: int, *, unmapped_from: int | None = None, writable: bool = True) -> Iterator[int]:
     """Map `count` pages, and yield the address of the first page.
 
     The pages from index `unmapped_from` on are unmapped again before the block.

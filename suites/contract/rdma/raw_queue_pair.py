@@ -1,7 +1,7 @@
 """Calls of libibverbs with any arguments: transitions of a queue pair, and registrations of any range.
 
-The calls use gdrkit.verbs._pyverbs, the file through which gdrkit itself calls libibverbs. Arguments that gdrkit's
-classes would refuse, such as a length of 0, reach the library.
+The calls use gdrkit.verbs._pyverbs, through which the classes of gdrkit call libibverbs. So arguments that the classes
+would refuse, such as a length of 0, reach the library.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gdrkit.verbs import CompletionQueue, Nic
 
-__all__ = ["REQUIRED_ATTRIBUTES", "Mask", "RawPair", "path_to_itself", "register", "valid_attributes"]
+__all__ = ["REQUIRED_ATTRIBUTES", "Mask", "RawQueuePair", "make_path_to_itself", "make_valid_attributes", "register"]
 
 
 class Mask(enum.IntFlag):
@@ -56,7 +56,7 @@ REQUIRED_ATTRIBUTES: Mapping[QueuePairState, Mask] = {
 _MTU_256 = 1
 
 
-def valid_attributes(nic: Nic) -> dict[str, int]:
+def make_valid_attributes(nic: Nic) -> dict[str, int]:
     """Return a valid value for each attribute of all transitions. The mask of a call selects some of them."""
     return {
         "pkey_index": 0,
@@ -75,8 +75,8 @@ def valid_attributes(nic: Nic) -> dict[str, int]:
     }
 
 
-def path_to_itself(nic: Nic, **changed: int | str) -> dict[str, int | str]:
-    """Return the fields of ``ibv_ah_attr`` for the path from a NIC to itself. `changed` replaces some of them."""
+def make_path_to_itself(nic: Nic, **changed_fields: int | str) -> dict[str, int | str]:
+    """Return the fields of ``ibv_ah_attr`` for the path from a NIC to itself, with `changed_fields` replaced."""
     fields: dict[str, int | str] = {
         "is_global": 1,
         "dlid": nic.port.lid,
@@ -85,11 +85,11 @@ def path_to_itself(nic: Nic, **changed: int | str) -> dict[str, int | str]:
         "sgid_index": nic.gid_index,
         "hop_limit": 64,
     }
-    return fields | changed
+    return fields | changed_fields
 
 
 @dataclass
-class RawPair:
+class RawQueuePair:
     """A queue pair whose state a case changes by single transitions."""
 
     nic: Nic
@@ -97,29 +97,29 @@ class RawPair:
 
     def __post_init__(self) -> None:
         limits = {"max_send_wr": 4, "max_recv_wr": 4, "max_send_sge": 1, "max_recv_sge": 1, "max_inline_data": 0}
-        self.pair, self.number = _pyverbs.create_queue_pair(
+        self.queue_pair, self.number = _pyverbs.create_queue_pair(
             self.nic.domain, send_queue=self.queue.queue, receive_queue=self.queue.queue, limits=limits
         )
 
     @property
     def state(self) -> QueuePairState:
         """The state that ibv_query_qp returns."""
-        return QueuePairState(_pyverbs.query_state(self.pair))
+        return QueuePairState(_pyverbs.query_state(self.queue_pair))
 
-    def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed: int) -> None:
-        """Make one transition to `state` with valid attributes. `changed` replaces the values of some of them.
+    def move_to(self, state: QueuePairState | int, mask: Mask | None = None, **changed_fields: int) -> None:
+        """Make one transition to `state` with valid attributes. `changed_fields` replaces the values of some of them.
 
         The call passes the attributes of `mask`. If `mask` is None, it passes the attributes that the transition
         requires.
         """
         attribute_mask = REQUIRED_ATTRIBUTES.get(QueuePairState(state), Mask(0)) if mask is None else mask
-        address = path_to_itself(self.nic) if Mask.AV in attribute_mask else None
-        attributes = {**valid_attributes(self.nic), **changed, "qp_state": int(state)}
-        _pyverbs.modify(self.pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes)
+        address = make_path_to_itself(self.nic) if Mask.AV in attribute_mask else None
+        attributes = {**make_valid_attributes(self.nic), **changed_fields, "qp_state": int(state)}
+        _pyverbs.modify(self.queue_pair, mask=int(attribute_mask | Mask.STATE), address=address, **attributes)
 
     def modify(self, mask: Mask, address: dict[str, int | str] | None = None, **attributes: int) -> None:
         """Call ibv_modify_qp with exactly these attributes."""
-        _pyverbs.modify(self.pair, mask=int(mask), address=address, **attributes)
+        _pyverbs.modify(self.queue_pair, mask=int(mask), address=address, **attributes)
 
     def advance(self, state: QueuePairState) -> None:
         """Make all transitions from RESET to `state`."""
@@ -129,15 +129,15 @@ class RawPair:
 
     def post_send(self, work_id: int) -> None:
         """Post a SEND without data."""
-        _pyverbs.post_send(self.pair, work_id=work_id, opcode=2, flags=2, elements=(), remote=None, immediate=0)
+        _pyverbs.post_send(self.queue_pair, work_id=work_id, opcode=2, flags=2, elements=(), remote=None, immediate=0)
 
     def post_receive(self, work_id: int) -> None:
         """Post a receive without memory."""
-        _pyverbs.post_receive(self.pair, work_id=work_id, elements=())
+        _pyverbs.post_receive(self.queue_pair, work_id=work_id, elements=())
 
     def close(self) -> None:
         """Call ibv_destroy_qp."""
-        _pyverbs.close("ibv_destroy_qp", self.pair)
+        _pyverbs.close("ibv_destroy_qp", self.queue_pair)
 
 
 @contextlib.contextmanager

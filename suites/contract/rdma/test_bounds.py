@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected_pairs
+from contract.rdma.connected_pair import WAIT_MS, connect_queue_pairs
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -25,13 +25,13 @@ OPERATIONS = pytest.mark.parametrize("operation", ["write", "read"])
 
 
 def post_and_wait(
-    operation: str, pair: QueuePair, local: Region | list[ScatterGatherElement], remote: RemoteRange
+    operation: str, pair: QueuePair, local_region: Region | list[ScatterGatherElement], remote: RemoteRange
 ) -> Status:
     """Post a write or a read, and return the status of its completion."""
     if operation == "write":
-        pair.post_write(local, remote, work_id=1)
+        pair.post_write(local_region, remote, work_id=1)
     else:
-        pair.post_read(local, remote, work_id=1)
+        pair.post_read(local_region, remote, work_id=1)
     return pair.wait(WAIT_MS).status
 
 
@@ -51,15 +51,15 @@ def test_remote_bytes_outside_the_region_are_inaccessible(
 ) -> None:
     remote_bytes, local_bytes = bytearray(UNTOUCHED), bytearray(LENGTH_BYTES + 1)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(local_bytes) as local,
-        nic.register_host(remote_bytes) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        whole_range = target_region.remote()
+        whole_range = remote_region.remote()
         outside_range = RemoteRange(
             address=whole_range.address + begin_offset, rkey=whole_range.rkey, length_bytes=length_bytes
         )
-        assert post_and_wait(operation, requester, local, outside_range) is Status.REM_ACCESS_ERR
+        assert post_and_wait(operation, requester, local_region, outside_range) is Status.REM_ACCESS_ERR
     assert (bytes(remote_bytes), bytes(local_bytes)) == (UNTOUCHED, bytes(LENGTH_BYTES + 1))
 
 
@@ -81,22 +81,22 @@ def test_every_byte_inside_a_region_is_accessible(
     if operation == "read":
         remote_bytes[offset_bytes : offset_bytes + length_bytes], local_bytes = payload, bytearray(length_bytes)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(local_bytes) as local,
-        nic.register_host(remote_bytes) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        remote = target_region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        assert post_and_wait(operation, requester, local, remote) is Status.SUCCESS
+        remote = remote_region.remote(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        assert post_and_wait(operation, requester, local_region, remote) is Status.SUCCESS
     assert local_bytes == payload
-    expected = bytearray(UNTOUCHED)
-    expected[offset_bytes : offset_bytes + length_bytes] = payload
-    assert remote_bytes == expected
+    expected_bytes = bytearray(UNTOUCHED)
+    expected_bytes[offset_bytes : offset_bytes + length_bytes] = payload
+    assert remote_bytes == expected_bytes
 
 
 @OPERATIONS
 def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
     # InfiniBand specification, C9-88: the responder does not check address and key of a request of length 0.
-    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         remote = replace(region.remote(length_bytes=0), rkey=region.rkey ^ 0x0100_0001)
         assert post_and_wait(operation, requester, [], remote) is Status.SUCCESS
 
@@ -106,16 +106,16 @@ def test_request_of_length_0_needs_no_key(nic: Nic, operation: str) -> None:
 def test_local_bytes_outside_the_region_are_inaccessible(nic: Nic, operation: str, begin_offset: int) -> None:
     remote_bytes, local_bytes = bytearray(b"\xa5" * KIB), bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(local_bytes) as local,
-        nic.register_host(remote_bytes) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        element = local.element()
+        element = local_region.element()
         outside_elements = [
             ScatterGatherElement(address=element.address + begin_offset, length_bytes=16, lkey=element.lkey)
         ]
         assert (
-            post_and_wait(operation, requester, outside_elements, target_region.remote(length_bytes=16))
+            post_and_wait(operation, requester, outside_elements, remote_region.remote(length_bytes=16))
             is Status.LOC_PROT_ERR
         )
     assert remote_bytes == b"\xa5" * KIB

@@ -1,4 +1,4 @@
-"""After an error, the queue pair is in the error state and posted requests are flushed in order; ibv_poll_cq(3)."""
+"""After an error, a queue pair is in the error state, and its requests are flushed in order; ibv_poll_cq(3)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected_pairs
+from contract.rdma.connected_pair import WAIT_MS, connect_queue_pairs
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
@@ -19,49 +19,51 @@ pytestmark = needs(verbs.nic())
 
 
 def test_requests_after_an_error_are_flushed_in_order(nic: Nic) -> None:
-    target = bytearray(KIB)
+    remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        wrong_remote = replace(target_region.remote(), rkey=target_region.rkey ^ 0x0100_0001)
-        requester.post_write(local, wrong_remote, work_id=0)
+        range_with_wrong_key = replace(remote_region.remote(), rkey=remote_region.rkey ^ 0x0100_0001)
+        requester.post_write(local_region, range_with_wrong_key, work_id=0)
         for work_id in range(1, 5):
-            requester.post_write(local, target_region.remote(), work_id=work_id)
+            requester.post_write(local_region, remote_region.remote(), work_id=work_id)
         completions = [requester.wait(WAIT_MS) for _ in range(5)]
         assert requester.state is QueuePairState.ERR
     assert [completion.work_id for completion in completions] == [0, 1, 2, 3, 4]
     assert [completion.status for completion in completions] == [Status.REM_ACCESS_ERR, *[Status.WR_FLUSH_ERR] * 4]
-    assert target == bytes(KIB)
+    assert remote_bytes == bytes(KIB)
 
 
 def test_requests_before_an_error_have_succeeded(nic: Nic) -> None:
-    target = bytearray(KIB)
+    remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        requester.post_write(local, target_region.remote(), work_id=0)
-        requester.post_write(local, replace(target_region.remote(), rkey=target_region.rkey ^ 0x0100_0001), work_id=1)
+        requester.post_write(local_region, remote_region.remote(), work_id=0)
+        requester.post_write(
+            local_region, replace(remote_region.remote(), rkey=remote_region.rkey ^ 0x0100_0001), work_id=1
+        )
         completions = [requester.wait(WAIT_MS) for _ in range(2)]
     assert [completion.status for completion in completions] == [Status.SUCCESS, Status.REM_ACCESS_ERR]
-    assert target == b"\xa5" * KIB
+    assert remote_bytes == b"\xa5" * KIB
 
 
 def test_responder_that_refused_flushes_its_receives(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
         responder.post_receive((), work_id=7)
         requester.post_write(region, replace(region.remote(), rkey=region.rkey ^ 0x0100_0001), work_id=0)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
-        flushed = responder.wait_received(WAIT_MS)
-        assert (flushed.work_id, flushed.status) == (7, Status.WR_FLUSH_ERR)
+        flushed_completion = responder.wait_received(WAIT_MS)
+        assert (flushed_completion.work_id, flushed_completion.status) == (7, Status.WR_FLUSH_ERR)
         assert responder.state is QueuePairState.ERR
 
 
 def test_receives_are_flushed_in_order(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, _):
+    with connect_queue_pairs(nic) as (requester, _):
         for work_id in range(8):
             requester.post_receive((), work_id=work_id)
         requester.fail()
@@ -72,18 +74,18 @@ def test_receives_are_flushed_in_order(nic: Nic) -> None:
 
 @pytest.mark.parametrize("operation", ["write", "read", "send"])
 def test_peer_in_the_error_state_ends_in_retry_exceeded(nic: Nic, operation: str) -> None:
-    target = bytearray(KIB)
+    remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic, retry_count=1, timeout_exponent=12) as (requester, responder),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic, retry_count=1, timeout_exponent=12) as (requester, responder),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
         responder.fail()
         if operation == "send":
-            requester.post_send(local, work_id=1)
+            requester.post_send(local_region, work_id=1)
         elif operation == "write":
-            requester.post_write(local, target_region.remote(), work_id=1)
+            requester.post_write(local_region, remote_region.remote(), work_id=1)
         else:
-            requester.post_read(local, target_region.remote(), work_id=1)
+            requester.post_read(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status is Status.RETRY_EXC_ERR
-    assert target == bytes(KIB)
+    assert remote_bytes == bytes(KIB)

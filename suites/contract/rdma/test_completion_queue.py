@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected_pairs, raises_errno
+from contract.rdma.connected_pair import WAIT_MS, connect_queue_pairs, require_errno
 from support.processes import limit_open_files
 
 from gdrkit.harness.needs import host, needs, verbs
@@ -28,36 +28,40 @@ def test_new_completion_queue_is_empty(nic: Nic) -> None:
 
 @pytest.mark.parametrize("depth", [pytest.param(0, id="none"), pytest.param(1 << 30, id="too-many")])
 def test_invalid_depth_is_refused(nic: Nic, depth: int) -> None:
-    with raises_errno(errno.EINVAL), nic.completion_queue(depth=depth):
+    with require_errno(errno.EINVAL), nic.completion_queue(depth=depth):
         pass
 
 
 def test_completions_of_a_queue_pair_are_in_request_order(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(8 * KIB)) as local:
-        remote = local.remote(length_bytes=16)
+    with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(8 * KIB)) as local_region:
+        remote = local_region.remote(length_bytes=16)
         for work_id in range(16):
             post = requester.post_read if work_id % 3 == 1 else requester.post_write
-            post(local, remote, work_id=work_id, local_offset_bytes=4 * KIB)
+            post(local_region, remote, work_id=work_id, local_offset_bytes=4 * KIB)
         completions = [requester.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(16)]
     assert [completion.work_id for completion in completions] == list(range(16))
-    expected = [
+    expected_opcodes = [
         CompletionOpcode.RDMA_READ if work_id % 3 == 1 else CompletionOpcode.RDMA_WRITE for work_id in range(16)
     ]
-    assert [completion.opcode for completion in completions] == expected
+    assert [completion.opcode for completion in completions] == expected_opcodes
 
 
 @pytest.mark.parametrize("work_id", [0, 1 << 32, WORK_ID_MAX])
 def test_completion_has_the_work_id_of_its_request(nic: Nic, work_id: int) -> None:
-    with connected_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
         responder.post_receive(region, work_id=work_id)
         requester.post_send(region, work_id=work_id, length_bytes=1)
         assert requester.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
-        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (received.work_id, received.opcode, received.qp_number) == (work_id, CompletionOpcode.RECV, responder.number)
+        receive_completion = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (receive_completion.work_id, receive_completion.opcode, receive_completion.qp_number) == (
+        work_id,
+        CompletionOpcode.RECV,
+        responder.number,
+    )
 
 
 def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         remote = region.remote(length_bytes=16)
         for work_id in range(4):
             requester.post_write(region, remote, work_id=work_id, local_offset_bytes=512, signaled=work_id == 3)
@@ -66,30 +70,30 @@ def test_unsignaled_success_has_no_completion(nic: Nic) -> None:
 
 
 def test_unsignaled_failure_has_a_completion(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         with nic.register_host(bytearray(KIB)) as closed_region:
             remote = closed_region.remote()
         requester.post_write(region, remote, work_id=5, signaled=False)
-        failed = requester.wait(WAIT_MS)
-    assert (failed.work_id, failed.status) == (5, Status.REM_ACCESS_ERR)
+        failed_completion = requester.wait(WAIT_MS)
+    assert (failed_completion.work_id, failed_completion.status) == (5, Status.REM_ACCESS_ERR)
 
 
 def test_shared_queue_separates_completions_by_queue_pair(nic: Nic) -> None:
     with (
         nic.completion_queue() as queue,
-        nic.queue_pair(queue) as first,
-        nic.queue_pair(queue) as second,
+        nic.queue_pair(queue) as first_pair,
+        nic.queue_pair(queue) as second_pair,
         nic.register_host(bytearray(KIB)) as region,
     ):
-        first.connect(second.endpoint())
-        second.connect(first.endpoint())
+        first_pair.connect(second_pair.endpoint())
+        second_pair.connect(first_pair.endpoint())
         remote = region.remote(length_bytes=16)
-        first.post_write(region, remote, work_id=1, local_offset_bytes=512)
-        second.post_write(region, remote, work_id=2, local_offset_bytes=512)
+        first_pair.post_write(region, remote, work_id=1, local_offset_bytes=512)
+        second_pair.post_write(region, remote, work_id=2, local_offset_bytes=512)
         completions = [queue.wait(WAIT_MS).expect(Status.SUCCESS) for _ in range(2)]
     assert {(completion.qp_number, completion.work_id) for completion in completions} == {
-        (first.number, 1),
-        (second.number, 2),
+        (first_pair.number, 1),
+        (second_pair.number, 2),
     }
 
 

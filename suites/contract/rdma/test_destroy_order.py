@@ -37,26 +37,26 @@ def test_domain_with_a_region_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> Non
 
 
 def test_domain_with_a_queue_pair_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
-    domain, queue = ctypes_verbs.allocate_domain(), ctypes_verbs.create_queue()
-    pair = ctypes_verbs.create_pair(domain, queue)
+    domain, completion_queue = ctypes_verbs.allocate_domain(), ctypes_verbs.create_completion_queue()
+    queue_pair = ctypes_verbs.create_queue_pair(domain, completion_queue)
     assert ctypes_verbs.deallocate_domain(domain) == errno.EBUSY
-    assert ctypes_verbs.destroy_pair(pair) == 0
-    assert ctypes_verbs.destroy_queue(queue) == 0
+    assert ctypes_verbs.destroy_queue_pair(queue_pair) == 0
+    assert ctypes_verbs.destroy_completion_queue(completion_queue) == 0
     assert ctypes_verbs.deallocate_domain(domain) == 0
 
 
 def test_completion_queue_in_use_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
-    domain, queue = ctypes_verbs.allocate_domain(), ctypes_verbs.create_queue()
-    pair = ctypes_verbs.create_pair(domain, queue)
-    assert ctypes_verbs.destroy_queue(queue) == errno.EBUSY
-    assert ctypes_verbs.destroy_pair(pair) == 0
-    assert ctypes_verbs.destroy_queue(queue) == 0
+    domain, completion_queue = ctypes_verbs.allocate_domain(), ctypes_verbs.create_completion_queue()
+    queue_pair = ctypes_verbs.create_queue_pair(domain, completion_queue)
+    assert ctypes_verbs.destroy_completion_queue(completion_queue) == errno.EBUSY
+    assert ctypes_verbs.destroy_queue_pair(queue_pair) == 0
+    assert ctypes_verbs.destroy_completion_queue(completion_queue) == 0
     assert ctypes_verbs.deallocate_domain(domain) == 0
 
 
 def test_completion_channel_in_use_is_not_destroyed(ctypes_verbs: CtypesVerbs) -> None:
-    channel = ctypes_verbs.create_channel()
-    queue = ctypes_verbs.create_queue(channel)
-    assert ctypes_verbs.destroy_channel(channel) == errno.EBUSY
-    assert ctypes_verbs.destroy_queue(queue) == 0
-    assert ctypes_verbs.destroy_channel(channel) == 0
+    channel = ctypes_verbs.create_completion_channel()
+    completion_queue = ctypes_verbs.create_completion_queue(channel)
+    assert ctypes_verbs.destroy_completion_channel(channel) == errno.EBUSY
+    assert ctypes_verbs.destroy_completion_queue(completion_queue) == 0
+    assert ctypes_verbs.destroy_completion_channel(channel) == 0

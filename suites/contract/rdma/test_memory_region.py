@@ -7,7 +7,7 @@ import mmap
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connected_pairs, raises_errno
+from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connect_queue_pairs, require_errno
 from contract.rdma.raw_queue_pair import register
 
 from gdrkit import pattern
@@ -28,9 +28,9 @@ UNKNOWN_ACCESS = 1 << 19  # No access flag has this bit. A library may ignore on
 @pytest.fixture
 def pages_address() -> Iterator[int]:
     """Yield the address of four pages. The last page is unmapped."""
-    from contract.rdma.mapped_pages import mapped_pages
+    from contract.rdma.mapped_pages import map_pages
 
-    with mapped_pages(4, unmapped_from=3) as address:
+    with map_pages(4, unmapped_from=3) as address:
         yield address
 
 
@@ -53,31 +53,31 @@ def test_regions_of_one_buffer_have_separate_keys(nic: Nic) -> None:
 
 def test_region_survives_deregistration_of_an_overlapping_one(nic: Nic, seed: int) -> None:
     data = bytearray(HOST_PAGE_BYTES)
-    source = bytearray(pattern.payload(HOST_PAGE_BYTES, seed=seed))
+    local_bytes = bytearray(pattern.payload(HOST_PAGE_BYTES, seed=seed))
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(source) as local,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local_region,
         nic.register_host(data) as remaining_region,
     ):
         nic.register_host(data).close()
-        requester.post_write(local, remaining_region.remote(), work_id=1)
+        requester.post_write(local_region, remaining_region.remote(), work_id=1)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
         pattern.check(data, seed=seed)
 
 
 def test_read_only_memory_is_registered_only_for_reading(nic: Nic) -> None:
-    from contract.rdma.mapped_pages import mapped_pages
+    from contract.rdma.mapped_pages import map_pages
 
-    with mapped_pages(1, writable=False) as address:
+    with map_pages(1, writable=False) as address:
         with register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(Access.REMOTE_READ)):
             pass
-        with raises_errno(errno.EFAULT), register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
+        with require_errno(errno.EFAULT), register(nic, address, length_bytes=HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
             pass
 
 
 def test_unmapped_memory_is_refused(nic: Nic, pages_address: int) -> None:
     address = pages_address + 3 * HOST_PAGE_BYTES
-    with raises_errno(errno.EFAULT), register(nic, address, length_bytes=16, access=int(ALL_ACCESS)):
+    with require_errno(errno.EFAULT), register(nic, address, length_bytes=16, access=int(ALL_ACCESS)):
         pass
 
 
@@ -85,7 +85,7 @@ def test_partly_unmapped_range_is_refused(nic: Nic, pages_address: int) -> None:
     with register(nic, pages_address, length_bytes=3 * HOST_PAGE_BYTES, access=int(ALL_ACCESS)):
         pass
     with (
-        raises_errno(errno.EFAULT),
+        require_errno(errno.EFAULT),
         register(nic, pages_address, length_bytes=3 * HOST_PAGE_BYTES + 1, access=int(ALL_ACCESS)),
     ):
         pass
@@ -95,14 +95,14 @@ def test_partly_unmapped_range_is_refused(nic: Nic, pages_address: int) -> None:
     "access", [Access.REMOTE_WRITE, Access.REMOTE_ATOMIC, Access.REMOTE_WRITE | Access.REMOTE_READ]
 )
 def test_remote_write_access_needs_local_write(nic: Nic, pages_address: int, access: Access) -> None:
-    with raises_errno(errno.EINVAL), register(nic, pages_address, length_bytes=16, access=int(access)):
+    with require_errno(errno.EINVAL), register(nic, pages_address, length_bytes=16, access=int(access)):
         pass
 
 
 def test_unknown_access_flag_is_refused(nic: Nic, pages_address: int) -> None:
     # The driver refuses the flag as invalid (EINVAL) or as unsupported (EOPNOTSUPP).
     access = int(ALL_ACCESS) | UNKNOWN_ACCESS
-    with raises_errno(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages_address, length_bytes=16, access=access):
+    with require_errno(errno.EINVAL, errno.EOPNOTSUPP), register(nic, pages_address, length_bytes=16, access=access):
         pass
 
 
@@ -112,43 +112,43 @@ def test_optional_access_flag_is_never_refused(nic: Nic, pages_address: int) -> 
 
 
 def test_local_read_needs_no_access_flag(nic: Nic, seed: int) -> None:
-    source = bytearray(pattern.payload(KIB, seed=seed))
-    target = bytearray(KIB)
+    local_bytes = bytearray(pattern.payload(KIB, seed=seed))
+    remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(source, access=Access(0)) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes, access=Access(0)) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        requester.post_write(local, target_region.remote(), work_id=1)
+        requester.post_write(local_region, remote_region.remote(), work_id=1)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-    pattern.check(target, seed=seed)
+    pattern.check(remote_bytes, seed=seed)
 
 
 @pytest.mark.parametrize(
     "length_bytes", [pytest.param(0, id="zero"), pytest.param(2**64 - HOST_PAGE_BYTES, id="past-the-last-address")]
 )
 def test_invalid_length_is_refused(nic: Nic, pages_address: int, length_bytes: int) -> None:
-    with raises_errno(errno.EINVAL), register(nic, pages_address, length_bytes=length_bytes, access=int(ALL_ACCESS)):
+    with require_errno(errno.EINVAL), register(nic, pages_address, length_bytes=length_bytes, access=int(ALL_ACCESS)):
         pass
 
 
 def test_shared_memory_can_be_registered(nic: Nic, seed: int) -> None:
-    with mmap.mmap(-1, 64 * KIB) as shared:
-        source = bytearray(pattern.payload(64 * KIB, seed=seed))
+    with mmap.mmap(-1, 64 * KIB) as shared_memory:
+        local_bytes = bytearray(pattern.payload(64 * KIB, seed=seed))
         with (
-            connected_pairs(nic) as (requester, _),
-            nic.register_host(source) as local,
-            nic.register_host(shared) as target_region,
+            connect_queue_pairs(nic) as (requester, _),
+            nic.register_host(local_bytes) as local_region,
+            nic.register_host(shared_memory) as remote_region,
         ):
-            requester.post_write(local, target_region.remote(), work_id=1)
+            requester.post_write(local_region, remote_region.remote(), work_id=1)
             requester.wait(WAIT_MS).expect(Status.SUCCESS)
-        pattern.check(shared[:], seed=seed)
+        pattern.check(shared_memory[:], seed=seed)
 
 
 def test_key_is_refused_after_deregistration(nic: Nic) -> None:
-    target = bytearray(KIB)
-    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local:
-        with nic.register_host(target) as target_region:
-            remote = target_region.remote()
-        requester.post_write(local, remote, work_id=1)
+    remote_bytes = bytearray(KIB)
+    with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local_region:
+        with nic.register_host(remote_bytes) as remote_region:
+            remote = remote_region.remote()
+        requester.post_write(local_region, remote, work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR

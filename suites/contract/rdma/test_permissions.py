@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connected_pairs
+from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connect_queue_pairs
 
 from gdrkit import verbs as rdma
 from gdrkit.harness.needs import needs, verbs
@@ -31,11 +31,11 @@ NO_SUCH_KEY_STATUSES = frozenset({Status.LOC_PROT_ERR, Status.LOC_QP_OP_ERR})
 def test_write_needs_remote_write_access(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(remote_bytes, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as remote_region,
     ):
-        requester.post_write(local, target_region.remote(), work_id=1)
+        requester.post_write(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert remote_bytes == bytes(KIB)
 
@@ -43,11 +43,11 @@ def test_write_needs_remote_write_access(nic: Nic) -> None:
 def test_read_needs_remote_read_access(nic: Nic) -> None:
     local_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(local_bytes) as local,
-        nic.register_host(bytearray(b"\xa5" * KIB), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes) as local_region,
+        nic.register_host(bytearray(b"\xa5" * KIB), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as remote_region,
     ):
-        requester.post_read(local, target_region.remote(), work_id=1)
+        requester.post_read(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert local_bytes == bytes(KIB)
 
@@ -55,11 +55,11 @@ def test_read_needs_remote_read_access(nic: Nic) -> None:
 def test_write_needs_access_of_the_queue_pair(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic, access=Access.REMOTE_READ) as (requester, _),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(remote_bytes) as target_region,
+        connect_queue_pairs(nic, access=Access.REMOTE_READ) as (requester, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
-        requester.post_write(local, target_region.remote(), work_id=1)
+        requester.post_write(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status in NOT_ALLOWED_STATUSES
     assert remote_bytes == bytes(KIB)
 
@@ -67,11 +67,11 @@ def test_write_needs_access_of_the_queue_pair(nic: Nic) -> None:
 def test_read_needs_access_of_the_queue_pair(nic: Nic) -> None:
     local_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic, access=Access.REMOTE_WRITE) as (requester, _),
-        nic.register_host(local_bytes) as local,
-        nic.register_host(bytearray(b"\xa5" * KIB)) as target_region,
+        connect_queue_pairs(nic, access=Access.REMOTE_WRITE) as (requester, _),
+        nic.register_host(local_bytes) as local_region,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as remote_region,
     ):
-        requester.post_read(local, target_region.remote(), work_id=1)
+        requester.post_read(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status in NOT_ALLOWED_STATUSES
     assert local_bytes == bytes(KIB)
 
@@ -80,21 +80,21 @@ def test_read_needs_access_of_the_queue_pair(nic: Nic) -> None:
 def test_key_with_a_flipped_bit_is_refused(nic: Nic, flipped_bits: int) -> None:
     remote_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(remote_bytes) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes) as remote_region,
     ):
         # The changed key must differ from the key of the local region.
-        wrong_remote = replace(target_region.remote(), rkey=target_region.rkey ^ flipped_bits)
-        assert wrong_remote.rkey not in {local.rkey, target_region.rkey}
-        requester.post_write(local, wrong_remote, work_id=1)
+        range_with_wrong_key = replace(remote_region.remote(), rkey=remote_region.rkey ^ flipped_bits)
+        assert range_with_wrong_key.rkey not in {local_region.rkey, remote_region.rkey}
+        requester.post_write(local_region, range_with_wrong_key, work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert remote_bytes == bytes(KIB)
 
 
 def test_send_with_a_wrong_local_key_fails_at_the_requester(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local:
-        element = local.element()
+    with connect_queue_pairs(nic) as (requester, _), nic.register_host(bytearray(KIB)) as local_region:
+        element = local_region.element()
         requester.post_send([replace(element, lkey=element.lkey ^ 0x0100_0001)], work_id=1)
         assert requester.wait(WAIT_MS).status in NO_SUCH_KEY_STATUSES
 
@@ -102,11 +102,11 @@ def test_send_with_a_wrong_local_key_fails_at_the_requester(nic: Nic) -> None:
 def test_read_into_read_only_memory_fails_at_the_requester(nic: Nic) -> None:
     local_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(local_bytes, access=Access.REMOTE_READ) as local,
-        nic.register_host(bytearray(b"\xa5" * KIB)) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(local_bytes, access=Access.REMOTE_READ) as local_region,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as remote_region,
     ):
-        requester.post_read(local, target_region.remote(), work_id=1)
+        requester.post_read(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status is Status.LOC_PROT_ERR
     assert local_bytes == bytes(KIB)
 
@@ -114,12 +114,12 @@ def test_read_into_read_only_memory_fails_at_the_requester(nic: Nic) -> None:
 def test_receive_into_read_only_memory_fails_on_both_sides(nic: Nic) -> None:
     local_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as source,
-        nic.register_host(local_bytes, access=Access.REMOTE_READ) as target,
+        connect_queue_pairs(nic) as (requester, responder),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as send_region,
+        nic.register_host(local_bytes, access=Access.REMOTE_READ) as receive_region,
     ):
-        responder.post_receive(target, work_id=1)
-        requester.post_send(source, work_id=2)
+        responder.post_receive(receive_region, work_id=1)
+        requester.post_send(send_region, work_id=2)
         assert requester.wait(WAIT_MS).status is Status.REM_OP_ERR
         assert responder.wait_received(WAIT_MS).status in NOT_FILLED_STATUSES
     assert local_bytes == bytes(KIB)
@@ -129,11 +129,11 @@ def test_remote_key_of_another_domain_is_refused(nic: Nic) -> None:
     remote_bytes = bytearray(KIB)
     with (
         rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
-        connected_pairs(nic) as (requester, _),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        other_nic.register_host(remote_bytes, access=ALL_ACCESS) as target_region,
+        connect_queue_pairs(nic) as (requester, _),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        other_nic.register_host(remote_bytes, access=ALL_ACCESS) as remote_region,
     ):
-        requester.post_write(local, target_region.remote(), work_id=1)
+        requester.post_write(local_region, remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status is Status.REM_ACCESS_ERR
     assert remote_bytes == bytes(KIB)
 
@@ -141,10 +141,10 @@ def test_remote_key_of_another_domain_is_refused(nic: Nic) -> None:
 def test_local_key_of_another_domain_is_refused(nic: Nic) -> None:
     with (
         rdma.Nic.open(nic.name, port=nic.port.number, gid_index=nic.gid_index) as other_nic,
-        connected_pairs(nic) as (requester, _),
+        connect_queue_pairs(nic) as (requester, _),
         other_nic.register_host(bytearray(KIB)) as foreign_region,
-        nic.register_host(bytearray(KIB)) as target_region,
+        nic.register_host(bytearray(KIB)) as remote_region,
     ):
         element: ScatterGatherElement = foreign_region.element()
-        requester.post_write([element], target_region.remote(), work_id=1)
+        requester.post_write([element], remote_region.remote(), work_id=1)
         assert requester.wait(WAIT_MS).status in NO_SUCH_KEY_STATUSES

@@ -6,8 +6,14 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connected_pairs, raises_errno
-from contract.rdma.raw_queue_pair import REQUIRED_ATTRIBUTES, Mask, RawPair, path_to_itself, valid_attributes
+from contract.rdma.connected_pair import ALL_ACCESS, WAIT_MS, connect_queue_pairs, require_errno
+from contract.rdma.raw_queue_pair import (
+    REQUIRED_ATTRIBUTES,
+    Mask,
+    RawQueuePair,
+    make_path_to_itself,
+    make_valid_attributes,
+)
 
 from gdrkit.harness.needs import needs, verbs
 from gdrkit.units import KIB
@@ -37,30 +43,30 @@ REQUIRED_CASES = [
 
 
 @pytest.fixture
-def pair(nic: Nic) -> Iterator[RawPair]:
+def queue_pair(nic: Nic) -> Iterator[RawQueuePair]:
     """Yield a queue pair in RESET."""
     with nic.completion_queue() as queue:
-        raw_pair = RawPair(nic, queue)
-        yield raw_pair
-        raw_pair.close()
+        raw_queue_pair = RawQueuePair(nic, queue)
+        yield raw_queue_pair
+        raw_queue_pair.close()
 
 
-def test_queue_pair_goes_from_reset_to_rts_in_three_steps(pair: RawPair) -> None:
-    assert pair.state is RESET
+def test_queue_pair_goes_from_reset_to_rts_in_three_steps(queue_pair: RawQueuePair) -> None:
+    assert queue_pair.state is RESET
     for state in REQUIRED_ATTRIBUTES:
-        pair.move_to(state)
-        assert pair.state is state
+        queue_pair.move_to(state)
+        assert queue_pair.state is state
 
 
 @pytest.mark.parametrize(("state", "missing_attribute"), REQUIRED_CASES)
 def test_transition_without_a_required_attribute_is_refused(
-    pair: RawPair, state: QueuePairState, missing_attribute: Mask
+    queue_pair: RawQueuePair, state: QueuePairState, missing_attribute: Mask
 ) -> None:
-    pair.advance(STATE_BEFORE[state])
-    with raises_errno(errno.EINVAL):
-        pair.move_to(state, REQUIRED_ATTRIBUTES[state] & ~missing_attribute)
-    assert pair.state is STATE_BEFORE[state]
-    pair.move_to(state)
+    queue_pair.advance(STATE_BEFORE[state])
+    with require_errno(errno.EINVAL):
+        queue_pair.move_to(state, REQUIRED_ATTRIBUTES[state] & ~missing_attribute)
+    assert queue_pair.state is STATE_BEFORE[state]
+    queue_pair.move_to(state)
 
 
 @pytest.mark.parametrize(
@@ -76,13 +82,15 @@ def test_transition_without_a_required_attribute_is_refused(
         pytest.param(ERR, RTS, id="ERR-to-RTS"),
     ],
 )
-def test_invalid_transition_is_refused(pair: RawPair, from_state: QueuePairState, state: QueuePairState) -> None:
-    pair.advance(RTS if from_state is ERR else from_state)
+def test_invalid_transition_is_refused(
+    queue_pair: RawQueuePair, from_state: QueuePairState, state: QueuePairState
+) -> None:
+    queue_pair.advance(RTS if from_state is ERR else from_state)
     if from_state is ERR:
-        pair.move_to(ERR)
-    with raises_errno(errno.EINVAL):
-        pair.move_to(state)
-    assert pair.state is from_state
+        queue_pair.move_to(ERR)
+    with require_errno(errno.EINVAL):
+        queue_pair.move_to(state)
+    assert queue_pair.state is from_state
 
 
 @pytest.mark.parametrize(
@@ -96,13 +104,13 @@ def test_invalid_transition_is_refused(pair: RawPair, from_state: QueuePairState
     ],
 )
 def test_transition_with_a_foreign_attribute_is_refused(
-    pair: RawPair, state: QueuePairState, extra_attribute: Mask
+    queue_pair: RawQueuePair, state: QueuePairState, extra_attribute: Mask
 ) -> None:
     from_state = STATE_BEFORE.get(state, INIT)
-    pair.advance(from_state)
-    with raises_errno(errno.EINVAL):
-        pair.move_to(state, REQUIRED_ATTRIBUTES.get(state, Mask(0)) | extra_attribute)
-    assert pair.state is from_state
+    queue_pair.advance(from_state)
+    with require_errno(errno.EINVAL):
+        queue_pair.move_to(state, REQUIRED_ATTRIBUTES.get(state, Mask(0)) | extra_attribute)
+    assert queue_pair.state is from_state
 
 
 @pytest.mark.parametrize(
@@ -115,69 +123,69 @@ def test_transition_with_a_foreign_attribute_is_refused(
     ],
 )
 def test_invalid_attribute_value_is_refused(
-    pair: RawPair, state: QueuePairState, invalid_value: dict[str, int]
+    queue_pair: RawQueuePair, state: QueuePairState, invalid_value: dict[str, int]
 ) -> None:
-    pair.advance(STATE_BEFORE[state])
-    with raises_errno(errno.EINVAL):
-        pair.move_to(state, REQUIRED_ATTRIBUTES[state], **invalid_value)
-    assert pair.state is STATE_BEFORE[state]
+    queue_pair.advance(STATE_BEFORE[state])
+    with require_errno(errno.EINVAL):
+        queue_pair.move_to(state, REQUIRED_ATTRIBUTES[state], **invalid_value)
+    assert queue_pair.state is STATE_BEFORE[state]
 
 
-def test_gid_index_without_a_gid_is_refused(pair: RawPair, nic: Nic) -> None:
-    pair.advance(INIT)
+def test_gid_index_without_a_gid_is_refused(queue_pair: RawQueuePair, nic: Nic) -> None:
+    queue_pair.advance(INIT)
     # The largest index that fits into ibv_global_route is outside the GID table, or at an empty entry.
-    address = path_to_itself(nic, sgid_index=255)
-    attributes = {**valid_attributes(nic), "qp_state": int(RTR)}
-    with raises_errno(errno.EINVAL, errno.ENODATA):
-        pair.modify(REQUIRED_ATTRIBUTES[RTR] | Mask.STATE, address, **attributes)
-    assert pair.state is INIT
+    address = make_path_to_itself(nic, sgid_index=255)
+    attributes = {**make_valid_attributes(nic), "qp_state": int(RTR)}
+    with require_errno(errno.EINVAL, errno.ENODATA):
+        queue_pair.modify(REQUIRED_ATTRIBUTES[RTR] | Mask.STATE, address, **attributes)
+    assert queue_pair.state is INIT
 
 
 @pytest.mark.parametrize("from_state", [INIT, RTR, RTS, ERR], ids=lambda state: state.name)
-def test_queue_pair_can_be_reset_from_every_state(pair: RawPair, from_state: QueuePairState) -> None:
-    pair.advance(RTS if from_state is ERR else from_state)
+def test_queue_pair_can_be_reset_from_every_state(queue_pair: RawQueuePair, from_state: QueuePairState) -> None:
+    queue_pair.advance(RTS if from_state is ERR else from_state)
     if from_state is ERR:
-        pair.move_to(ERR)
-    pair.move_to(RESET)
-    assert pair.state is RESET
-    pair.advance(RTS)
-    assert pair.state is RTS
+        queue_pair.move_to(ERR)
+    queue_pair.move_to(RESET)
+    assert queue_pair.state is RESET
+    queue_pair.advance(RTS)
+    assert queue_pair.state is RTS
 
 
 @pytest.mark.parametrize("from_state", [RESET, INIT, RTR], ids=lambda state: state.name)
-def test_send_before_rts_is_refused(pair: RawPair, from_state: QueuePairState) -> None:
-    pair.advance(from_state)
-    with raises_errno(errno.EINVAL):
-        pair.post_send(1)
+def test_send_before_rts_is_refused(queue_pair: RawQueuePair, from_state: QueuePairState) -> None:
+    queue_pair.advance(from_state)
+    with require_errno(errno.EINVAL):
+        queue_pair.post_send(1)
 
 
 @pytest.mark.parametrize("from_state", [INIT, RTR, RTS], ids=lambda state: state.name)
-def test_early_receive_is_flushed_in_the_error_state(pair: RawPair, from_state: QueuePairState) -> None:
-    pair.advance(from_state)
-    pair.post_receive(1)
-    pair.move_to(ERR)
-    completion = pair.queue.wait(WAIT_MS)
-    assert (completion.status, completion.qp_number) == (Status.WR_FLUSH_ERR, pair.number)
+def test_early_receive_is_flushed_in_the_error_state(queue_pair: RawQueuePair, from_state: QueuePairState) -> None:
+    queue_pair.advance(from_state)
+    queue_pair.post_receive(1)
+    queue_pair.move_to(ERR)
+    completion = queue_pair.queue.wait(WAIT_MS)
+    assert (completion.status, completion.qp_number) == (Status.WR_FLUSH_ERR, queue_pair.number)
 
 
-def test_send_in_the_error_state_is_flushed(pair: RawPair) -> None:
+def test_send_in_the_error_state_is_flushed(queue_pair: RawQueuePair) -> None:
     # Most devices also flush a receive that is posted in this state. rxe does not, and no manual page guarantees it.
-    pair.advance(RTS)
-    pair.move_to(ERR)
-    pair.post_send(1)
-    assert pair.queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR
+    queue_pair.advance(RTS)
+    queue_pair.move_to(ERR)
+    queue_pair.post_send(1)
+    assert queue_pair.queue.wait(WAIT_MS).status is Status.WR_FLUSH_ERR
 
 
 def test_new_queue_pairs_work_on_memory_of_failed_ones(nic: Nic) -> None:
-    target = bytearray(KIB)
+    remote_bytes = bytearray(KIB)
     with (
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target, access=ALL_ACCESS) as target_region,
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(remote_bytes, access=ALL_ACCESS) as remote_region,
     ):
-        with connected_pairs(nic) as (requester, responder):
+        with connect_queue_pairs(nic) as (requester, responder):
             requester.fail()
             responder.fail()
-        with connected_pairs(nic) as (requester, _):
-            requester.post_write(local, target_region.remote(), work_id=1)
+        with connect_queue_pairs(nic) as (requester, _):
+            requester.post_write(local_region, remote_region.remote(), work_id=1)
             requester.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert target == b"\xa5" * KIB
+    assert remote_bytes == b"\xa5" * KIB

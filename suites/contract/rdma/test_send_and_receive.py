@@ -9,7 +9,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import WAIT_MS, connected_pairs, raises_errno, unconnected_pair
+from contract.rdma.connected_pair import WAIT_MS, connect_queue_pairs, create_queue_pair, require_errno
 
 from gdrkit import pattern
 from gdrkit.harness.needs import needs, verbs
@@ -31,14 +31,14 @@ TOO_LONG_AT_REQUESTER = frozenset({Status.REM_INV_REQ_ERR, Status.REM_OP_ERR})
 TOO_LONG_AT_RECEIVER = frozenset({Status.LOC_LEN_ERR, Status.LOC_QP_OP_ERR})
 
 
-def quarter_elements(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
+def make_quarter_elements(region: Region, length_bytes: int) -> list[ScatterGatherElement]:
     """Return four elements of one quarter of the region each, the last quarter first."""
     quarter_bytes = length_bytes // 4
     return [region.element(offset_bytes=index * quarter_bytes, length_bytes=quarter_bytes) for index in (3, 2, 1, 0)]
 
 
-def reversed_quarters(data: bytes) -> bytes:
-    """Return the bytes that the elements of :func:`quarter_elements` contain, joined."""
+def reverse_quarters(data: bytes) -> bytes:
+    """Return the bytes that the elements of :func:`make_quarter_elements` contain, joined."""
     quarter_bytes = len(data) // 4
     return b"".join(data[index * quarter_bytes : (index + 1) * quarter_bytes] for index in (3, 2, 1, 0))
 
@@ -52,56 +52,64 @@ def post_receives(pair: QueuePair, count: int) -> None:
 @pytest.mark.parametrize("length_bytes", LENGTHS)
 def test_message_arrives_and_bytes_after_it_are_unchanged(nic: Nic, seed: int, length_bytes: int) -> None:
     payload = pattern.payload(length_bytes, seed=seed)
-    target = bytearray(REGION_BYTES)
+    destination_bytes = bytearray(REGION_BYTES)
     with (
-        connected_pairs(nic) as (requester, responder),
+        connect_queue_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(payload) or bytearray(1)) as source,
-        nic.register_host(target) as region,
+        nic.register_host(destination_bytes) as region,
     ):
         responder.post_receive(region, work_id=1)
         requester.post_send(source, work_id=2, length_bytes=length_bytes)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (received.length_bytes, received.opcode, received.immediate) == (length_bytes, CompletionOpcode.RECV, None)
-    assert target == payload + bytes(REGION_BYTES - length_bytes)
+        receive_completion = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (receive_completion.length_bytes, receive_completion.opcode, receive_completion.immediate) == (
+        length_bytes,
+        CompletionOpcode.RECV,
+        None,
+    )
+    assert destination_bytes == payload + bytes(REGION_BYTES - length_bytes)
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
 def test_send_transfers_its_immediate(nic: Nic, immediate: int) -> None:
-    with connected_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, responder), nic.register_host(bytearray(KIB)) as region:
         responder.post_receive(region, work_id=1)
         requester.post_send(region, work_id=2, length_bytes=3, immediate=immediate)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (received.immediate, received.length_bytes, received.opcode) == (immediate, 3, CompletionOpcode.RECV)
+        receive_completion = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (receive_completion.immediate, receive_completion.length_bytes, receive_completion.opcode) == (
+        immediate,
+        3,
+        CompletionOpcode.RECV,
+    )
 
 
 @pytest.mark.parametrize("immediate", IMMEDIATES)
 def test_write_with_immediate_consumes_a_receive(nic: Nic, immediate: int) -> None:
-    target = bytearray(KIB)
+    destination_bytes = bytearray(KIB)
     with (
-        connected_pairs(nic) as (requester, responder),
-        nic.register_host(bytearray(b"\xa5" * KIB)) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic) as (requester, responder),
+        nic.register_host(bytearray(b"\xa5" * KIB)) as local_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
         responder.post_receive((), work_id=1)
-        requester.post_write(local, target_region.remote(), work_id=2, immediate=immediate)
+        requester.post_write(local_region, destination_region.remote(), work_id=2, immediate=immediate)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-        received = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert (received.immediate, received.opcode, received.work_id) == (
+        receive_completion = responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
+    assert (receive_completion.immediate, receive_completion.opcode, receive_completion.work_id) == (
         immediate,
         CompletionOpcode.RECV_RDMA_WITH_IMM,
         1,
     )
-    assert target == b"\xa5" * KIB
+    assert destination_bytes == b"\xa5" * KIB
 
 
 def test_receives_are_filled_in_posting_order(nic: Nic) -> None:
-    target = bytearray(8)
+    destination_bytes = bytearray(8)
     with (
-        connected_pairs(nic) as (requester, responder),
+        connect_queue_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(range(8))) as source,
-        nic.register_host(target) as region,
+        nic.register_host(destination_bytes) as region,
     ):
         for work_id in range(8):
             responder.post_receive(region, work_id=work_id, local_offset_bytes=7 - work_id, length_bytes=1)
@@ -110,108 +118,108 @@ def test_receives_are_filled_in_posting_order(nic: Nic) -> None:
         for work_id in range(8):
             assert requester.wait(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
             assert responder.wait_received(WAIT_MS).expect(Status.SUCCESS).work_id == work_id
-    assert target == bytes(reversed(range(8)))
+    assert destination_bytes == bytes(reversed(range(8)))
 
 
 @pytest.mark.parametrize("operation", ["send", "write"])
 def test_elements_are_gathered_in_order(nic: Nic, seed: int, operation: str) -> None:
     payload = pattern.payload(8 * KIB, seed=seed)
-    target = bytearray(8 * KIB)
+    destination_bytes = bytearray(8 * KIB)
     with (
-        connected_pairs(nic) as (requester, responder),
+        connect_queue_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(payload)) as source,
-        nic.register_host(target) as target_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
         if operation == "send":
-            responder.post_receive(target_region, work_id=1)
-            requester.post_send(quarter_elements(source, 8 * KIB), work_id=2)
+            responder.post_receive(destination_region, work_id=1)
+            requester.post_send(make_quarter_elements(source, 8 * KIB), work_id=2)
             responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            requester.post_write(quarter_elements(source, 8 * KIB), target_region.remote(), work_id=2)
+            requester.post_write(make_quarter_elements(source, 8 * KIB), destination_region.remote(), work_id=2)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert target == reversed_quarters(payload)
+    assert destination_bytes == reverse_quarters(payload)
 
 
 @pytest.mark.parametrize("operation", ["send", "read"])
 def test_elements_are_scattered_in_order(nic: Nic, seed: int, operation: str) -> None:
     payload = pattern.payload(8 * KIB, seed=seed)
-    target = bytearray(8 * KIB)
+    destination_bytes = bytearray(8 * KIB)
     with (
-        connected_pairs(nic) as (requester, responder),
+        connect_queue_pairs(nic) as (requester, responder),
         nic.register_host(bytearray(payload)) as source,
-        nic.register_host(target) as target_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
         if operation == "send":
-            responder.post_receive(quarter_elements(target_region, 8 * KIB), work_id=1)
+            responder.post_receive(make_quarter_elements(destination_region, 8 * KIB), work_id=1)
             requester.post_send(source, work_id=2)
             responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
         else:
-            requester.post_read(quarter_elements(target_region, 8 * KIB), source.remote(), work_id=2)
+            requester.post_read(make_quarter_elements(destination_region, 8 * KIB), source.remote(), work_id=2)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert reversed_quarters(bytes(target)) == payload
+    assert reverse_quarters(bytes(destination_bytes)) == payload
 
 
 @pytest.mark.parametrize("operation", ["send", "receive"])
 def test_too_many_elements_are_refused(nic: Nic, operation: str) -> None:
     with (
-        connected_pairs(nic, limits={"elements_max": 2}) as (requester, _),
+        connect_queue_pairs(nic, limits={"elements_max": 2}) as (requester, _),
         nic.register_host(bytearray(KIB)) as region,
     ):
         elements = [region.element(length_bytes=1)] * 1000
-        with raises_errno(errno.EINVAL):
+        with require_errno(errno.EINVAL):
             (requester.post_send if operation == "send" else requester.post_receive)(elements, work_id=1)
 
 
 def test_inline_bytes_can_be_changed_after_the_post(nic: Nic, seed: int) -> None:
     payload = pattern.payload(32, seed=seed)
-    source, target = bytearray(payload), bytearray(32)
+    source, destination_bytes = bytearray(payload), bytearray(32)
     with (
-        connected_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
-        nic.register_host(source) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
+        nic.register_host(source) as local_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
-        requester.post_write(local, target_region.remote(), work_id=1, inline=True)
+        requester.post_write(local_region, destination_region.remote(), work_id=1, inline=True)
         memoryview(source)[:] = bytes(32)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
-    assert target == payload
+    assert destination_bytes == payload
 
 
 def test_inline_bytes_need_no_key(nic: Nic, seed: int) -> None:
     payload = pattern.payload(32, seed=seed)
-    target = bytearray(32)
+    destination_bytes = bytearray(32)
     with (
-        connected_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, responder),
-        nic.register_host(bytearray(payload)) as local,
-        nic.register_host(target) as target_region,
+        connect_queue_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, responder),
+        nic.register_host(bytearray(payload)) as local_region,
+        nic.register_host(destination_bytes) as destination_region,
     ):
-        element = local.element()
-        responder.post_receive(target_region, work_id=1)
+        element = local_region.element()
+        responder.post_receive(destination_region, work_id=1)
         requester.post_send([ScatterGatherElement(element.address, element.length_bytes, 0)], work_id=2, inline=True)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
         responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert target == payload
+    assert destination_bytes == payload
 
 
 def test_too_many_inline_bytes_are_refused(nic: Nic) -> None:
     # The case posts 64 KiB inline, because a device may grant a larger limit than the requested 32 bytes.
     with (
-        connected_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
-        nic.register_host(bytearray(64 * KIB)) as local,
-        raises_errno(errno.EINVAL, errno.ENOMEM),
+        connect_queue_pairs(nic, limits={"inline_bytes_max": 32}) as (requester, _),
+        nic.register_host(bytearray(64 * KIB)) as local_region,
+        require_errno(errno.EINVAL, errno.ENOMEM),
     ):
-        requester.post_send(local, work_id=1, inline=True)
+        requester.post_send(local_region, work_id=1, inline=True)
 
 
 def test_full_receive_queue_refuses_another_receive(nic: Nic) -> None:
-    with connected_pairs(nic, limits={"receives_max": 4}) as (requester, _):
+    with connect_queue_pairs(nic, limits={"receives_max": 4}) as (requester, _):
         post_receives(requester, 4)
         # A device may grant a deeper queue than requested, but not an unlimited one.
-        with raises_errno(errno.ENOMEM):
+        with require_errno(errno.ENOMEM):
             post_receives(requester, 100_000)
 
 
 def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
-    with connected_pairs(nic) as (requester, responder), nic.register_host(bytearray(4 * KIB)) as region:
+    with connect_queue_pairs(nic) as (requester, responder), nic.register_host(bytearray(4 * KIB)) as region:
         responder.post_receive(region, work_id=1, length_bytes=2 * KIB)
         requester.post_send(region, work_id=2, length_bytes=2 * KIB + 1)
         assert requester.wait(WAIT_MS).status in TOO_LONG_AT_REQUESTER
@@ -220,7 +228,7 @@ def test_message_longer_than_the_receive_fails_on_both_sides(nic: Nic) -> None:
 
 @pytest.mark.parametrize("operation", ["send", "write-with-immediate"])
 def test_missing_receive_ends_in_rnr_retry_exceeded(nic: Nic, operation: str) -> None:
-    with connected_pairs(nic, rnr_retry_count=1) as (requester, _), nic.register_host(bytearray(KIB)) as region:
+    with connect_queue_pairs(nic, rnr_retry_count=1) as (requester, _), nic.register_host(bytearray(KIB)) as region:
         if operation == "send":
             requester.post_send(region, work_id=1, length_bytes=16)
         else:
@@ -229,23 +237,23 @@ def test_missing_receive_ends_in_rnr_retry_exceeded(nic: Nic, operation: str) ->
 
 
 def test_late_receive_within_the_retries_succeeds(nic: Nic) -> None:
-    target = bytearray(KIB)
+    destination_bytes = bytearray(KIB)
     with (
         # Timer code 30 means that the requester retries after 0.5 s.
-        connected_pairs(nic, rnr_timer_code=30) as (requester, responder),
+        connect_queue_pairs(nic, rnr_timer_code=30) as (requester, responder),
         nic.register_host(bytearray(b"\xa5" * KIB)) as source,
-        nic.register_host(target) as region,
+        nic.register_host(destination_bytes) as region,
     ):
         requester.post_send(source, work_id=1)
         responder.post_receive(region, work_id=2)
         requester.wait(WAIT_MS).expect(Status.SUCCESS)
         responder.wait_received(WAIT_MS).expect(Status.SUCCESS)
-    assert target == b"\xa5" * KIB
+    assert destination_bytes == b"\xa5" * KIB
 
 
 def test_missing_peer_queue_pair_ends_in_retry_exceeded(nic: Nic) -> None:
-    with unconnected_pair(nic) as requester, nic.register_host(bytearray(KIB)) as region:
-        with unconnected_pair(nic) as destroyed_pair:
+    with create_queue_pair(nic) as requester, nic.register_host(bytearray(KIB)) as region:
+        with create_queue_pair(nic) as destroyed_pair:
             destroyed_endpoint = destroyed_pair.endpoint()
         # With the default retry count of 7, some drivers retry for ever.
         requester.connect(destroyed_endpoint, retry_count=1, timeout_exponent=12)

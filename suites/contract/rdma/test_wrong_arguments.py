@@ -6,7 +6,7 @@ import errno
 from typing import TYPE_CHECKING
 
 import pytest
-from contract.rdma.connected_pair import raises_errno
+from contract.rdma.connected_pair import require_errno
 
 from gdrkit import verbs as rdma
 from gdrkit.errors import Reason, UsageError
@@ -21,7 +21,7 @@ pytestmark = needs(verbs.nic())
 
 @pytest.mark.parametrize("port", [0, 200])
 def test_missing_port_is_refused(nic: Nic, port: int) -> None:
-    with raises_errno(errno.EINVAL):
+    with require_errno(errno.EINVAL):
         _pyverbs.call("ibv_query_port", nic.context.query_port, port)  # type: ignore[attr-defined]
 
 
