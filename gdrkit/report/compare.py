@@ -1,9 +1,8 @@
-"""Comparison of two runs: numbers, verdicts and routes that became worse.
+"""Comparison of two runs (``gdrkit compare``): the numbers, verdicts and routes that became worse.
 
-Used by ``gdrkit compare``. Numbers are compared case by case, and only if both runs had the same substrate: a number
-that was measured on a software twin cannot be compared with one of hardware. If both numbers were measured on
-software, the comparison has only the change in percent, because the values say nothing about a machine. A software twin
-is a library that emulates the hardware below an API.
+A number is compared only if both runs measured it on the same substrate: on hardware, on software in the kernel, or on
+a software twin (a library that emulates the hardware below an API). For numbers of software, the result has only the
+change in percent, because their values say nothing about a machine.
 """
 
 from __future__ import annotations
@@ -152,21 +151,21 @@ def _compare_verdicts(
     earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]]
 ) -> Iterator[Change]:
     for case, records_before in earlier.items():
-        before = _worst(record.verdict for record, _ in records_before)
+        before = _worst_verdict(record.verdict for record, _ in records_before)
         origins = tuple(origin for _, origin in records_before)
         if case not in later:
             # A case that did not run before has no result that could be gone.
             if before is not Verdict.NOT_RUN:
                 yield Change("verdict", case, "gone", before.value, "", origins=origins)
             continue
-        after = _worst(record.verdict for record, _ in later[case])
+        after = _worst_verdict(record.verdict for record, _ in later[case])
         if before is not after:
             outcome = "worse" if _VERDICTS_BEST_FIRST.index(after) > _VERDICTS_BEST_FIRST.index(before) else "better"
             origins += tuple(origin for _, origin in later[case])
             yield Change("verdict", case, outcome, before.value, after.value, origins=origins)
 
 
-def _worst(verdicts: Iterable[Verdict]) -> Verdict:
+def _worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=_VERDICTS_BEST_FIRST.index)
 
 
@@ -196,18 +195,23 @@ def _compare_number(
     after: Sequence[tuple[Record, str]],
     noise_percent: float,
 ) -> Change:
-    label = f"{case} {name}"
+    change_name = f"{case} {name}"
     origins = tuple(origin for _, origin in (*before, *after))
-    substrates = [{_describe_substrates(record) for record, _ in members} for members in (before, after)]
+    substrates = [{_describe_substrates(record) for record, _ in records_of_run} for records_of_run in (before, after)]
     if substrates[0] != substrates[1] or len(substrates[0]) > 1:
-        texts = [" and ".join(sorted(" ".join(apis) or "nothing" for apis in run)) for run in substrates]
-        return Change("number", label, "not_comparable", f"on {texts[0]}", f"on {texts[1]}", origins=origins)
-    earlier, later = (make_sample(name, [record.numbers for record, _ in members]) for members in (before, after))
+        texts = [
+            " and ".join(sorted(" ".join(apis) or "nothing" for apis in substrates_of_run))
+            for substrates_of_run in substrates
+        ]
+        return Change("number", change_name, "not_comparable", f"on {texts[0]}", f"on {texts[1]}", origins=origins)
+    earlier, later = (
+        make_sample(name, [record.numbers for record, _ in records_of_run]) for records_of_run in (before, after)
+    )
     change = compare_samples(name, earlier, later, noise_percent=noise_percent)
     is_hardware = all(describes_hardware(record) for record, _ in (*before, *after))
     values = [format_number(sample.value) for sample in (earlier, later)] if is_hardware else ["", ""]
     percent, band = round(change.change_percent, 3), round(change.band_percent, 3)
-    return Change("number", label, change.outcome, values[0], values[1], percent, band, origins)
+    return Change("number", change_name, change.outcome, values[0], values[1], percent, band, origins)
 
 
 def _describe_substrates(record: Record) -> tuple[str, ...]:

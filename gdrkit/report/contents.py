@@ -1,7 +1,7 @@
 """Reader of the input of a report: a complete run, a run that did not end, or records alone.
 
 A killed run leaves its facts and the records of the cases that had ended. A baseline (``reports/baselines``) consists
-of records alone. A report can be made from each of them, and says from which of them it was made.
+of records alone. The report states which of these inputs it was made from.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ def read_contents(path: Path) -> Contents:
         The path cannot be read, for example without permission.
     """
     try:
-        return _add_machine(_read_run_or_records(path), RunFolder(path))
+        return _add_topology_and_diagnosis(_read_run_or_records(path), RunFolder(path))
     except SetupMissing:
         raise
     except OSError as error:
         raise file_error("read", path, error) from error
 
 
-def _add_machine(contents: Contents, folder: RunFolder) -> Contents:
-    """Add the topology and the diagnosis, which folders written by gdrkit 0.1.0 do not have."""
+def _add_topology_and_diagnosis(contents: Contents, folder: RunFolder) -> Contents:
+    """Add the topology and the diagnosis, if the folder has them. gdrkit 0.1.0 did not write them."""
     topology = diagnosis = None
     if is_file(folder.topology):
         topology = Topology.from_json(read_bytes(folder.topology), where=str(folder.topology))
@@ -135,25 +135,25 @@ def unknown_facts() -> Facts:
     )
 
 
-def _read_unfinished_run(folder: RunFolder, initial: Run | None = None) -> Contents:
+def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> Contents:
     """Read the folder of a run that did not end.
 
-    `initial` is the contents of the run.json that was written when the run began, or None if the file does not exist.
+    `initial_run` is the run.json that was written when the run began, or None if the file does not exist.
     """
     facts = _read_facts(folder)
     records, origins, is_last_line_cut_off = _read_record_files(
         [folder.records] if is_file(folder.records) else [], may_last_line_be_cut_off=True
     )
-    causes = list(initial.causes) if initial else ["its process ended before it could write run.json"]
+    causes = list(initial_run.causes) if initial_run else ["its process ended before it could write run.json"]
     profile, planned_cases = _read_planned_cases(folder)
     recorded_cases = {record.case for record in records}
     missing_cases = [case for case in planned_cases if case not in recorded_cases]
     if missing_cases:
-        missing = f"{len(missing_cases)} of {len(planned_cases)} cases have no record"
-        causes.append(f"{missing}; the first of them is {missing_cases[0]}")
+        counts = f"{len(missing_cases)} of {len(planned_cases)} cases have no record"
+        causes.append(f"{counts}; the first of them is {missing_cases[0]}")
     if is_last_line_cut_off:
         causes.append(f"the last line of {folder.records.name} is cut off and was ignored")
-    run = initial or _derive_run(records, verdict="The run did not end", causes=(), facts=facts)
+    run = initial_run or _derive_run(records, verdict="The run did not end", causes=(), facts=facts)
     run = replace(
         run,
         duration_s=_duration_s(records),

@@ -25,7 +25,7 @@ _NICS_NAMED_MAX = 4
 
 
 def describe_facts(facts: Facts) -> str:
-    """Describe the host and each API. An API has its substrate and devices, or its error and what to do about it."""
+    """Describe the host and each API: its substrate and its devices, or its error and the remedy."""
     rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
     rows += _evidence_rows(facts)
     return _align(rows)
@@ -100,9 +100,9 @@ def _evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     for nic in evidence.rdma:
         description = _describe_evidence(nic.pci_driver, nic.node, nic.missing)
         yield f"  {nic.name}", f"driver {nic.driver or 'unknown'}; {description}"
-    for api, opened in (("cuda", facts.cuda), ("verbs", facts.verbs)):
-        if opened is not None:
-            nodes = ", ".join(f"{node.path} ({node.major}:{node.minor})" for node in opened.nodes)
+    for api, api_facts in (("cuda", facts.cuda), ("verbs", facts.verbs)):
+        if api_facts is not None:
+            nodes = ", ".join(f"{node.path} ({node.major}:{node.minor})" for node in api_facts.nodes)
             yield f"  open for {api}", nodes or "no character device"
 
 
@@ -127,9 +127,9 @@ def headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "Gaudi", ", ".join(f"{count} x {card}" for card, count in cards.items())
     rates = {device.name: next((port.rate for port in device.ports if port.rate), "") for device in facts.rdma_devices}
     names = list(rates) or [nic.name for nic in (facts.verbs.nics if facts.verbs else ())]
-    listed = [f"{name} ({rate})" if (rate := rates.get(name)) else name for name in names[:_NICS_NAMED_MAX]]
-    more = [f"{len(names) - _NICS_NAMED_MAX} more"] if len(names) > _NICS_NAMED_MAX else []
-    yield "NICs", ", ".join([*listed, *more]) or "none"
+    listed_nics = [f"{name} ({rate})" if (rate := rates.get(name)) else name for name in names[:_NICS_NAMED_MAX]]
+    unlisted_nics = [f"{len(names) - _NICS_NAMED_MAX} more"] if len(names) > _NICS_NAMED_MAX else []
+    yield "NICs", ", ".join([*listed_nics, *unlisted_nics]) or "none"
     cuda = f", CUDA {facts.cuda.driver_version}" if facts.cuda else ""
     yield "NVIDIA driver", (facts.nvidia_driver_version or "not loaded") + cuda
     yield "System", f"{facts.kernel.distribution or 'unknown'}, kernel {facts.kernel.release or 'unknown'}"

@@ -39,10 +39,10 @@ _HEADINGS = {
 
 
 def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
-    """Describe all findings. Present causes come first, with the values that were read.
+    """Describe all findings. Present causes come first, with the values that the doctor read.
 
-    With `verbose`, these values are also shown for the other causes. Control characters are escaped, because names of
-    processes and messages of the kernel may have any.
+    With `verbose`, the text has these values for all causes. Control characters are escaped, because the name of a
+    process or a message of the kernel may contain them.
     """
     lines = [f"Missing on this machine: {'; '.join(diagnosis.missing)}", ""] if diagnosis.missing else []
     for verdict, heading in _HEADINGS.items():
@@ -63,12 +63,14 @@ def describe_diagnosis(diagnosis: Diagnosis, *, verbose: bool = False) -> str:
 def _describe_unreadable(diagnosis: Diagnosis) -> list[str]:
     # When the doctor examines the capture of another machine, ENODATA means that the capture does not have the file.
     # On this machine another errno says why the kernel refused to read the file.
-    refused = [item for item in diagnosis.unreadable if item.errno != errno.ENODATA]
-    lines = [f"Not readable ({len(refused)}):"] if refused else []
-    lines += [f"  {item.path}: {item.errno_name}" for item in refused[:_LISTED_PATHS_MAX]]
-    lines += [f"  and {len(refused) - _LISTED_PATHS_MAX} more"] if len(refused) > _LISTED_PATHS_MAX else []
-    if len(refused) < len(diagnosis.unreadable):
-        lines.append(f"Not in the capture: {len(diagnosis.unreadable) - len(refused)} files.")
+    unreadable_files = [item for item in diagnosis.unreadable if item.errno != errno.ENODATA]
+    lines = [f"Not readable ({len(unreadable_files)}):"] if unreadable_files else []
+    lines += [f"  {item.path}: {item.errno_name}" for item in unreadable_files[:_LISTED_PATHS_MAX]]
+    lines += (
+        [f"  and {len(unreadable_files) - _LISTED_PATHS_MAX} more"] if len(unreadable_files) > _LISTED_PATHS_MAX else []
+    )
+    if len(unreadable_files) < len(diagnosis.unreadable):
+        lines.append(f"Not in the capture: {len(diagnosis.unreadable) - len(unreadable_files)} files.")
     return [*lines, ""] if lines else []
 
 

@@ -98,7 +98,7 @@ def _origins_of_cases(cases: Iterable[str], origins: Mapping[str, str]) -> list[
 
 
 def _measurements(contents: Contents) -> Iterator[Json]:
-    """Yield the numbers that were measured on hardware. Numbers of software are only in the records."""
+    """Yield the numbers that were measured on hardware. Only the records have the numbers that software gave."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
         for name, value in record.numbers.items() if describes_hardware(record) else ():
             number = split_number(name)

@@ -141,19 +141,21 @@ def best_state(states: Iterable[RouteOutcome]) -> RouteOutcome:
 
 
 def _list_gpus(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]:
-    functions = {gpu.address.lower(): gpu for gpu in facts.gpus}
+    pci_functions = {gpu.address.lower(): gpu for gpu in facts.gpus}
     gpus: list[DrawnDevice] = []
     indices = set()
     for device in facts.cuda.devices if facts.cuda else ():
-        function = functions.pop(device.pci_bus_id.lower(), None)
-        link = _link_text(function.link_speed, function.link_width) if function else ""
-        node = function.numa_node if function else None
+        pci_function = pci_functions.pop(device.pci_bus_id.lower(), None)
+        link = _link_text(pci_function.link_speed, pci_function.link_width) if pci_function else ""
+        node = pci_function.numa_node if pci_function else None
         gpus.append(DrawnDevice(f"GPU {device.index}", "gpu", f"{device.pci_bus_id} {link}".strip(), node))
         indices.add(device.index)
     if facts.cuda is None:
-        numbers = sorted({route.device_index for route in routes})
-        gpus += [DrawnDevice(f"GPU {number}", "gpu", "", None) for number in numbers]
-    gpus += [DrawnDevice("GPU", "gpu", address, function.numa_node) for address, function in functions.items()]
+        device_indices = sorted({route.device_index for route in routes})
+        gpus += [DrawnDevice(f"GPU {device_index}", "gpu", "", None) for device_index in device_indices]
+    gpus += [
+        DrawnDevice("GPU", "gpu", address, pci_function.numa_node) for address, pci_function in pci_functions.items()
+    ]
     return gpus
 
 
@@ -171,16 +173,19 @@ def _list_nics(facts: Facts, routes: Iterable[RouteStatus]) -> list[DrawnDevice]
 
 
 def _list_controllers(facts: Facts) -> list[DrawnDevice]:
-    return [DrawnDevice(item.name, "nvme", item.model or item.transport or "", None) for item in facts.nvme]
+    return [
+        DrawnDevice(controller.name, "nvme", controller.model or controller.transport or "", None)
+        for controller in facts.nvme
+    ]
 
 
 def _draw_links(boxes: Sequence[Box], routes: Sequence[RouteStatus]) -> tuple[Link, ...]:
-    pairs: dict[tuple[str, str], list[RouteOutcome]] = {}
+    states_by_pair: dict[tuple[str, str], list[RouteOutcome]] = {}
     for status in routes:
-        pairs.setdefault((f"GPU {status.device_index}", status.nic), []).append(status.state)
+        states_by_pair.setdefault((f"GPU {status.device_index}", status.nic), []).append(status.state)
     box_by_device = {(box.device.kind, box.device.name): box for box in boxes}
     links = []
-    for (gpu, nic), states in pairs.items():
+    for (gpu, nic), states in states_by_pair.items():
         gpu_box, nic_box = box_by_device.get(("gpu", gpu)), box_by_device.get(("nic", nic))
         if gpu_box is not None and nic_box is not None:
             half_height = _BOX_HEIGHT / 2

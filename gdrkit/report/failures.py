@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Failure", "describe_failures", "failures", "split_remedy"]
 
 _REMEDY_MARK = ". To do: "
-_REMEDY_FOR_UNFORESEEN = "install what is missing, or add the absence to the profile (foreseen)"
+_REMEDY_FOR_UNFORESEEN_ABSENCE = "install what is missing, or add the absence to the profile (foreseen)"
 # The rule of the doctor whose remedy fits a cause without a remedy. The first pattern that occurs in the cause applies.
 _RULE_BY_CAUSE = (
     (re.compile(r"ID_FS_USAGE|udev"), "udev-database"),
@@ -98,8 +98,8 @@ def describe_failures(facts: Facts, records: Sequence[Record]) -> tuple[str, ...
     """Return one line for each cause of failure: the cause, what it affects, and what to do."""
     lines = []
     for failure in failures(facts, records, route_statuses(facts, records), file_statuses(facts, records)):
-        more = f" and {len(failure.affected) - 1} more" if len(failure.affected) > 1 else ""
-        lines.append(single_line(f"FAIL {failure.cause} ({failure.affected[0]}{more}). To do: {failure.remedy}"))
+        others = f" and {len(failure.affected) - 1} more" if len(failure.affected) > 1 else ""
+        lines.append(single_line(f"FAIL {failure.cause} ({failure.affected[0]}{others}). To do: {failure.remedy}"))
     return tuple(lines)
 
 
@@ -119,12 +119,12 @@ def _make_case_entry(record: Record) -> tuple[str, str, str, str]:
     causes_and_remedies = [split_remedy(reason.text) for reason in record.reasons]
     cause = "; ".join(dict.fromkeys(cause for cause, _ in causes_and_remedies)) or "no reason was recorded"
     remedies = dict.fromkeys(remedy for _, remedy in causes_and_remedies if remedy)
-    default_remedy = _REMEDY_FOR_UNFORESEEN if record.verdict is Verdict.NOT_RUN else _REMEDY_FOR_UNKNOWN_CAUSE
+    default_remedy = _REMEDY_FOR_UNFORESEEN_ABSENCE if record.verdict is Verdict.NOT_RUN else _REMEDY_FOR_UNKNOWN_CAUSE
     return cause, "; ".join(remedies) or default_remedy, record.case, record.case
 
 
 def _filter_name(case: str) -> str:
-    """Return the name of the test function in the id of a case, which ``gdrkit qualify -k`` accepts."""
+    """Return the name of the test function in a case id, as an argument for ``gdrkit qualify -k``."""
     return case.partition("::")[2].partition("[")[0] or case
 
 

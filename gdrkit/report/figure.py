@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
     from gdrkit.report.sweep import Sweep, SweepLine
 
-__all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "make_plot", "three_digits"]
+__all__ = ["Curve", "Mark", "SweepPlot", "Tick", "format_number", "format_three_digits", "make_plot"]
 
 WIDTH, HEIGHT = 380, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 370.0, 12.0, 186.0
 # The axis of values has about this many steps.
-_STEPS_TARGET = 4
+_AXIS_STEPS = 4
 _SIZE_LABELS_MAX = 6
 # Styles of curves. They differ in colour and in dash pattern, so that they can be told apart without colours.
 _STYLE_COUNT = 6
@@ -109,13 +109,13 @@ def make_plot(sweep: Sweep) -> SweepPlot:
         )
         polyline = " ".join(f"{mark.x},{mark.y}" for mark in marks)
         curves.append(Curve(line.name, polyline, marks, curve_index % _STYLE_COUNT, line.is_bound))
-    step_of_labels = math.ceil(len(sizes) / _SIZE_LABELS_MAX)
+    label_interval = math.ceil(len(sizes) / _SIZE_LABELS_MAX)
     return SweepPlot(
         name=sweep.name,
         unit=sweep.unit,
         x_axis=sweep.x_axis,
         curves=tuple(curves),
-        sizes=tuple(Tick(x_of(size), format_size(size)) for size in sizes[::step_of_labels]),
+        sizes=tuple(Tick(x_of(size), format_size(size)) for size in sizes[::label_interval]),
         values=tuple(
             Tick(y_of(step * count), format_number(step * count)) for count in range(round(axis_end / step) + 1)
         ),
@@ -130,7 +130,7 @@ def format_number(value: float) -> str:
     return f"{value:.5g}"
 
 
-def three_digits(value: float) -> str:
+def format_three_digits(value: float) -> str:
     """Return a number with three significant digits. From 1,000 on, it has no digits after the point."""
     if abs(value) < 1000:  # noqa: PLR2004 - from 1,000 on, a number has no digits after the point.
         return f"{value:#.3g}".rstrip(".")
@@ -149,6 +149,6 @@ def _axis_step(highest: float) -> float:
     """Return 1, 2, 2.5 or 5 times a power of ten, so that the axis has about four steps."""
     if highest <= 0:
         return 1.0
-    step_min = highest / _STEPS_TARGET
+    step_min = highest / _AXIS_STEPS
     power = 10.0 ** math.floor(math.log10(step_min))
     return next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= step_min), 10 * power)

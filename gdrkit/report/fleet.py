@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 __all__ = ["Fleet", "Host", "render_fleet"]
 
 SCHEMA_VERSION = 1
-# Fewer hosts than this have no majority and no useful median.
+# With fewer hosts, there is no majority and no useful median.
 _HOSTS_MIN = 3
 _NOT_READABLE = "not readable"
-# The fields of a host that fleet.json has unchanged.
+# These fields of a host have the same names and values in fleet.json.
 _DOCUMENT_FIELDS = ("name", "folder", "error", "exit_code", "state", "verdict", "profile", "started")
 
 
@@ -137,48 +137,51 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
         The folder cannot be listed, or a file cannot be written.
     """
     try:
-        runs = [entry for entry in sorted(path.iterdir()) if _is_run(entry)] if path.is_dir() else []
+        run_folders = [entry for entry in sorted(path.iterdir()) if _is_run_folder(entry)] if path.is_dir() else []
     except OSError as error:
         raise file_error("read", path, error) from error
-    if not runs:
+    if not run_folders:
         message = f"{path} contains no folder of a run"
         raise UsageError(message, what_to_do="name the folder that contains one folder for each host")
-    target = output or path
-    host_runs, unreadable = _read_runs(runs, path)
-    latest, older = _select_latest(host_runs)
-    names, duplicates = _display_names(latest)
-    traits = _majority_traits(latest)
-    medians = _median_samples(latest)
+    output_folder = output or path
+    host_runs, unreadable_folders = _read_runs(run_folders, path)
+    latest_runs, older_folders = _select_latest(host_runs)
+    names, duplicates = _choose_display_names(latest_runs)
+    traits = _find_majority_traits(latest_runs)
+    medians = _median_samples(latest_runs)
     hosts = [
-        _make_host(host_run, names[host_run.folder], traits=traits, medians=medians, path=path, target=target)
-        for host_run in latest
+        _make_host(
+            host_run, names[host_run.folder], traits=traits, medians=medians, path=path, output_folder=output_folder
+        )
+        for host_run in latest_runs
     ]
-    hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable]
+    hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable_folders]
     # Hosts that need attention come first.
-    hosts.sort(key=lambda host: (_urgency(host), not (host.slow or host.differs), _natural_sort_key(host.name)))
-    problems = [f"{folder}: {error}" for folder, error in unreadable] + duplicates
+    hosts.sort(key=lambda host: (_rank_urgency(host), not (host.slow or host.differs), _natural_sort_key(host.name)))
+    problems = [f"{folder}: {error}" for folder, error in unreadable_folders] + duplicates
     state_counts = Counter(host.state for host in hosts)
     tally = tuple(
         (state, state_counts[state])
         for state in (*(state.value for state in RunState), _NOT_READABLE)
         if state_counts[state]
     )
-    fleet = Fleet(tuple(hosts), tally, tuple(problems), str(target / "index.html"))
-    make_folder(target)
+    fleet = Fleet(tuple(hosts), tally, tuple(problems), str(output_folder / "index.html"))
+    make_folder(output_folder)
     write_atomically(
-        target / "fleet.json", json.dumps(_make_document(fleet, older), indent=2, ensure_ascii=False) + "\n"
+        output_folder / "fleet.json",
+        json.dumps(_make_document(fleet, older_folders), indent=2, ensure_ascii=False) + "\n",
     )
-    write_atomically(target / "metrics.prom", _merge_metrics(latest, names))
+    write_atomically(output_folder / "metrics.prom", _merge_metrics(latest_runs, names))
     page = (
         environment(escaped=True)
         .get_template("fleet.html.j2")
-        .render(fleet=fleet, older=older, noise_percent=NOISE_PERCENT)
+        .render(fleet=fleet, older=older_folders, noise_percent=NOISE_PERCENT)
     )
-    write_atomically(target / "index.html", page)
+    write_atomically(output_folder / "index.html", page)
     return fleet
 
 
-def _urgency(host: Host) -> int:
+def _rank_urgency(host: Host) -> int:
     """Return the rank of a host in the report, the most urgent first.
 
     It is 0 for an unreadable host, 1 for a failed run, 2 for a run that proves only a part, and 3 for a qualified host.
@@ -200,53 +203,54 @@ def _natural_sort_key(name: str) -> list[tuple[int, str]]:
     ]
 
 
-def _is_run(entry: Path) -> bool:
+def _is_run_folder(entry: Path) -> bool:
     folder = RunFolder(entry)
     try:
         return any(is_file(file) for file in (folder.run, folder.facts, folder.records))
     except OSError:
-        # The kernel cannot tell, for example without permission. Reading the folder as a run then reports the error.
+        # The kernel refuses to look into the folder, for example for a missing permission. read_contents() gets the
+        # same error and reports it.
         return True
 
 
-def _read_runs(runs: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
+def _read_runs(run_folders: Sequence[Path], path: Path) -> tuple[list[_HostRun], list[tuple[str, str]]]:
     host_runs: list[_HostRun] = []
-    unreadable: list[tuple[str, str]] = []
-    for entry in runs:
+    unreadable_folders: list[tuple[str, str]] = []
+    for entry in run_folders:
         name = entry.relative_to(path).as_posix()
         try:
             contents = read_contents(entry)
         except GdrkitError as error:
-            unreadable.append((name, str(error)))
+            unreadable_folders.append((name, str(error)))
         else:
             host_runs.append(_HostRun(name, contents, make_view(contents), _make_samples(contents)))
-    return host_runs, unreadable
+    return host_runs, unreadable_folders
 
 
 def _select_latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple[str, ...]]:
     """Return the last run of each host, and the folders of the earlier runs."""
-    latest: list[_HostRun] = []
-    older: list[str] = []
+    latest_runs: list[_HostRun] = []
+    older_folders: list[str] = []
     for host_run in sorted(host_runs, key=lambda candidate: candidate.contents.run.started, reverse=True):
-        if any(_is_same_host(host_run.contents, newer.contents) for newer in latest):
-            older.append(host_run.folder)
+        if any(_is_same_host(host_run.contents, newer.contents) for newer in latest_runs):
+            older_folders.append(host_run.folder)
         else:
-            latest.append(host_run)
-    return latest, tuple(sorted(older))
+            latest_runs.append(host_run)
+    return latest_runs, tuple(sorted(older_folders))
 
 
 def _is_same_host(first: Contents, second: Contents) -> bool:
     """Return whether two runs are from the same machine, according to host name, device serials and host id."""
     if not first.run.host or first.run.host != second.run.host:
         return False
-    first_serials, second_serials = _serials(first), _serials(second)
+    first_serials, second_serials = _device_serials(first), _device_serials(second)
     if first_serials and second_serials:
         # Machines that were installed from one image have the same host id, but devices with different serial numbers.
         return bool(first_serials & second_serials)
     return first.run.host_id is not None and first.run.host_id == second.run.host_id
 
 
-def _serials(contents: Contents) -> set[str]:
+def _device_serials(contents: Contents) -> set[str]:
     guids = {device.node_guid for device in contents.facts.rdma_devices if device.has_device and device.node_guid}
     is_hardware = contents.run.substrate.get("cuda") == "hardware"
     return guids | {
@@ -254,10 +258,10 @@ def _serials(contents: Contents) -> set[str]:
     }
 
 
-def _display_names(latest: Sequence[_HostRun]) -> tuple[dict[str, str], list[str]]:
+def _choose_display_names(latest_runs: Sequence[_HostRun]) -> tuple[dict[str, str], list[str]]:
     """Return the display name of each folder, and a line for each name that several hosts have."""
     by_name: dict[str, list[str]] = {}
-    for host_run in latest:
+    for host_run in latest_runs:
         by_name.setdefault(host_run.contents.run.host or host_run.folder, []).append(host_run.folder)
     names: dict[str, str] = {}
     problems = []
@@ -268,7 +272,7 @@ def _display_names(latest: Sequence[_HostRun]) -> tuple[dict[str, str], list[str
     return names, problems
 
 
-def _traits(contents: Contents) -> dict[str, str]:
+def _collect_traits(contents: Contents) -> dict[str, str]:
     facts = contents.facts
     firmware = sorted({device.firmware for device in facts.rdma_devices if device.firmware})
     devices = facts.cuda.devices if facts.cuda else ()
@@ -286,35 +290,35 @@ def _traits(contents: Contents) -> dict[str, str]:
     }
 
 
-def _majority_traits(latest: Sequence[_HostRun]) -> dict[str, str]:
+def _find_majority_traits(latest_runs: Sequence[_HostRun]) -> dict[str, str]:
     """Return the traits with the values that most hosts have. The result is empty if there are too few hosts."""
-    if len(latest) < _HOSTS_MIN:
+    if len(latest_runs) < _HOSTS_MIN:
         return {}
     counters: dict[str, Counter[str]] = {}
-    for host_run in latest:
-        for trait, value in _traits(host_run.contents).items():
+    for host_run in latest_runs:
+        for trait, value in _collect_traits(host_run.contents).items():
             counters.setdefault(trait, Counter())[value] += 1
     most_common = {trait: counter.most_common(1)[0] for trait, counter in counters.items()}
-    return {trait: value for trait, (value, count) in most_common.items() if count * 2 > len(latest)}
+    return {trait: value for trait, (value, count) in most_common.items() if count * 2 > len(latest_runs)}
 
 
 def _make_samples(contents: Contents) -> dict[tuple[str, str], Sample]:
     """Return, by case and name, the sample of every measured number that can be better or worse."""
-    numbers_of: dict[tuple[str, str], list[Mapping[str, float]]] = {}
+    numbers_by_name: dict[tuple[str, str], list[Mapping[str, float]]] = {}
     for record in contents.records:
         for name in record.numbers if describes_hardware(record) else ():
             number = split_number(name)
             if number.better and not number.is_bound and number.statistic in ("", "median"):
-                numbers_of.setdefault((record.case, name), []).append(record.numbers)
-    return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_of.items()}
+                numbers_by_name.setdefault((record.case, name), []).append(record.numbers)
+    return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_by_name.items()}
 
 
-def _median_samples(latest: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
-    samples_of: dict[tuple[str, str], list[Sample]] = {}
-    for host_run in latest:
+def _median_samples(latest_runs: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
+    samples_by_name: dict[tuple[str, str], list[Sample]] = {}
+    for host_run in latest_runs:
         for number, sample in host_run.samples.items():
-            samples_of.setdefault(number, []).append(sample)
-    return {number: median_sample(samples) for number, samples in samples_of.items() if len(samples) >= _HOSTS_MIN}
+            samples_by_name.setdefault(number, []).append(sample)
+    return {number: median_sample(samples) for number, samples in samples_by_name.items() if len(samples) >= _HOSTS_MIN}
 
 
 def _make_host(
@@ -324,13 +328,13 @@ def _make_host(
     traits: Mapping[str, str],
     medians: Mapping[tuple[str, str], Sample],
     path: Path,
-    target: Path,
+    output_folder: Path,
 ) -> Host:
     contents, view = host_run.contents, host_run.view
-    host_traits = _traits(contents)
+    host_traits = _collect_traits(contents)
     verdicts = Counter(record.verdict for record in contents.records)
     states = Counter(status.state for status in view.routes) + Counter(status.state for status in view.files)
-    folder = os.path.relpath(path / host_run.folder, target)
+    folder = os.path.relpath(path / host_run.folder, output_folder)
     has_page = (path / host_run.folder / "index.html").is_file()
     return Host(
         name=name,
@@ -367,12 +371,12 @@ def _slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample])
                 yield SlowNumber(f"{case} {name}", title, *values, round(change.change_percent, 1))
 
 
-def _make_document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
+def _make_document(fleet: Fleet, older_folders: Sequence[str]) -> dict[str, Json]:
     return {
         "schema_version": SCHEMA_VERSION,
         "tally": dict(fleet.tally),
         "problems": list(fleet.problems),
-        "older_runs": list(older),
+        "older_runs": list(older_folders),
         "hosts": [
             {
                 **{name: getattr(host, name) for name in _DOCUMENT_FIELDS},
@@ -388,10 +392,10 @@ def _make_document(fleet: Fleet, older: Sequence[str]) -> dict[str, Json]:
     }
 
 
-def _merge_metrics(latest: Sequence[_HostRun], names: Mapping[str, str]) -> str:
-    """Return the contents of metrics.prom for all hosts. The format requires that a metric is in one block."""
+def _merge_metrics(latest_runs: Sequence[_HostRun], names: Mapping[str, str]) -> str:
+    """Return the contents of metrics.prom for all hosts. In this format, all samples of a metric must be adjacent."""
     families: dict[str, list[str]] = {}
-    for host_run in latest:
+    for host_run in latest_runs:
         text = render_metrics(host_run.contents, host_run.view, host=names[host_run.folder])
         for line in text.splitlines(keepends=True):
             name = line.split(" ")[2] if line.startswith("#") else line.partition("{")[0]

@@ -1,8 +1,8 @@
 """The three matrices of the report page: the states of the paths of each GPU, the balance of the NICs, and distances.
 
-The first one answers the questions of ``gdscheck -p`` and of a health check: which GPU reaches which NIC and which
-mount directly, and why not if it does not. The second one shows what each NIC carried while all GPUs and all NICs
-transferred at once. The third one is the matrix of ``nvidia-smi topo -m``.
+The first matrix shows for each GPU, like ``gdscheck -p``, the NICs and mounts that it reaches directly, and the cause
+if it does not reach one. The second matrix shows the bytes of each NIC while all GPUs and all NICs transferred at the
+same time. The third matrix is the one of ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gdrkit.errors import UsageError
 from gdrkit.host import Distance
 from gdrkit.registration import Balance
 from gdrkit.report.drawing import best_state
-from gdrkit.report.figure import three_digits
+from gdrkit.report.figure import format_three_digits
 from gdrkit.report.routes import FAILED_CASE_PREFIX
 from gdrkit.report.sweep import describes_hardware
 
@@ -177,8 +177,8 @@ def path_matrix(facts: Facts, routes: Sequence[RouteStatus], files: Sequence[Fil
     for device_index in sorted({index for index, _ in statuses}):
         cells: list[PathCell | None] = []
         for column in columns:
-            pair = statuses.get((device_index, column))
-            cells.append(None if pair is None else _make_cell(pair, pair_counts))
+            pair_statuses = statuses.get((device_index, column))
+            cells.append(None if pair_statuses is None else _make_cell(pair_statuses, pair_counts))
         rows.append((f"GPU {device_index}", models.get(device_index, ""), tuple(cells)))
     causes = tuple(PathCause(number, text, count) for number, (text, count) in enumerate(pair_counts.items(), start=1))
     return PathMatrix(columns, tuple(rows), causes)
@@ -201,10 +201,10 @@ def _make_cell(statuses: Sequence[RouteStatus | FileStatus], pair_counts: dict[s
 
 def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology | None) -> BalanceMatrix | None:
     """Return the matrix of the last record that measured the balance, or None if no record did."""
-    measured = [(record, balance) for record in records if (balance := _read_balance(record)) is not None]
-    if not measured:
+    measured_balances = [(record, balance) for record in records if (balance := _read_balance(record)) is not None]
+    if not measured_balances:
         return None
-    record, balance = measured[-1]
+    record, balance = measured_balances[-1]
     devices = facts.cuda.devices if facts.cuda else ()
     gpu_names = {device.pci_bus_id.lower(): f"GPU {device.index}" for device in devices}
     place_names = {place.address.lower(): place.name for place in topology.places} if topology else {}
@@ -214,14 +214,14 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
         (
             gpu_names.get(gpu.lower(), gpu),
             tuple(
-                (_bytes_text(moved_bytes), distances.get(place_names.get(gpu.lower(), ""), {}).get(load.nic, ""))
+                (_format_byte_count(moved_bytes), distances.get(place_names.get(gpu.lower(), ""), {}).get(load.nic, ""))
                 for moved_bytes, load in zip(row, loads, strict=False)
             ),
         )
         for gpu, row in zip(balance.gpus, balance.matrix, strict=False)
     )
     totals = (
-        ("Counted by the port", tuple(_bytes_text(load.counted_bytes) for load in loads)),
+        ("Counted by the port", tuple(_format_byte_count(load.counted_bytes) for load in loads)),
         ("Share of all bytes", tuple(f"{load.share_percent:.1f} %" for load in loads)),
         ("Share of the links", tuple(f"{load.expected_percent:.1f} %" for load in loads)),
         ("Link", tuple(f"{load.link_gbit_per_s:g} Gbit/s" if load.link_gbit_per_s else "unknown" for load in loads)),
@@ -246,12 +246,12 @@ def _read_balance(record: Record) -> Balance | None:
         return None
 
 
-def _bytes_text(length_bytes: int | None) -> str:
+def _format_byte_count(length_bytes: int | None) -> str:
     if length_bytes is None:
         return "no counter"
-    # Long runs move gigabytes. Below one, megabytes keep the numbers short.
+
     is_large = length_bytes >= _GIGABYTE
-    return f"{three_digits(length_bytes / (_GIGABYTE if is_large else _MEGABYTE))} {'GB' if is_large else 'MB'}"
+    return f"{format_three_digits(length_bytes / (_GIGABYTE if is_large else _MEGABYTE))} {'GB' if is_large else 'MB'}"
 
 
 def distance_matrix(topology: Topology | None) -> DistanceMatrix | None:
@@ -276,5 +276,5 @@ def distance_matrix(topology: Topology | None) -> DistanceMatrix | None:
 
 
 def _make_legend(rows: Iterable[tuple[str, tuple[str, ...], str, str, str]]) -> Iterable[tuple[str, str]]:
-    used = {Distance[name] for _, distances, _, _, _ in rows for name in distances if name}
-    return ((distance.name, _DISTANCE_TEXTS[distance]) for distance in sorted(used))
+    used_distances = {Distance[name] for _, distances, _, _, _ in rows for name in distances if name}
+    return ((distance.name, _DISTANCE_TEXTS[distance]) for distance in sorted(used_distances))

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gdrkit.report.figure import three_digits
+from gdrkit.report.figure import format_three_digits
 from gdrkit.report.limits import link_limit
 from gdrkit.report.sweep import describes_hardware, parse_depth, parse_parameters, split_number
 from gdrkit.units import format_bytes
@@ -52,7 +52,7 @@ class Bound:
 def _make_bound(relation: str, bound: float, source: str, measured: float, *, is_met: bool) -> Bound:
     part, whole = (measured, bound) if relation == "at most" else (bound, measured)
     used_share = part / whole if whole > 0 else float(not is_met)
-    return Bound(relation, three_digits(bound), source, is_met, used_share)
+    return Bound(relation, format_three_digits(bound), source, is_met, used_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +100,15 @@ class _Candidate:
 def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, ...]:
     """Return a row for each quantity that was measured on hardware and for which more, or less, is better.
 
-    Rows whose bound is not met are first, then those with a bound, the nearest to their bound first, then the others.
-    The rows of one group that have the same of these three states are neighbours.
+    The rows are in three parts: rows that miss a bound, rows that meet their bounds, and rows without a bound. Within a
+    part, the rows of a group are adjacent, and the group that is nearest to a bound comes first.
     """
     best: dict[tuple[str, str, str], _Candidate] = {}
     for record in records:
-        for group, quantity, candidate in _candidates(record) if describes_hardware(record) else ():
+        for group, quantity, candidate in _list_candidates(record) if describes_hardware(record) else ():
             number = split_number(candidate.name)
-            known = best.get((group, quantity, number.unit))
-            if known is None or (candidate.value - known.value) * number.better > 0:
+            best_candidate = best.get((group, quantity, number.unit))
+            if best_candidate is None or (candidate.value - best_candidate.value) * number.better > 0:
                 best[group, quantity, number.unit] = candidate
     rows = [_make_measurement(group, quantity, candidate, facts) for (group, quantity, _), candidate in best.items()]
     share_of_group: dict[tuple[int, str], float] = {}
@@ -116,9 +116,8 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
         key = (_rank(row), row.group)
         share_of_group[key] = max(share_of_group.get(key, 0.0), _used_share(row))
     # The sort is stable: groups of equal share remain in the order of the records.
-    order = {
-        key: index for index, key in enumerate(sorted(share_of_group, key=lambda it: (it[0], -share_of_group[it])))
-    }
+    sorted_groups = sorted(share_of_group, key=lambda key: (key[0], -share_of_group[key]))
+    order = {key: index for index, key in enumerate(sorted_groups)}
     return tuple(sorted(rows, key=lambda row: (order[_rank(row), row.group], -_used_share(row))))
 
 
@@ -131,7 +130,7 @@ def _used_share(row: Measurement) -> float:
     return max((bound.used_share for bound in row.bounds), default=0.0)
 
 
-def _candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
+def _list_candidates(record: Record) -> Iterator[tuple[str, str, _Candidate]]:
     """Yield each number of a record that a row can show, with the group and the quantity of that row."""
     for name, value in record.numbers.items():
         number = split_number(name)
@@ -157,11 +156,11 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
     lowest, highest = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
     range_text = ""
     if lowest is not None and highest is not None:
-        range_text = f"{three_digits(lowest)} to {three_digits(highest)}"
+        range_text = f"{format_three_digits(lowest)} to {format_three_digits(highest)}"
     return Measurement(
         group=group,
         quantity=f"{quantity} {candidate.size_or_depth}".strip(),
-        value=three_digits(candidate.value),
+        value=format_three_digits(candidate.value),
         unit=split_number(name).unit_words,
         range_text=range_text,
         bounds=tuple(_bounds(candidate, facts)),

@@ -78,8 +78,8 @@ def _state_samples(
 ) -> Iterator[tuple[dict[str, str], float]]:
     for status in statuses:
         nic = getattr(status, "nic", None)
-        target = {"mount": getattr(status, "mount", "")} if nic is None else {"nic": nic}
-        route = {**labels, "device": str(status.device_index), **target, "way": status.way}
+        destination = {"mount": getattr(status, "mount", "")} if nic is None else {"nic": nic}
+        route = {**labels, "device": str(status.device_index), **destination, "way": status.way}
         for state in RouteOutcome:
             yield {**route, "state": state.value}, float(status.state is state)
 

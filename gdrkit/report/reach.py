@@ -1,7 +1,7 @@
 """The measured reach of NICs and the balance of the NICs, as tables and as JSON.
 
-Reach: whether the DMA of a NIC can access the memory of a GPU. Balance: the share of each NIC in the bytes, when all
-NICs move bytes at the same time.
+The reach states whether the DMA of a NIC can access the memory of a GPU. The balance states the share of each NIC in
+all bytes while all NICs move bytes at the same time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def describe_reach(results: Sequence[Reach], balance: Balance | None = None, *, 
     """
     if not results:
         return "there is no pair of a GPU and a NIC with an active port"
-    lines = [*_table([_HEADINGS, *(_cells(result, caveat) for result in results)]), *_summary(results)]
+    lines = [
+        *_format_table([_HEADINGS, *(_make_row(result, caveat) for result in results)]),
+        *_describe_unreached(results),
+    ]
     return "\n".join(lines if balance is None else [*lines, "", describe_balance(balance)])
 
 
@@ -56,15 +59,15 @@ def describe_balance(balance: Balance) -> str:
     return "\n".join(
         [
             f"all GPUs and all NICs at the same time, for {balance.duration_s:.1f} s: moved MB",
-            *_table([("GPU", *names), *matrix]),
+            *_format_table([("GPU", *names), *matrix]),
             "",
             f"share of each NIC in all bytes, by the {source}",
-            *_table([("NIC", "link Gbit/s", "share %", "of links %", ""), *loads]),
+            *_format_table([("NIC", "link Gbit/s", "share %", "of links %", ""), *loads]),
         ]
     )
 
 
-def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table, whose columns are as wide as their widest cells."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -101,12 +104,12 @@ def _cause(result: Reach, caveat: str) -> str:
     return result.reason or result.cause or caveat
 
 
-def _cells(result: Reach, caveat: str) -> tuple[str, ...]:
-    moved, state = "right" if result.moved else "none", _state(result, caveat).value
-    return result.pci_bus_id, result.nic, result.peer_nic, result.path.value, moved, state, _cause(result, caveat)
+def _make_row(result: Reach, caveat: str) -> tuple[str, ...]:
+    bytes_text, state = "right" if result.moved else "none", _state(result, caveat).value
+    return result.pci_bus_id, result.nic, result.peer_nic, result.path.value, bytes_text, state, _cause(result, caveat)
 
 
-def _summary(results: Sequence[Reach]) -> Iterator[str]:
+def _describe_unreached(results: Sequence[Reach]) -> Iterator[str]:
     """Yield a line for each pair of a GPU and a NIC that does not reach the GPU."""
     reached = {(result.gpu_uuid, result.nic) for result in results if result.moved}
     unreached = {

@@ -41,7 +41,7 @@ __all__ = [
 
 SCHEMA_VERSION = 1
 
-# The key in ``evidence`` of a case that failed with the error that the profile expects on a machine without the need.
+# ``evidence`` has this key if the case ran without its need and failed with the error that the profile expects.
 REFUSED = "refused"
 
 
@@ -104,6 +104,7 @@ class SeenLibrary:
         )
 
 
+# The value of ClaimedRoute.unproven if the case did not read the port counters.
 COUNTERS_NOT_READ = "counters_not_read"
 
 

@@ -1,8 +1,8 @@
 """Writer of report.json, junit.xml, summary.md, metrics.prom and index.html of a run.
 
 The HTML page is self-contained: no font, no picture and no script from other sources. Its only script searches the
-cases. The page has a content security policy with the digest of this script, so a browser runs no other one, even if a
-text in a record could leave its element.
+cases. The page has a content security policy with the digest of this script, so a browser runs no script that the text
+of a record could bring into the page.
 """
 
 from __future__ import annotations

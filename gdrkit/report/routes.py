@@ -190,18 +190,18 @@ def _shortest_mounts(facts: Facts) -> list[str]:
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     """Return one sentence for each route that the profile requires and that was not proven."""
-    missing = []
+    unmet = []
     for required in profile.routes:
-        matching = [status for status in statuses if _matches(required, status)]
+        matching = [status for status in statuses if _matches_requirement(required, status)]
         if not matching:
-            missing.append(f"there is no route GPU {required.device} <- NIC {required.nic} by {required.way}")
+            unmet.append(f"there is no route GPU {required.device} <- NIC {required.nic} by {required.way}")
         elif required.enough == "each":
-            missing += [
+            unmet += [
                 f"{status.name}: {status.cause}" for status in matching if status.state is not RouteOutcome.PROVEN
             ]
         else:
-            missing += _devices_without_proven_route(matching)
-    return tuple(missing)
+            unmet += _devices_without_proven_route(matching)
+    return tuple(unmet)
 
 
 def _devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
@@ -231,11 +231,11 @@ def _state_and_cause(
     failed_cases = [record.case for record, _ in claims if record.verdict is Verdict.FAIL]
     if failed_cases:
         return RouteOutcome.UNPROVEN, FAILED_CASE_PREFIX + failed_cases[0]
-    causes = [_why_no_proof(record, route, apis) for record, route in claims if record.verdict is Verdict.PASS]
+    causes = [_explain_missing_proof(record, route, apis) for record, route in claims if record.verdict is Verdict.PASS]
     if "" in causes:
         return RouteOutcome.PROVEN, ""
     if causes:
-        # Prefer a cause that the counters showed to the cause that a case did not read them.
+        # A cause that the counters showed tells the user more than the cause that a case did not read them.
         return RouteOutcome.UNPROVEN, min(causes, key=lambda cause: cause == _COUNTER_CAUSES[COUNTERS_NOT_READ])
     for record, _ in claims:
         if record.reasons:
@@ -254,7 +254,7 @@ def _path_of(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
     return next((path for path in ("wire", "loopback") if path in paths), "")
 
 
-def _why_no_proof(record: Record, route: ClaimedRoute | ClaimedFile, apis: Sequence[str]) -> str:
+def _explain_missing_proof(record: Record, route: ClaimedRoute | ClaimedFile, apis: Sequence[str]) -> str:
     """Return why a passed case does not prove its route, or an empty string if it does."""
     cause = _why_not_hardware(record, apis)
     if cause or not isinstance(route, ClaimedRoute) or route.unproven is None:
@@ -282,10 +282,10 @@ def why_not_hardware(substrate_of_api: Mapping[str, str], apis: Sequence[str] = 
 
 def is_required(profile: Profile, status: RouteStatus) -> bool:
     """Return whether the profile requires this route to be direct."""
-    return any(_matches(required, status) for required in profile.routes)
+    return any(_matches_requirement(required, status) for required in profile.routes)
 
 
-def _matches(required: RequiredRoute, status: RouteStatus) -> bool:
+def _matches_requirement(required: RequiredRoute, status: RouteStatus) -> bool:
     return (
         fnmatchcase(str(status.device_index), required.device)
         and fnmatchcase(status.nic, required.nic)

@@ -144,9 +144,9 @@ def banner(substrate: Mapping[str, str]) -> str:
     if twins and len(twins) == len(substrate):
         return "software twins: this proves the code, not this machine"
     if twins:
-        real = " and ".join(sorted(api for api in substrate if api not in twins))
+        real_apis = " and ".join(sorted(api for api in substrate if api not in twins))
         return (
-            f"{' and '.join(twins)} ran on software twins and {real} on the libraries of this machine: "
+            f"{' and '.join(twins)} ran on software twins and {real_apis} on the libraries of this machine: "
             "this run proves no direct route of this machine"
         )
     return ""

@@ -57,7 +57,7 @@ class Substrate(enum.Enum):
 # A test case with several APIs or processes proves no more than its weakest substrate.
 _WEAKEST_FIRST = (Substrate.UNKNOWN, Substrate.TWIN, Substrate.KERNEL_SOFTWARE, Substrate.HARDWARE)
 
-_WORDS = {
+_TEXTS = {
     Substrate.HARDWARE: "hardware",
     Substrate.KERNEL_SOFTWARE: "software in the kernel",
     Substrate.TWIN: "software twin",
@@ -78,7 +78,7 @@ class _Library(Protocol):
 
 def describe(substrate: Substrate) -> str:
     """Return a substrate as text for the user."""
-    return _WORDS[substrate]
+    return _TEXTS[substrate]
 
 
 def weakest(substrates: Iterable[Substrate]) -> Substrate:

@@ -153,9 +153,9 @@ def measured_apis(record: Record) -> tuple[str, ...]:
 
     These are the APIs that the case states as evidence, else the APIs that the case needs, else all loaded APIs.
     """
-    named_apis = record.evidence.get("measured_apis")
-    if isinstance(named_apis, list) and named_apis:
-        return tuple(map(str, named_apis))
+    stated_apis = record.evidence.get("measured_apis")
+    if isinstance(stated_apis, list) and stated_apis:
+        return tuple(map(str, stated_apis))
     return record.uses or tuple(record.substrate)
 
 

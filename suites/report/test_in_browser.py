@@ -129,7 +129,7 @@ def make_fleet_page(folder: Path) -> Path:
             folder / f"run{number}", facts, list(make_host_records(facts, rate_factor=slow)), host=f"node{number}"
         )
         run = RunFolder(path).read_run()
-        run = dataclasses.replace(run, exit_code=0, verdict=f"The run is {state.value}")
+        run = dataclasses.replace(run, exit_code=0, verdict=f"A run with the state {state.value!r}")
         RunFolder(path).write_run(dataclasses.replace(run, **changes))
         render(path)
     fleet = render_fleet(folder)
