@@ -90,14 +90,14 @@ def _with_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
 @_with_tier_options
 def status(configuration: Configuration, as_json: bool) -> int:
     """Show the capacity and the usage of each tier."""
-    from gdrkit.tiers.tables import print_table, status_table
+    from gdrkit.tiers.tables import make_status_table, print_table
 
     with _manager(configuration) as manager:
         statuses = manager.status()
     if as_json:
         _print_json(statuses)
     else:
-        print_table(status_table(statuses), sys.stdout)
+        print_table(make_status_table(statuses), sys.stdout)
     return int(ExitCode.FAILED) if any(tier.absent for tier in statuses) else 0
 
 
@@ -214,14 +214,14 @@ def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, a
 @_with_tier_options
 def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bool) -> int:
     """Compare the catalogue with the disks."""
-    from gdrkit.tiers.tables import findings_table, print_table
+    from gdrkit.tiers.tables import make_findings_table, print_table
 
     with _manager(configuration) as manager:
         findings = [*manager.recovery_findings, *manager.check(repair=repair and not dry_run)]
     if as_json:
         _print_json(findings)
     elif findings:
-        print_table(findings_table(findings), sys.stdout)
+        print_table(make_findings_table(findings), sys.stdout)
     else:
         click.echo("catalogue and disks agree")
     return int(ExitCode.FAILED) if any(finding.is_wrong for finding in findings) else 0
@@ -234,7 +234,7 @@ def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
     """Measure the read and write rates of each tier."""
     from gdrkit.tiers.bench import measure
     from gdrkit.tiers.configuration import parse_size
-    from gdrkit.tiers.tables import print_table, speeds_table
+    from gdrkit.tiers.tables import make_speeds_table, print_table
 
     file_bytes = parse_size(size_text)
     with _manager(configuration) as manager:
@@ -246,7 +246,7 @@ def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
     if as_json:
         _print_json(speeds)
     else:
-        print_table(speeds_table(speeds), sys.stdout)
+        print_table(make_speeds_table(speeds), sys.stdout)
     return 0
 
 

@@ -28,55 +28,55 @@ if TYPE_CHECKING:
 
     from gdrkit.tiers.catalogue import Catalogue
 
-__all__ = ["Accesses"]
+__all__ = ["AccessCounter"]
 
 # Number of accesses after which the counts are written to the catalogue.
 _FLUSH_THRESHOLD = 256
 _log = logging.getLogger(__name__)
 
 
-class Accesses:
+class AccessCounter:
     """The access counts of this process. The object is thread-safe.
 
     Parameters
     ----------
     catalogue : Catalogue
         The catalogue that the counts are written to.
-    record : callable
+    record_file : callable
         Function that adds to the catalogue a file that another program has created. Its argument is the name of the
         file. It raises :class:`ApiError` if no tier has the file.
     """
 
-    def __init__(self, catalogue: Catalogue, *, record: Callable[[str], None]) -> None:
+    def __init__(self, catalogue: Catalogue, *, record_file: Callable[[str], None]) -> None:
         self._catalogue = catalogue
-        self._record = record
+        self._record_file = record_file
         with convert_os_errors("open catalogue", folder=str(catalogue.folder)):
             self._lock_fd = os.open(catalogue.folder / "users", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock_fd, fcntl.LOCK_SH)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-        self._total = 0
+        self._access_count = 0
         self._flush_threshold = _FLUSH_THRESHOLD
 
     def count(self, name: str, accesses: int = 1) -> None:
         """Count accesses to a file."""
         with self._lock:
             self._counts[name] += accesses
-            self._total += accesses
-            is_flush_due = self._total >= self._flush_threshold
+            self._access_count += accesses
+            is_flush_due = self._access_count >= self._flush_threshold
         if is_flush_due:
             self.flush()
 
     def flush(self) -> None:
         """Write the counts to the catalogue. If another process has locked the catalogue, the counts stay in memory."""
         with self._lock:
-            counts, self._counts, self._total = self._counts, Counter(), 0
+            counts, self._counts, self._access_count = self._counts, Counter(), 0
         if not counts:
             return
         try:
             unknown_names = self._catalogue.add_accesses(counts)
-            if created := {name: counts[name] for name in unknown_names if self._is_recorded(name)}:
-                self._catalogue.add_accesses(created)
+            if counts_of_new_files := {name: counts[name] for name in unknown_names if self._try_record_file(name)}:
+                self._catalogue.add_accesses(counts_of_new_files)
         except ApiError as error:
             _log.warning("the accesses of %d files are not in the catalogue yet: %s", len(counts), error)
             if error.reason is Reason.BUSY:
@@ -94,7 +94,8 @@ class Accesses:
         # The fields are: number, type, ADVISORY, READ or WRITE, process ID, MAJOR:MINOR:INODE. A waiting process has
         # an arrow in place of the type.
         holders = [(fields[4], fields[5]) for fields in locks if fields[1] == "FLOCK"]
-        # The device in /proc/locks is not always the st_dev of the file, so it is taken from the lock of this process.
+        # The device in /proc/locks is not always the st_dev of the file, so the line of this process's own lock gives
+        # the device.
         own_files = {file for holder, file in holders if holder == own_id and file.endswith(f":{inode}")}
         return frozenset(int(holder) for holder, file in holders if file in own_files)
 
@@ -104,10 +105,10 @@ class Accesses:
         if descriptor >= 0:
             os.close(descriptor)
 
-    def _is_recorded(self, name: str) -> bool:
-        """Add to the catalogue a file that another program has created. Return whether the file exists."""
+    def _try_record_file(self, name: str) -> bool:
+        """Add a file that another program has created to the catalogue. Return whether a tier has the file."""
         try:
-            self._record(name)
+            self._record_file(name)
         except ApiError as error:
             _log.debug("the accesses of %r are not counted: %s", name, error)
             return False

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BackgroundRun", "RunOutput"]
 
-# Before these phases, a migration can still be undone at no cost but the copied bytes.
-_UNDONE_PHASES = frozenset({Phase.RECORD, Phase.COPY, Phase.ATTRIBUTES, Phase.SYNC, Phase.VERIFY, Phase.RENAME})
+# If the run is stopped before one of these phases, the migration is undone. Only the copied bytes are lost.
+_UNDOABLE_PHASES = frozenset({Phase.RECORD, Phase.COPY, Phase.ATTRIBUTES, Phase.SYNC, Phase.VERIFY, Phase.RENAME})
 
 
 class RunOutput:
@@ -46,44 +46,44 @@ class RunOutput:
     stream : text file
         Stream for the lines.
     as_json : bool
-        Whether each line is a JSON object. Its member ``event`` has the name of the method below.
+        Whether each line is a JSON object. Its member ``event`` has the type of the event.
     """
 
     def __init__(self, stream: TextIO, *, as_json: bool) -> None:
         self._stream, self._as_json = stream, as_json
 
-    def ready(self, watched: Sequence[str], unwatched: Mapping[str, str]) -> None:
+    def report_ready(self, watched: Sequence[str], unwatched: Mapping[str, str]) -> None:
         """Report that the run begins, in which tiers opens are counted, and why not in the others."""
         texts = [f"opens by other programs are counted in {', '.join(watched)}"] if watched else []
-        for why in dict.fromkeys(unwatched.values()):
-            names = ", ".join(tier for tier, tier_why in unwatched.items() if tier_why == why)
-            texts.append(f"not counted in {names}: {why}")
+        for reason in dict.fromkeys(unwatched.values()):
+            names = ", ".join(tier for tier, reason_of_tier in unwatched.items() if reason_of_tier == reason)
+            texts.append(f"not counted in {names}: {reason}")
         self._print("ready", f"ready: {'; '.join(texts)}", watched=watched, unwatched=unwatched, pid=os.getpid())
 
-    def finding(self, finding: TierFinding) -> None:
+    def report_finding(self, finding: TierFinding) -> None:
         """Report a difference between catalogue and disks that an administrator has to resolve."""
         text = f"{printable(finding.name)}: {finding.kind.value} in {finding.tier}: {finding.text}"
         self._print("finding", text, finding=finding)
 
-    def moved(self, move: PlannedMove, why_not_moved: str) -> None:
+    def report_move(self, move: PlannedMove, why_not_moved: str) -> None:
         """Report a file that was moved, or the reason why it was not."""
         self._print("moved", describe_outcome(move, why_not_moved), move=move, why_not_moved=why_not_moved)
 
-    def passed(self, result: Migrated) -> None:
+    def report_pass(self, result: Migrated) -> None:
         """Report the end of a pass. A pass without moves has no line of text."""
         text = f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved"
         self._print("passed", text if result.moved or result.refused else "", result=result)
 
-    def failed(self, error: ApiError) -> None:
+    def report_failed_pass(self, error: ApiError) -> None:
         """Report that a pass failed. The next pass tries again."""
         self._print("failed", f"the pass failed: {error}", error=str(error), reason=error.reason)
 
-    def lost(self, count: int) -> None:
+    def report_lost_opens(self, count: int) -> None:
         """Report how often the kernel has dropped reports of opened files."""
         text = f"opens were too fast to be counted: the kernel has dropped reports {count} times"
         self._print("lost", text, count=count)
 
-    def ended(self, *, is_complete: bool) -> None:
+    def report_end(self, *, is_complete: bool) -> None:
         """Report the end of the run, and whether a migration was left to the recovery."""
         text = "ended" if is_complete else "ended within a step; the next gdrkit tiers command completes or undoes it"
         self._print("ended", text, is_complete=is_complete)
@@ -142,50 +142,50 @@ class BackgroundRun:
             programs cannot be counted, and the settings require that.
         """
         with ExitStack() as stack:
-            stack.callback(os.close, self._lock())
-            watcher = self._watch()
+            stack.callback(os.close, self._take_lock())
+            watcher = self._start_watcher()
             if watcher is not None:
                 stack.enter_context(watcher)
             while not self._stop.is_set():
                 quiet_s = self._settings.quiet_s(self._clock())
                 if not quiet_s:
-                    self._pass(watcher)
+                    self._run_pass(watcher)
                 self._stop.wait(min(quiet_s, self._settings.interval_s) if quiet_s else self._settings.interval_s)
 
-    def _pass(self, watcher: OpenWatcher | None) -> None:
+    def _run_pass(self, watcher: OpenWatcher | None) -> None:
         """Recover interrupted migrations, update the catalogue, and move files as the policy requires."""
         if watcher is not None:
             with convert_os_errors("watch opens"):
                 watcher.refresh()
             if lost_count := watcher.lost_count - self._lost_count:
-                self._output.lost(lost_count)
+                self._output.report_lost_opens(lost_count)
                 self._lost_count = watcher.lost_count
         try:
             findings = set(self._manager.check(repair=True))
             for finding in findings - self._findings:
                 if finding.is_wrong:
-                    self._output.finding(finding)
+                    self._output.report_finding(finding)
             self._findings = findings
-            self._output.passed(
-                self._manager.migrate(observe=self._observe_and_check, moved=self._output.moved, pace=self._pace)
+            self._output.report_pass(
+                self._manager.migrate(observe=self._observe_and_check, moved=self._output.report_move, pace=self._pace)
             )
         except _Interrupted:
             return
         except ApiError as error:
             # A locked or damaged catalogue, or a disk that failed: the next pass may succeed.
-            self._output.failed(error)
+            self._output.report_failed_pass(error)
 
     def _observe_and_check(self, phase: Phase, name: str, offset_bytes: int) -> None:
         if self._observe is not None:
             self._observe(phase, name, offset_bytes)
-        if phase in _UNDONE_PHASES and (self._stop.is_set() or self._settings.quiet_s(self._clock())):
+        if phase in _UNDOABLE_PHASES and (self._stop.is_set() or self._settings.quiet_s(self._clock())):
             raise _Interrupted
 
-    def _watch(self) -> OpenWatcher | None:
+    def _start_watcher(self) -> OpenWatcher | None:
         """Return a watcher of the opens by other programs, or None if these opens are not counted."""
         names = [tier.name for tier in self._manager.status() if not tier.absent]
         if self._settings.watch == "never":
-            self._output.ready((), dict.fromkeys(names, "not requested"))
+            self._output.report_ready((), dict.fromkeys(names, "not requested"))
             return None
         try:
             with convert_os_errors("watch opens"):
@@ -193,15 +193,15 @@ class BackgroundRun:
         except ApiError as error:
             if self._settings.watch == "required":
                 raise
-            self._output.ready((), dict.fromkeys(names, str(error)))
+            self._output.report_ready((), dict.fromkeys(names, str(error)))
             return None
         if self._settings.watch == "required" and watcher.unwatched:
             watcher.close()
             raise _unwatched_error(watcher.unwatched)
-        self._output.ready(watcher.watched, watcher.unwatched)
+        self._output.report_ready(watcher.watched, watcher.unwatched)
         return watcher
 
-    def _lock(self) -> int:
+    def _take_lock(self) -> int:
         """Take the lock that only one background run of these tiers can hold, and return its descriptor."""
         path = self._manager.catalogue.folder / "run"
         with convert_os_errors("run", catalogue=str(path.parent)):

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["DEFAULT_LENGTH_BYTES", "Speed", "measure"]
 
 DEFAULT_LENGTH_BYTES = 256 * MIB
-# Length of one read or write. The file is a multiple of it.
-_PART_BYTES = 8 * MIB
+# Length of one read or write, in bytes. The length of the file is a multiple of this length.
+_CHUNK_BYTES = 8 * MIB
 _READ_THREAD_COUNT = 4
 _LATENCY_READ_COUNT = 200
 # Seed of the data in the file, and of the offsets of the latency reads.
@@ -91,23 +91,23 @@ def measure(folder: TierFolder, *, length_bytes: int = DEFAULT_LENGTH_BYTES) -> 
     DataMismatch
         The tier returned bytes that differ from the written ones.
     """
-    part_count = max(1, length_bytes // _PART_BYTES)
+    chunk_count = max(1, length_bytes // _CHUNK_BYTES)
     with convert_os_errors("bench", tier=folder.name):
         buffered_fd, direct_fd = _open_unnamed(folder)
         try:
-            memory = mmap.mmap(-1, _PART_BYTES)
-            memory[:] = pattern.payload(_PART_BYTES, seed=_SEED)
-            write_s = _measure_write_s(direct_fd, memory, part_count)
+            memory = mmap.mmap(-1, _CHUNK_BYTES)
+            memory[:] = pattern.payload(_CHUNK_BYTES, seed=_SEED)
+            write_s = _measure_write_s(direct_fd, memory, chunk_count)
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            read_s = _measure_read_s(direct_fd, part_count)
+            read_s = _measure_read_s(direct_fd, chunk_count)
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            latencies_us = _measure_latencies_us(direct_fd, part_count * _PART_BYTES)
+            latencies_us = _measure_latencies_us(direct_fd, chunk_count * _CHUNK_BYTES)
             os.posix_fadvise(buffered_fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            device_rate, route = _measure_device_read(f"/proc/self/fd/{buffered_fd}", part_count)
+            device_rate, route = _measure_device_read(f"/proc/self/fd/{buffered_fd}", chunk_count)
         finally:
             for descriptor in {buffered_fd, direct_fd}:
                 os.close(descriptor)
-    file_bytes = part_count * _PART_BYTES
+    file_bytes = chunk_count * _CHUNK_BYTES
     return Speed(
         tier=folder.name,
         length_bytes=file_bytes,
@@ -141,31 +141,31 @@ def _open_unnamed(folder: TierFolder) -> tuple[int, int]:
     return buffered_fd, direct_fd
 
 
-def _measure_write_s(descriptor: int, memory: mmap.mmap, part_count: int) -> float:
+def _measure_write_s(descriptor: int, memory: mmap.mmap, chunk_count: int) -> float:
     start_s = time.perf_counter()
-    for part in range(part_count):
-        if os.pwritev(descriptor, [memory], part * _PART_BYTES) != _PART_BYTES:
+    for chunk_index in range(chunk_count):
+        if os.pwritev(descriptor, [memory], chunk_index * _CHUNK_BYTES) != _CHUNK_BYTES:
             raise OSError(errno.ENOSPC, "the tier is full")
     os.fsync(descriptor)
     return time.perf_counter() - start_s
 
 
-def _measure_read_s(descriptor: int, part_count: int) -> float:
+def _measure_read_s(descriptor: int, chunk_count: int) -> float:
     # One buffer per thread.
-    memories = [mmap.mmap(-1, _PART_BYTES) for _ in range(min(_READ_THREAD_COUNT, part_count))]
+    buffers = [mmap.mmap(-1, _CHUNK_BYTES) for _ in range(min(_READ_THREAD_COUNT, chunk_count))]
 
-    def read(first_part: int) -> None:
-        for part in range(first_part, part_count, len(memories)):
-            read_bytes = os.preadv(descriptor, [memories[first_part]], part * _PART_BYTES)
-            if read_bytes != _PART_BYTES:
-                raise DataMismatch(first_offset_bytes=read_bytes, expected=b"", actual=b"", length_bytes=_PART_BYTES)
+    def read(first_chunk: int) -> None:
+        for chunk_index in range(first_chunk, chunk_count, len(buffers)):
+            read_bytes = os.preadv(descriptor, [buffers[first_chunk]], chunk_index * _CHUNK_BYTES)
+            if read_bytes != _CHUNK_BYTES:
+                raise DataMismatch(first_offset_bytes=read_bytes, expected=b"", actual=b"", length_bytes=_CHUNK_BYTES)
 
-    with ThreadPoolExecutor(len(memories)) as threads:
+    with ThreadPoolExecutor(len(buffers)) as threads:
         start_s = time.perf_counter()
-        for future in [threads.submit(read, first_part) for first_part in range(len(memories))]:
+        for future in [threads.submit(read, first_chunk) for first_chunk in range(len(buffers))]:
             future.result()
         duration_s = time.perf_counter() - start_s
-    for memory in memories:
+    for memory in buffers:
         pattern.check(memoryview(memory), seed=_SEED)
     return duration_s
 
@@ -181,25 +181,25 @@ def _measure_latencies_us(descriptor: int, length_bytes: int) -> list[float]:
     return latencies_us
 
 
-def _measure_device_read(path: str, part_count: int) -> tuple[float | None, TierRoute]:
-    """Read the file into the first device. Return the rate in GB/s and the worst route of its parts."""
+def _measure_device_read(path: str, chunk_count: int) -> tuple[float | None, TierRoute]:
+    """Read the file into the first device. Return the rate in GB/s and the worst route of its chunks."""
     try:
         device_count = cuda.device_count()
     except SetupMissing as error:
         return None, TierRoute(RouteState.NOT_POSSIBLE, why=str(error))
     if not device_count:
         return None, TierRoute(RouteState.NOT_POSSIBLE, why="there is no CUDA device")
-    length_bytes = part_count * _PART_BYTES
-    with cuda.Device(0) as device, device.allocate(_PART_BYTES) as memory, File(path) as file:
+    length_bytes = chunk_count * _CHUNK_BYTES
+    with cuda.Device(0) as device, device.allocate(_CHUNK_BYTES) as memory, File(path) as file:
         with warnings.catch_warnings():
             # The table of results reports the fallback.
             warnings.simplefilter("ignore", FallbackWarning)
             # This first read probes for a direct path, and makes the engine pin its memory.
-            file.read_into(memory, length_bytes=_PART_BYTES)
+            file.read_into(memory, length_bytes=_CHUNK_BYTES)
             start_s = time.perf_counter()
             results = [
-                file.read_into(memory, file_offset_bytes=part * _PART_BYTES, length_bytes=_PART_BYTES)
-                for part in range(part_count)
+                file.read_into(memory, file_offset_bytes=chunk_index * _CHUNK_BYTES, length_bytes=_CHUNK_BYTES)
+                for chunk_index in range(chunk_count)
             ]
             duration_s = time.perf_counter() - start_s
         pattern.check(memory.read(), seed=_SEED)

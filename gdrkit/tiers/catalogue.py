@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from gdrkit.cufile import RouteState
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.tiers.database import Database
-from gdrkit.tiers.heat import NEVER_ACCESSED, score_after
+from gdrkit.tiers.heat import NEVER_ACCESSED, add_accesses_to_score
 from gdrkit.tiers.names import printable
 from gdrkit.tiers.routes import TierRoute
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-__all__ = ["Catalogue", "Entry", "Totals"]
+__all__ = ["Catalogue", "Entry", "TierTotals"]
 
 # Bytes per block of st_blocks; see stat(2).
 _STAT_BLOCK_BYTES = 512
@@ -71,7 +71,7 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Totals:
+class TierTotals:
     """Totals of one tier.
 
     Attributes
@@ -123,7 +123,7 @@ class Catalogue(Database):
             row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_name_bytes(name),)).fetchone()  # noqa: S608 - constant columns.
         return None if row is None else Entry.from_row(row)
 
-    def totals(self) -> dict[str, Totals]:
+    def totals(self) -> dict[str, TierTotals]:
         """Return the totals of every tier that has a file, or is the destination of a migration."""
         with self.locked_connection("read totals") as connection:
             rows = connection.execute(
@@ -131,7 +131,7 @@ class Catalogue(Database):
                 "SELECT tier, files, size_bytes, allocated_bytes, 0 AS coming FROM totals UNION ALL "
                 "SELECT destination, 0, 0, 0, sum(allocated_bytes) FROM moves GROUP BY destination) GROUP BY tier"
             ).fetchall()
-        return {row[0]: Totals(*row[1:]) for row in rows}
+        return {row[0]: TierTotals(*row[1:]) for row in rows}
 
     def pins(self) -> dict[str, str]:
         """Return the tier of each pinned file, by name of the file."""
@@ -192,7 +192,7 @@ class Catalogue(Database):
                     continue
                 connection.execute(
                     "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
-                    (score_after(row[1], accesses=count, at=now), count, row[0]),
+                    (add_accesses_to_score(row[1], accesses=count, at=now), count, row[0]),
                 )
         return unknown_names
 
@@ -214,7 +214,7 @@ class Catalogue(Database):
         """
         identifier, name, source, destination, allocated_bytes = move
         with self.write_transaction("begin move", name=printable(name)) as connection:
-            totals = self.totals().get(destination, Totals())
+            totals = self.totals().get(destination, TierTotals())
             if totals.allocated_bytes + totals.coming_bytes + allocated_bytes > limit_bytes:
                 raise ApiError(
                     api=Api.NONE,

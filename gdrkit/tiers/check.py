@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from gdrkit.tiers._sqlite import convert_sqlite_errors
 from gdrkit.tiers.catalogue import Entry
 from gdrkit.tiers.finding import FindingKind, TierFinding
-from gdrkit.tiers.heat import score_of
+from gdrkit.tiers.heat import score_from_heat
 from gdrkit.tiers.kernel_errors import convert_os_errors
-from gdrkit.tiers.record import recorded_ids
+from gdrkit.tiers.record import list_recorded_ids
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -54,7 +54,7 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
         with convert_os_errors("scan", tier=tier.name):
             for name, info in folder.walk():
                 if stat.S_ISREG(info.st_mode) and catalogue.find(name) is None:
-                    score = score_of(tier.accesses_min, at=now_half_lives)
+                    score = score_from_heat(tier.accesses_min, at=now_half_lives)
                     catalogue.put(Entry.of(name, tier.name, info, score=score))
 
 
@@ -173,4 +173,4 @@ def _stat_regular_file(folder: TierFolder, name: str) -> os.stat_result | None:
 
 def _is_migration_in_progress(folders: Mapping[str, TierFolder]) -> bool:
     """Return whether a migration is in progress, during which a file may briefly have its name in two tiers."""
-    return any(recorded_ids(folder) for folder in folders.values())
+    return any(list_recorded_ids(folder) for folder in folders.values())

@@ -230,15 +230,15 @@ def configure(
     settings = _read_file(path) if path else _FileSettings()
     tier_texts = tiers or re.split(r"[;\s]+", environ.get(_TIERS_VARIABLE, "").strip())
     tiers_of_caller = tuple(_parse_tier(text) for text in tier_texts if text)
-    configured = _with_defaults(tiers_of_caller or settings.tiers)
+    configured_tiers = _with_defaults(tiers_of_caller or settings.tiers)
     folder = (
         catalogue
         or environ.get(_CATALOGUE_VARIABLE)
         or settings.catalogue
-        or configured[0].directory / OWN_FOLDER / "catalogue"
+        or configured_tiers[0].directory / OWN_FOLDER / "catalogue"
     )
     parameters: Any = settings.parameters  # from_json_data has checked the types.
-    return Configuration(tiers=configured, catalogue=Path(folder), **parameters)
+    return Configuration(tiers=configured_tiers, catalogue=Path(folder), **parameters)
 
 
 def override_run(
@@ -254,7 +254,7 @@ def override_run(
     Parameters
     ----------
     settings : RunSettings
-        The settings of which the other values are kept.
+        The settings that give all other values.
     interval_s, watch
         See :class:`~gdrkit.tiers.schedule.RunSettings`.
     rate : str, int or None
@@ -317,9 +317,10 @@ def _parse_tier(text: str) -> _TierSettings:
     name, equals_sign, value = text.partition("=")
     directory, *options = value.split(",")
     values = dict(option.partition("=")[::2] for option in options)
-    unknown = values.keys() - {"capacity", "accesses_min"}
-    if unknown:
-        message = f"the options of a tier must be capacity or accesses_min, not {', '.join(sorted(unknown))} ({text!r})"
+    unknown_options = values.keys() - {"capacity", "accesses_min"}
+    if unknown_options:
+        names = ", ".join(sorted(unknown_options))
+        message = f"the options of a tier must be capacity or accesses_min, not {names} ({text!r})"
         raise UsageError(message)
     if not equals_sign or not directory:
         message = f"a tier must be NAME=DIRECTORY[,capacity=SIZE][,accesses_min=N], not {text!r}"

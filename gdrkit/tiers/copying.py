@@ -22,7 +22,7 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CHUNK_BYTES", "copy_attributes", "copy_data", "digest_of_copy", "preserve_access_time"]
+__all__ = ["CHUNK_BYTES", "compute_copy_digest", "copy_attributes", "copy_data", "preserve_access_time"]
 
 # Length of one read and one write, unless a rate limit requires shorter ones.
 CHUNK_BYTES = 4 * MIB
@@ -72,7 +72,7 @@ def copy_data(
     return digest.digest()
 
 
-def digest_of_copy(
+def compute_copy_digest(
     source_fd: int,
     copy_fd: int,
     *,
@@ -108,7 +108,7 @@ def digest_of_copy(
     return digest.digest()
 
 
-def copy_attributes(source_fd: int, copy_fd: int, info: os.stat_result) -> None:
+def copy_attributes(source_fd: int, copy_fd: int, source_info: os.stat_result) -> None:
     """Copy mode, owner, extended attributes and times of the source to the copy.
 
     Raises
@@ -117,13 +117,13 @@ def copy_attributes(source_fd: int, copy_fd: int, info: os.stat_result) -> None:
         EPERM: this user may not change the owner. EOPNOTSUPP: the file system has no extended attributes.
     """
     copy_info = os.fstat(copy_fd)
-    if (copy_info.st_uid, copy_info.st_gid) != (info.st_uid, info.st_gid):
-        os.fchown(copy_fd, info.st_uid, info.st_gid)
+    if (copy_info.st_uid, copy_info.st_gid) != (source_info.st_uid, source_info.st_gid):
+        os.fchown(copy_fd, source_info.st_uid, source_info.st_gid)
     # The mode must be set after the owner, because a change of owner clears set-user-id bits and capabilities.
-    os.fchmod(copy_fd, stat.S_IMODE(info.st_mode))
-    for name in _copied_attributes(source_fd):
+    os.fchmod(copy_fd, stat.S_IMODE(source_info.st_mode))
+    for name in _list_copied_attributes(source_fd):
         os.setxattr(copy_fd, name, os.getxattr(source_fd, name))
-    os.utime(copy_fd, ns=(info.st_atime_ns, info.st_mtime_ns))
+    os.utime(copy_fd, ns=(source_info.st_atime_ns, source_info.st_mtime_ns))
 
 
 def preserve_access_time(descriptor: int) -> None:
@@ -141,7 +141,7 @@ def _chunks(source_fd: int, size_bytes: int, chunk_bytes: int) -> Iterator[tuple
             yield offset, min(chunk_bytes, end - offset)
 
 
-def _copied_attributes(descriptor: int) -> list[str]:
+def _list_copied_attributes(descriptor: int) -> list[str]:
     try:
         return [name for name in os.listxattr(descriptor) if name not in _LOCATION_ATTRIBUTES]
     except OSError as error:

@@ -189,10 +189,10 @@ class Database(ABC):
 
     def _switch_to(self, connection: Connection, file_number: int) -> None:
         """Use this connection from now on, and close the previous one."""
-        old, self._connection, self._file_number = self._connection, connection, file_number
+        previous_connection, self._connection, self._file_number = self._connection, connection, file_number
         self._inode = self._path(file_number).stat().st_ino
-        if old is not None:
-            old.close()
+        if previous_connection is not None:
+            previous_connection.close()
 
     def _rebuild(self, last_file_number: int) -> None:
         """Create a database with a number above `last_file_number`, unless another process has just created one."""
@@ -202,8 +202,8 @@ class Database(ABC):
                 return
             file_number = max([last_file_number, *file_numbers]) + 1
             draft = self.folder / "catalogue.new"
-            for stale in self.folder.glob("catalogue.new*"):
-                stale.unlink()
+            for stale_file in self.folder.glob("catalogue.new*"):
+                stale_file.unlink()
             connection = connect(draft, timeout_ms=self._timeout_ms)
             try:
                 with convert_sqlite_errors("create catalogue", catalogue=str(draft)):

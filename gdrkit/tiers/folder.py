@@ -76,7 +76,7 @@ class TierFolder:
         self.directory = directory
         self._descriptors = ReleaseStack()
         self._own_folders: dict[str, int] = {}
-        self._closed = False
+        self._is_closed = False
         with convert_os_errors("open tier", tier=name, directory=str(directory)):
             self.root = self._close_later(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
         try:
@@ -153,7 +153,7 @@ class TierFolder:
         return [] if descriptor is None else sorted(os.listdir(descriptor))  # noqa: PTH208 - pathlib has no descriptors.
 
     @contextlib.contextmanager
-    def parent(self, name: str, *, create_like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
+    def open_parent(self, name: str, *, create_like: TierFolder | None = None) -> Iterator[tuple[int, str]]:
         """Open the folder of a file. Yield its descriptor and the last part of the name.
 
         Parameters
@@ -190,7 +190,7 @@ class TierFolder:
             open(2) failed, or the file is not a regular file.
         """
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC
-        with self.parent(name) as (parent_fd, base_name):
+        with self.open_parent(name) as (parent_fd, base_name):
             if flags & os.O_EXCL:
                 return os.open(base_name, flags, mode, dir_fd=parent_fd)
             # The type is checked before the file is opened, because open of a FIFO would block.
@@ -208,7 +208,7 @@ class TierFolder:
     def stat(self, name: str) -> os.stat_result | None:
         """Return the lstat(2) result of the name, or None if it does not exist."""
         try:
-            with self.parent(name) as (parent_fd, base_name):
+            with self.open_parent(name) as (parent_fd, base_name):
                 return os.stat(base_name, dir_fd=parent_fd, follow_symlinks=False)
         except OSError as error:
             if error.errno in {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}:
@@ -221,7 +221,7 @@ class TierFolder:
         return info.f_bavail * info.f_frsize
 
     @contextlib.contextmanager
-    def locked(self, *, exclusive: bool) -> Iterator[bool]:
+    def hold_lock(self, *, exclusive: bool) -> Iterator[bool]:
         """Hold the lock of the tier during the block: shared to start a migration, exclusive for a recovery.
 
         A migration holds the shared lock only while it creates its copy and its record. So a process with the exclusive
@@ -253,38 +253,40 @@ class TierFolder:
         tuple
             Name of the file, and its lstat(2) result.
         """
-        reserved = {OWN_FOLDER, LOST_AND_FOUND}
-        pending = [""]
-        while pending:
-            prefix = pending.pop()
+        reserved_names = {OWN_FOLDER, LOST_AND_FOUND}
+        pending_folders = [""]
+        while pending_folders:
+            prefix = pending_folders.pop()
             try:
                 folder_fd = self._open_folder(prefix)
             except (FileNotFoundError, NotADirectoryError):
                 continue  # Another process has just removed the folder.
             try:
                 with os.scandir(folder_fd) as entries:
-                    children = sorted((entry.name, entry.stat(follow_symlinks=False)) for entry in _existing(entries))
+                    children = sorted(
+                        (entry.name, entry.stat(follow_symlinks=False)) for entry in _existing_entries(entries)
+                    )
             finally:
                 os.close(folder_fd)
             for base_name, info in children:
                 name = f"{prefix}/{base_name}" if prefix else base_name
                 if stat.S_ISDIR(info.st_mode):
-                    if prefix or base_name not in reserved:
-                        pending.append(name)
+                    if prefix or base_name not in reserved_names:
+                        pending_folders.append(name)
                 else:
                     yield name, info
 
     def close(self) -> None:
         """Close all descriptors."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self._descriptors.run()
             self._handle.release()
 
     def _open_folder(self, name: str) -> int:
         if not name:
             return os.open(".", _OPEN_FOLDER_FLAGS, dir_fd=self.root)
-        with self.parent(name) as (parent_fd, base_name):
+        with self.open_parent(name) as (parent_fd, base_name):
             return os.open(base_name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
 
     def _find_own_folder(self, folder: str) -> int:
@@ -322,7 +324,7 @@ class TierFolder:
         self.close()
 
 
-def _existing(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+def _existing_entries(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
     """Yield the entries that still exist. The lstat(2) result of each is cached in the entry by this check."""
     for entry in entries:
         with contextlib.suppress(FileNotFoundError):

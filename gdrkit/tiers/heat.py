@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 
-__all__ = ["NEVER_ACCESSED", "heat", "score_after", "score_least", "score_of"]
+__all__ = ["NEVER_ACCESSED", "add_accesses_to_score", "heat", "least_score", "score_from_heat"]
 
 # The score of a file without accesses.
 NEVER_ACCESSED = -math.inf
@@ -23,7 +23,7 @@ _PRECISION_BITS = 60.0
 _EXPONENT_MAX = 1000.0
 
 
-def score_of(heat_value: float, *, at: float) -> float:
+def score_from_heat(heat_value: float, *, at: float) -> float:
     """Return the score of a file that has this heat at the time `at`."""
     return math.log2(heat_value) + at if heat_value > 0 else NEVER_ACCESSED
 
@@ -33,7 +33,7 @@ def heat(score: float, *, at: float) -> float:
     return 2.0 ** min(score - at, _EXPONENT_MAX) if score != NEVER_ACCESSED else 0.0
 
 
-def score_after(score: float, *, accesses: int, at: float) -> float:
+def add_accesses_to_score(score: float, *, accesses: int, at: float) -> float:
     """Return the score of a file after more accesses at the time `at`."""
     exponent = score - at
     if exponent > _PRECISION_BITS:
@@ -41,10 +41,10 @@ def score_after(score: float, *, accesses: int, at: float) -> float:
     return math.log2(2.0**exponent + accesses) + at
 
 
-def score_least(accesses_min: int, *, at: float, share: float = 1.0) -> float:
+def least_score(accesses_min: int, *, at: float, share: float = 1.0) -> float:
     """Return the least score of a file whose heat reaches `accesses_min`, or the `share` of it, at the time `at`.
 
     The first accesses of a file have already lost a little weight when the last one happens. Therefore half an access
     is subtracted: with `accesses_min` 100, a file gets this score at its 100th access.
     """
-    return score_of(accesses_min * share - 0.5, at=at) if accesses_min > 0 else NEVER_ACCESSED
+    return score_from_heat(accesses_min * share - 0.5, at=at) if accesses_min > 0 else NEVER_ACCESSED

@@ -96,7 +96,7 @@ def _find_entry(name: str, catalogue: Catalogue) -> Entry | None:
         return None  # The catalogue is damaged or locked. The disks are searched instead.
 
 
-def _search_order(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
+def _order_search(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
     first = [folders[entry.tier]] if entry is not None and entry.tier in folders else []
     return [*first, *(folder for folder in folders.values() if folder not in first)]
 
@@ -108,7 +108,7 @@ def _search_and_open(
     entry = None
     for _ in range(_SEARCHES_MAX):
         entry = _find_entry(name, catalogue)
-        tier_and_fd = _open_first(name, _search_order(entry, folders), flags)
+        tier_and_fd = _open_first(name, _order_search(entry, folders), flags)
         if tier_and_fd is not None:
             return entry, tier_and_fd
     return entry, None
@@ -146,7 +146,7 @@ def _create_file(
         if any(folder.stat(name) is not None for folder in folders.values()):
             return None
         for tier in landing_tiers:
-            with tier.parent(name, create_like=tier) as (parent_fd, _):
+            with tier.open_parent(name, create_like=tier) as (parent_fd, _):
                 descriptor = tier.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
                 os.fsync(parent_fd)
             catalogue.record_file(name, tier.name, os.fstat(descriptor))

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import Api, ApiError, ClosedResource, DataMismatch, UsageError
 from gdrkit.handles import Handle, ReleaseStack
-from gdrkit.tiers.accesses import Accesses
-from gdrkit.tiers.catalogue import Catalogue, Totals
+from gdrkit.tiers.accesses import AccessCounter
+from gdrkit.tiers.catalogue import Catalogue, TierTotals
 from gdrkit.tiers.check import compare, fill_catalogue, find_kept_files
 from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.guard import lock_exclusive
@@ -80,7 +80,7 @@ class TierManager:
     def __init__(self, configuration: Configuration, *, clock: Callable[[], float] = time.time) -> None:
         self.configuration = configuration
         self._resources = ReleaseStack()
-        self._closed = False
+        self._is_closed = False
         self._tiers = TierSet(configuration)
         self._resources.push(self._tiers.close)
         try:
@@ -89,11 +89,11 @@ class TierManager:
                 half_life_s=configuration.half_life_s,
                 timeout_ms=configuration.timeout_ms,
                 clock=clock,
-                fill=self._fill,
+                fill=self._fill_new_catalogue,
             )
             self._resources.push(self.catalogue.close)
             self._tiers.exclude_unknown_folders(self.catalogue)
-            self.accesses = Accesses(self.catalogue, record=self._record_location)
+            self.accesses = AccessCounter(self.catalogue, record_file=self._record_location)
             self._resources.push(self.accesses.close)
             self.recovery_findings = tuple(self._recover())
         except BaseException as error:
@@ -185,7 +185,7 @@ class TierManager:
             tier, descriptor = open_for_reading(name, self._tiers.folders, self.catalogue)
             try:
                 lock_exclusive(descriptor, name=name)
-                with tier.parent(name) as (parent_fd, base_name):
+                with tier.open_parent(name) as (parent_fd, base_name):
                     os.unlink(base_name, dir_fd=parent_fd)
                     os.fsync(parent_fd)
             finally:
@@ -243,8 +243,8 @@ class TierManager:
     def auto_tier(self, name: str, *, observe: Observer | None = None) -> str:
         """Move one file to the tier that its heat or its pin requires, and return the name of its tier.
 
-        No other file is moved. If that tier is full, the file gets the next slower tier that has space, and a file with
-        a pin stays where it is. :meth:`migrate` would move colder files away to make space.
+        If that tier is full, a pinned file stays where it is, and any other file gets the next slower tier with space.
+        Unlike :meth:`migrate`, this method moves no colder files away to make space.
 
         Raises
         ------
@@ -256,7 +256,7 @@ class TierManager:
         free = [
             replace(tier, limit_bytes=tier.limit_bytes - total.allocated_bytes - total.coming_bytes + own_bytes)
             for tier in self._tiers.limits(totals)
-            for total in (totals.get(tier.name, Totals()),)
+            for total in (totals.get(tier.name, TierTotals()),)
             # The space that the file takes in its current tier counts as free, so that it can stay in a full tier.
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
         ]
@@ -294,25 +294,27 @@ class TierManager:
         pace : Pace or None
             The rate limit of the copies; see :meth:`move`.
         """
-        refused: list[RefusedMove] = []
+        refused_moves: list[RefusedMove] = []
         moved_count = moved_bytes = 0
         with self.plan() as plan:
             if begin is not None:
                 begin(plan.count, plan.allocated_bytes)
-            for planned in plan.moves():
-                why = ""
+            for planned_move in plan.moves():
+                why_not_moved = ""
                 try:
-                    moved_bytes += self.move(planned.name, planned.destination, observe=observe, pace=pace)
+                    moved_bytes += self.move(planned_move.name, planned_move.destination, observe=observe, pace=pace)
                     moved_count += 1
                 except (ApiError, DataMismatch) as error:
                     # Without the catalogue, no other file can be moved either.
                     if isinstance(error, ApiError) and error.api is Api.SQLITE:
                         raise
-                    why = str(error)
-                    refused.append(RefusedMove(planned.name, planned.destination, error.reason, why))
+                    why_not_moved = str(error)
+                    refused_moves.append(
+                        RefusedMove(planned_move.name, planned_move.destination, error.reason, why_not_moved)
+                    )
                 if moved is not None:
-                    moved(planned, why)
-            return Migrated(moved_count, moved_bytes, tuple(refused), plan.considered)
+                    moved(planned_move, why_not_moved)
+            return Migrated(moved_count, moved_bytes, tuple(refused_moves), plan.considered)
 
     def pin(self, name: str, tier: str | None = None) -> str:
         """Pin a file to a tier, by default to its current one. The next run of the policy moves the file to that tier.
@@ -350,7 +352,7 @@ class TierManager:
                 route=routes.get(tier.name, UNOBSERVED),
             )
             for tier in self.configuration.tiers
-            for total in (totals.get(tier.name, Totals()),)
+            for total in (totals.get(tier.name, TierTotals()),)
         ]
 
     def check(self, *, repair: bool = False) -> list[TierFinding]:
@@ -394,13 +396,13 @@ class TierManager:
 
     def close(self) -> None:
         """Write the last access counts to the catalogue and close everything. A second close does nothing."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             self.accesses.flush()
             self._resources.run()
             self._handle.release()
 
-    def _fill(self, catalogue: Catalogue) -> None:
+    def _fill_new_catalogue(self, catalogue: Catalogue) -> None:
         """Fill a new catalogue with the files and the pins on disk."""
         fill_catalogue(catalogue, self.configuration, self._tiers.folders)
         for name, tier in read_pins(self._tiers.fastest).items():
@@ -434,7 +436,7 @@ class TierManager:
             write_pins(self._tiers.fastest, self.catalogue.pins())
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             resource = "the tier manager"
             raise ClosedResource(resource)
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, DataMismatch, Reason
 from gdrkit.host import rename_new
-from gdrkit.tiers.copying import CHUNK_BYTES, copy_attributes, copy_data, digest_of_copy, preserve_access_time
+from gdrkit.tiers.copying import CHUNK_BYTES, compute_copy_digest, copy_attributes, copy_data, preserve_access_time
 from gdrkit.tiers.guard import Guard
 from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors, kernel_error
 from gdrkit.tiers.names import printable
@@ -117,18 +117,20 @@ def migrate_file(
             _check_file_has_name(source, name, guard.info)
         _check_links(guard.info, name)
         preserve_access_time(source_fd)
-        move = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
+        migration = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
         # st_blocks counts blocks of 512 bytes.
         allocated_bytes = guard.info.st_blocks * 512
-        catalogue.begin_move((move.id, name, source.name, destination.name, allocated_bytes), limit_bytes=limit_bytes)
+        catalogue.begin_move(
+            (migration.id, name, source.name, destination.name, allocated_bytes), limit_bytes=limit_bytes
+        )
         try:
             with convert_os_errors("migrate", name=printable(name), source=source.name, destination=destination.name):
-                move.run()
+                migration.run()
         except BaseException as error:
-            move.undo(error)
+            migration.undo(error)
             raise
         finally:
-            move.close()
+            migration.close()
     return allocated_bytes
 
 
@@ -157,7 +159,7 @@ class _Migration:
         self._copy_fd = -1
         self._record: MoveRecord | None = None
         # Completed steps, newest last. If the migration fails, undo() reverts them.
-        self._completed: list[Phase] = []
+        self._completed_steps: list[Phase] = []
 
     def run(self) -> None:
         self._step(Phase.RECORD, self._create_copy)
@@ -170,7 +172,7 @@ class _Migration:
         )
         self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
         self._step(Phase.SYNC, lambda: os.fsync(self._copy_fd))
-        copy_digest = digest_of_copy(
+        copy_digest = compute_copy_digest(
             self._source_fd,
             self._copy_fd,
             size_bytes=self._size_bytes,
@@ -181,13 +183,13 @@ class _Migration:
             raise DataMismatch(
                 first_offset_bytes=0, expected=digest[:16], actual=copy_digest[:16], length_bytes=self._size_bytes
             )
-        self._step(Phase.RENAME, self._name_copy)
+        self._step(Phase.RENAME, self._rename_copy)
         self._step(Phase.FOLDER, self._sync_destination)
-        self._step(Phase.RETIRE, self._retire)
+        self._step(Phase.RETIRE, self._retire_source)
         self._step(Phase.RETIRED, self._sync_source)
         self._step(Phase.CATALOGUE, self._update_catalogue)
-        self._step(Phase.REMOVE, self._remove)
-        self._step(Phase.FORGET, self._forget)
+        self._step(Phase.REMOVE, self._remove_retired_file)
+        self._step(Phase.FORGET, self._remove_record)
         self._observe(Phase.DONE, self._name, self._size_bytes)
 
     @property
@@ -195,9 +197,9 @@ class _Migration:
         return self._guard.info.st_size
 
     def _step(self, phase: Phase, action: Callable[[], None]) -> None:
-        self._observe(phase, self._name, self._size_bytes if self._completed else 0)
+        self._observe(phase, self._name, self._size_bytes if self._completed_steps else 0)
         action()
-        self._completed.append(phase)
+        self._completed_steps.append(phase)
 
     def _chunk_observer(self, phase: Phase) -> Callable[[int, int], None]:
         def on_chunk(offset_bytes: int, length_bytes: int) -> None:
@@ -220,7 +222,7 @@ class _Migration:
 
     def _create_copy(self) -> None:
         """Create the empty copy, lock it, and write the record of the migration."""
-        with self._destination.locked(exclusive=False):
+        with self._destination.hold_lock(exclusive=False):
             # O_NOATIME: the verification must not change the access time.
             flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NOATIME
             self._copy_fd = os.open(self.id, flags, 0o600, dir_fd=self._destination.own_folder("incoming"))
@@ -236,31 +238,31 @@ class _Migration:
                 copy_inode=os.fstat(self._copy_fd).st_ino,
             )
 
-    def _name_copy(self) -> None:
+    def _rename_copy(self) -> None:
         """Give the copy the name of the file in the destination."""
         self._guard.check()
-        with self._destination.parent(self._name, create_like=self._source) as (parent_fd, base_name):
+        with self._destination.open_parent(self._name, create_like=self._source) as (parent_fd, base_name):
             rename_new(self.id, base_name, folder=self._destination.own_folder("incoming"), new_folder=parent_fd)
 
     def _sync_destination(self) -> None:
-        with self._destination.parent(self._name) as (parent_fd, _):
+        with self._destination.open_parent(self._name) as (parent_fd, _):
             os.fsync(parent_fd)
 
-    def _retire(self) -> None:
+    def _retire_source(self) -> None:
         """Rename the old file into the ``retired`` folder. From that moment the copy is the file."""
         retired_fd = self._source.own_folder("retired")
         self._check_copy()
-        with self._source.parent(self._name) as (parent_fd, base_name):
+        with self._source.open_parent(self._name) as (parent_fd, base_name):
             self._guard.check()
             os.rename(base_name, self.id, src_dir_fd=parent_fd, dst_dir_fd=retired_fd)
             # If one of the next calls fails, undo() must revert this step too. If none fails, _step() appends the phase
             # again.
-            self._completed.append(Phase.RETIRE)
+            self._completed_steps.append(Phase.RETIRE)
         # Before the rename, another process may have given the name to another file, or opened the file for writing.
         if os.stat(self.id, dir_fd=retired_fd, follow_symlinks=False).st_ino != self._guard.info.st_ino:
             raise busy_error("migrate", "another file has taken the name", name=printable(self._name))
         self._guard.check()
-        self._completed.pop()
+        self._completed_steps.pop()
 
     def _check_copy(self) -> None:
         """Check that the copy still has its name: another process may have removed it or moved its folder."""
@@ -271,14 +273,14 @@ class _Migration:
 
     def _sync_source(self) -> None:
         os.fsync(self._source.own_folder("retired"))
-        with self._source.parent(self._name) as (parent_fd, _):
+        with self._source.open_parent(self._name) as (parent_fd, _):
             os.fsync(parent_fd)
 
     def _update_catalogue(self) -> None:
         self._guard.check()
         self._catalogue.record_file(self._name, self._destination.name, os.fstat(self._copy_fd))
 
-    def _remove(self) -> None:
+    def _remove_retired_file(self) -> None:
         # This is the last check of both files before one of them is removed.
         self._check_copy()
         self._guard.check()
@@ -288,14 +290,14 @@ class _Migration:
         # it may be the only copy.
         os.fsync(retired_fd)
 
-    def _forget(self) -> None:
+    def _remove_record(self) -> None:
         if self._record is not None:
             self._record.remove()
         self._catalogue.end_move(self.id)
 
     def undo(self, error: BaseException) -> None:
         """Undo the completed steps, newest first. If that fails, a later recovery reads the record and undoes them."""
-        if Phase.REMOVE in self._completed:
+        if Phase.REMOVE in self._completed_steps:
             error.add_note(
                 f"{printable(self._name)!r} was moved to {self._destination.name}, although a later step failed"
             )
@@ -303,14 +305,14 @@ class _Migration:
         undo_actions = {
             Phase.CATALOGUE: self._restore_catalogue,
             Phase.RETIRE: self._restore_name,
-            Phase.RENAME: self._unname_copy,
+            Phase.RENAME: self._remove_copy_name,
             Phase.RECORD: self._remove_copy,
         }
         # The step RECORD may have failed after it created the copy.
-        if self._copy_fd >= 0 and Phase.RECORD not in self._completed:
-            self._completed.insert(0, Phase.RECORD)
+        if self._copy_fd >= 0 and Phase.RECORD not in self._completed_steps:
+            self._completed_steps.insert(0, Phase.RECORD)
         try:
-            for phase in reversed(self._completed):
+            for phase in reversed(self._completed_steps):
                 if phase in undo_actions:
                     undo_actions[phase]()
             self._catalogue.end_move(self.id)
@@ -321,14 +323,14 @@ class _Migration:
         self._catalogue.record_file(self._name, self._source.name, self._guard.info)
 
     def _restore_name(self) -> None:
-        with self._source.parent(self._name) as (parent_fd, base_name):
+        with self._source.open_parent(self._name) as (parent_fd, base_name):
             rename_new(self.id, base_name, folder=self._source.own_folder("retired"), new_folder=parent_fd)
             os.fsync(parent_fd)
         os.fsync(self._source.own_folder("retired"))
 
-    def _unname_copy(self) -> None:
+    def _remove_copy_name(self) -> None:
         """Remove the name of the copy in the destination."""
-        with self._destination.parent(self._name) as (parent_fd, base_name):
+        with self._destination.open_parent(self._name) as (parent_fd, base_name):
             info = os.stat(base_name, dir_fd=parent_fd, follow_symlinks=False)
             if info.st_ino != os.fstat(self._copy_fd).st_ino:
                 error = OSError(errno.EEXIST, "another file has the name")

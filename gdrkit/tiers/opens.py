@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from gdrkit.host import OpenedFile
-    from gdrkit.tiers.accesses import Accesses
+    from gdrkit.tiers.accesses import AccessCounter
     from gdrkit.tiers.folder import TierFolder
 
 __all__ = ["OpenWatcher"]
@@ -32,7 +32,7 @@ __all__ = ["OpenWatcher"]
 # Largest number of folders whose paths are kept.
 _FOLDERS_MAX = 1 << 16
 # Time in which the kernel must report an open of this process, in seconds.
-_PROOF_TIMEOUT_S = 5.0
+_REPORT_TIMEOUT_S = 5.0
 # Largest number of reads of the kernel's queue of reports after close() was called. On a busy file system, the queue
 # may never become empty.
 _LAST_READS_MAX = 64
@@ -64,7 +64,7 @@ class OpenWatcher(Closeable):
         EPERM: this process has no CAP_SYS_ADMIN. ENOSYS, EINVAL: the kernel is older than Linux 5.9.
     """
 
-    def __init__(self, folders: Sequence[TierFolder], accesses: Accesses) -> None:
+    def __init__(self, folders: Sequence[TierFolder], accesses: AccessCounter) -> None:
         self._accesses = accesses
         self._reports = OpenReports()
         # Logical name of each known folder by its handle: empty for the folder of a tier, None outside all tiers.
@@ -74,7 +74,7 @@ class OpenWatcher(Closeable):
         self._wake_fd = -1
         try:
             for folder in folders:
-                self._add(folder)
+                self._watch_tier(folder)
             self.watched = tuple(folder.name for folder in folders if folder.name not in self.unwatched)
             self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         except BaseException:
@@ -82,7 +82,7 @@ class OpenWatcher(Closeable):
             raise
         self._handle = Handle("tiers.opens")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="gdrkit-opens")
-        self._outcome = self._thread.submit(self._count_until_woken)
+        self._counting = self._thread.submit(self._count_until_woken)
 
     @property
     def lost_count(self) -> int:
@@ -90,10 +90,10 @@ class OpenWatcher(Closeable):
         return self._reports.overflow_count
 
     def refresh(self) -> None:
-        """Forget the names of all folders, because some may have been renamed, and raise an error of the thread."""
+        """Forget the names of all folders, because some may have been renamed. Raise an error of the thread."""
         self._names_by_handle.clear()
-        if self._outcome.done():
-            self._outcome.result()
+        if self._counting.done():
+            self._counting.result()
 
     def close(self) -> None:
         """Count the opens that the kernel has already reported, and end the thread. A second close does nothing."""
@@ -106,7 +106,7 @@ class OpenWatcher(Closeable):
         self._reports.close()
         self._handle.release()
 
-    def _add(self, folder: TierFolder) -> None:
+    def _watch_tier(self, folder: TierFolder) -> None:
         """Watch the file system of a tier, and check that the kernel reports an open there."""
         try:
             self._reports.add_file_system(folder.root)
@@ -129,9 +129,9 @@ class OpenWatcher(Closeable):
         os.close(os.open("tier.json", os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_folder_fd))
         poller = select.poll()
         poller.register(self._reports.fileno(), select.POLLIN)
-        end_s = time.monotonic() + _PROOF_TIMEOUT_S
-        while (left_s := end_s - time.monotonic()) > 0:
-            poller.poll(left_s * 1000)
+        end_s = time.monotonic() + _REPORT_TIMEOUT_S
+        while (remaining_s := end_s - time.monotonic()) > 0:
+            poller.poll(remaining_s * 1000)
             files = self._reports.read()
             self._count(files)
             for file in files:

@@ -128,7 +128,7 @@ class MigrationPlan:
     def _group_number_of(self, decision: Decision) -> int:
         """Return the number of the group of a move. The groups are executed in ascending order; see :meth:`moves`."""
         destination_index, tier_count = self._index_by_tier[decision.destination], len(self._index_by_tier)
-        return tier_count - 1 - destination_index if decision.down > 0 else tier_count + destination_index
+        return tier_count - 1 - destination_index if decision.tiers_down > 0 else tier_count + destination_index
 
     def _file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
         # If two files are equally hot, the one in the faster tier stays there.

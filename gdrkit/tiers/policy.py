@@ -11,7 +11,7 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from gdrkit.tiers.heat import score_least
+from gdrkit.tiers.heat import least_score
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ class MoveReason(enum.Enum):
 
     HEAT = "heat"
     PINNED = "pinned"
-    # The value is part of the JSON output, so it keeps its old word.
+    # The value is part of the JSON output, so it cannot be renamed.
     NO_SPACE = "room"
 
 
@@ -65,12 +65,12 @@ class FileRow(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A file that should move. `down` is the number of tiers that it moves down (negative: up)."""
+    """A file that should move. `tiers_down` is the number of tiers between source and destination (negative: up)."""
 
     id: int
     allocated_bytes: int
     destination: str
-    down: int
+    tiers_down: int
     why: MoveReason
 
 
@@ -96,8 +96,8 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
     index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
     free_bytes = [tier.limit_bytes for tier in tiers]
     # The least scores with which a file enters a tier, and with which a file of the tier stays in it.
-    entry_scores = [score_least(tier.accesses_min, at=at) for tier in tiers]
-    stay_scores = [score_least(tier.accesses_min, at=at, share=1 - hysteresis) for tier in tiers]
+    entry_scores = [least_score(tier.accesses_min, at=at) for tier in tiers]
+    stay_scores = [least_score(tier.accesses_min, at=at, share=1 - hysteresis) for tier in tiers]
     for row in rows:
         current_index = index_by_tier.get(row.tier)
         if current_index is None:
@@ -107,14 +107,18 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
             free_bytes[current_index] -= row.allocated_bytes
             continue
         if row.pinned is not None:
-            target_index, why = _pinned_tier(row, current_index, index_by_tier, free_bytes), MoveReason.PINNED
+            destination_index, why = _pinned_tier(row, current_index, index_by_tier, free_bytes), MoveReason.PINNED
         else:
             heat_index = _tier_by_heat(row.score, current_index, entry_scores, stay_scores)
-            target_index = _first_with_space(heat_index, row.allocated_bytes, free_bytes, otherwise=current_index)
-            why = MoveReason.HEAT if target_index == heat_index else MoveReason.NO_SPACE
-        free_bytes[target_index] -= row.allocated_bytes
-        if target_index != current_index:
-            yield Decision(row.id, row.allocated_bytes, tiers[target_index].name, target_index - current_index, why)
+            destination_index = _first_with_space(
+                heat_index, row.allocated_bytes, free_bytes, fallback_index=current_index
+            )
+            why = MoveReason.HEAT if destination_index == heat_index else MoveReason.NO_SPACE
+        free_bytes[destination_index] -= row.allocated_bytes
+        if destination_index != current_index:
+            yield Decision(
+                row.id, row.allocated_bytes, tiers[destination_index].name, destination_index - current_index, why
+            )
 
 
 def _pinned_tier(row: FileRow, current_index: int, index_by_tier: Mapping[str, int], free_bytes: Sequence[int]) -> int:
@@ -134,9 +138,9 @@ def _tier_by_heat(score: float, current_index: int, entry_scores: Sequence[float
     return len(entry_scores) - 1
 
 
-def _first_with_space(first: int, allocated_bytes: int, free_bytes: Sequence[int], *, otherwise: int) -> int:
-    """Return the index of the fastest tier with space, from `first` on, or `otherwise` if none has space."""
+def _first_with_space(first: int, allocated_bytes: int, free_bytes: Sequence[int], *, fallback_index: int) -> int:
+    """Return the index of the fastest tier with space, from `first` on, or `fallback_index` if none has space."""
     for index in range(first, len(free_bytes)):
         if free_bytes[index] >= allocated_bytes:
             return index
-    return otherwise
+    return fallback_index

@@ -19,7 +19,7 @@ from gdrkit.serialization import from_json_data, to_json_data
 if TYPE_CHECKING:
     from gdrkit.tiers.folder import TierFolder
 
-__all__ = ["MoveRecord", "RecordedMove", "dead_records", "recorded_ids"]
+__all__ = ["MoveRecord", "RecordedMove", "list_recorded_ids", "lock_dead_records"]
 
 _SUFFIX = ".json"
 # Largest size of a record that is read, in bytes.
@@ -110,12 +110,12 @@ class MoveRecord:
             os.close(descriptor)
 
 
-def recorded_ids(folder: TierFolder) -> set[str]:
+def list_recorded_ids(folder: TierFolder) -> set[str]:
     """Return the ids of the migrations into this tier that have a record, in progress or interrupted."""
     return {name.removesuffix(_SUFFIX) for name in folder.list_own_folder("moves")}
 
 
-def dead_records(folder: TierFolder) -> list[MoveRecord]:
+def lock_dead_records(folder: TierFolder) -> list[MoveRecord]:
     """Return the records of processes that have died, and lock them for this process. The caller closes each record."""
     records = []
     for name in folder.list_own_folder("moves"):

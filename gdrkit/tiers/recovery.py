@@ -1,7 +1,8 @@
 """Recovery of migrations whose process died.
 
-The disks show whether the copy had already become the file (see :mod:`gdrkit.tiers.migration`). If a program wrote to
-both without gdrkit, the recovery discards neither: it moves one to the ``kept`` folder and reports that.
+The disks show whether the copy had already become the file (see :mod:`gdrkit.tiers.migration`). If another program
+wrote to the old file and to its copy, the recovery deletes neither. It moves one of them to the ``kept`` folder and
+reports it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from gdrkit.host import rename_new
 from gdrkit.tiers.finding import FindingKind, TierFinding
 from gdrkit.tiers.kernel_errors import convert_os_errors
 from gdrkit.tiers.names import printable
-from gdrkit.tiers.record import dead_records, recorded_ids
+from gdrkit.tiers.record import list_recorded_ids, lock_dead_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -29,7 +30,7 @@ __all__ = ["interrupted_migrations", "recover"]
 def interrupted_migrations(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
     """Yield a finding for each migration that :func:`recover` would complete or undo."""
     for folder in folders.values():
-        for record in dead_records(folder):
+        for record in lock_dead_records(folder):
             record.close()
             name = record.move.name if record.move else record.id
             yield TierFinding(FindingKind.INTERRUPTED, name, folder.name, "a process died while it migrated the file")
@@ -56,12 +57,12 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
             findings += _recover_into(folder, folders, catalogue)
     # A migration creates its record before it retires the file, and removes the record after the retired file. So the
     # retired files must be listed before the records. A listed file without a record then belongs to no migration.
-    retired = {tier: folder.list_own_folder("retired") for tier, folder in folders.items()}
-    recorded = set().union(*map(recorded_ids, folders.values()))
-    for tier, names in retired.items():
+    retired_names = {tier: folder.list_own_folder("retired") for tier, folder in folders.items()}
+    recorded_move_ids = set().union(*map(list_recorded_ids, folders.values()))
+    for tier, names in retired_names.items():
         with convert_os_errors("recover", tier=tier):
-            findings += _keep_unrecorded(folders[tier], set(names) - recorded)
-    for identifier in set(catalogue.reserved_move_ids()) - recorded:
+            findings += _keep_unrecorded_files(folders[tier], set(names) - recorded_move_ids)
+    for identifier in set(catalogue.reserved_move_ids()) - recorded_move_ids:
         catalogue.end_move(identifier)
     return findings
 
@@ -70,23 +71,25 @@ def _recover_into(folder: TierFolder, folders: Mapping[str, TierFolder], catalog
     """Recover the interrupted migrations into one tier."""
     if folder.identity is None:
         return  # This user cannot write to the tier, or cannot read its identity, so nothing can be changed.
-    with folder.locked(exclusive=True) as is_locked:
+    with folder.hold_lock(exclusive=True) as is_locked:
         if not is_locked:
             return
-        records = dead_records(folder)
+        records = lock_dead_records(folder)
         # A migration creates its copy and its record under one lock, so a copy without a record was left by a process
         # that died between the two.
-        for copy in set(folder.list_own_folder("incoming")) - recorded_ids(folder):
+        for copy in set(folder.list_own_folder("incoming")) - list_recorded_ids(folder):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(copy, dir_fd=folder.own_folder("incoming"))
     for record in records:
         try:
-            yield from _settle(record, folders, catalogue)
+            yield from _complete_or_undo(record, folders, catalogue)
         finally:
             record.close()
 
 
-def _settle(record: MoveRecord, folders: Mapping[str, TierFolder], catalogue: Catalogue) -> Iterator[TierFinding]:
+def _complete_or_undo(
+    record: MoveRecord, folders: Mapping[str, TierFolder], catalogue: Catalogue
+) -> Iterator[TierFinding]:
     """Complete or undo the migration of one record, and remove the record."""
     move, destination = record.move, record.folder
     if move is not None:
@@ -95,7 +98,7 @@ def _settle(record: MoveRecord, folders: Mapping[str, TierFolder], catalogue: Ca
             text = f"its migration from the tier {move.source} was interrupted, and that tier is not available now"
             yield TierFinding(FindingKind.INTERRUPTED, move.name, destination.name, text)
             return
-        yield from _InterruptedMove(record, move, source).settle(catalogue)
+        yield from _InterruptedMove(record, move, source).complete_or_undo(catalogue)
     with contextlib.suppress(FileNotFoundError):
         os.unlink(record.id, dir_fd=destination.own_folder("incoming"))
     record.remove()
@@ -124,8 +127,8 @@ class _InterruptedMove:
         info = self._destination.stat(move.name)
         self._copy_info = info if info is not None and info.st_ino == move.copy_inode else None
 
-    def settle(self, catalogue: Catalogue) -> Iterator[TierFinding]:
-        """Complete or undo the migration, and yield what an administrator should know."""
+    def complete_or_undo(self, catalogue: Catalogue) -> Iterator[TierFinding]:
+        """Complete or undo the migration, and yield the findings for the administrator."""
         name = self._move.name
         if self._retired_info is None and self._named_info is not None:
             yield from self._discard_copy()
@@ -145,7 +148,7 @@ class _InterruptedMove:
     def _is_retired_valid(self) -> bool:
         """Return whether the retired file must get its name back.
 
-        That is so if only the retired file was written during the migration, or if the copy does not exist.
+        This is the case if only the retired file was written during the migration, or if the copy does not exist.
         """
         if self._named_info is not None or self._retired_info is None:
             return False
@@ -157,12 +160,12 @@ class _InterruptedMove:
         """Remove the copy, or keep it if another program has written to it."""
         if self._copy_info is None:
             return
-        with self._destination.parent(self._move.name) as (parent_fd, base_name):
+        with self._destination.open_parent(self._move.name) as (parent_fd, base_name):
             if self._move.is_unchanged(self._copy_info):
                 os.unlink(base_name, dir_fd=parent_fd)
             else:
                 text = "another program wrote to the copy before the copy became the file"
-                yield self._keep(parent_fd, base_name, self._destination, text)
+                yield self._move_to_kept(parent_fd, base_name, self._destination, text)
             os.fsync(parent_fd)
 
     def _discard_retired(self) -> Iterator[TierFinding]:
@@ -176,23 +179,23 @@ class _InterruptedMove:
             os.unlink(self._id, dir_fd=retired_fd)
         else:
             text = "another program wrote to the file and to its copy; gdrkit kept the old file"
-            yield self._keep(retired_fd, self._id, self._source, text)
+            yield self._move_to_kept(retired_fd, self._id, self._source, text)
         os.fsync(retired_fd)
 
     def _restore_name(self) -> None:
         retired_fd = self._source.own_folder("retired")
-        with self._source.parent(self._move.name, create_like=self._destination) as (parent_fd, base_name):
+        with self._source.open_parent(self._move.name, create_like=self._destination) as (parent_fd, base_name):
             rename_new(self._id, base_name, folder=retired_fd, new_folder=parent_fd)
             os.fsync(parent_fd)
         os.fsync(retired_fd)
 
-    def _keep(self, parent_fd: int, base_name: str, tier: TierFolder, problem: str) -> TierFinding:
+    def _move_to_kept(self, parent_fd: int, base_name: str, tier: TierFolder, problem: str) -> TierFinding:
         """Move a file to the ``kept`` folder of its tier, and return the finding."""
         rename_new(base_name, self._id, folder=parent_fd, new_folder=tier.own_folder("kept"))
         return TierFinding(FindingKind.KEPT, self._move.name, tier.name, f"{problem}, as kept/{self._id}")
 
 
-def _keep_unrecorded(folder: TierFolder, names: set[str]) -> Iterator[TierFinding]:
+def _keep_unrecorded_files(folder: TierFolder, names: set[str]) -> Iterator[TierFinding]:
     """Move retired files whose record is gone to the ``kept`` folder. Each may be the only copy of its data."""
     for name in names:
         try:

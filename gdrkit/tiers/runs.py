@@ -22,7 +22,7 @@ from gdrkit.tiers.names import printable
 from gdrkit.tiers.plan import PlannedMove
 from gdrkit.tiers.policy import MoveReason
 from gdrkit.tiers.results import Migrated, RefusedMove
-from gdrkit.tiers.tables import describe_outcome, format_size, moves_table, print_table
+from gdrkit.tiers.tables import describe_outcome, format_size, make_moves_table, print_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -54,7 +54,7 @@ class _ProgressOutput:
         self._stream = stream
         self._bar = bar
         self._task = bar.add_task("", total=0) if bar is not None else None
-        self._done_bytes = 0
+        self._moved_bytes = 0
 
     def begin(self, count: int, total_bytes: int) -> None:
         """Print how many files and bytes will be moved."""
@@ -68,11 +68,11 @@ class _ProgressOutput:
         if self._bar is not None and self._task is not None:
             copied_bytes = offset_bytes if phase is Phase.COPY else 0
             text = f"{phase.value} {printable(name)}"
-            self._bar.update(self._task, completed=self._done_bytes + copied_bytes, description=text)
+            self._bar.update(self._task, completed=self._moved_bytes + copied_bytes, description=text)
 
     def report_outcome(self, move: PlannedMove, why_not_moved: str) -> None:
         """Print that a file was moved, or why it was not; `why_not_moved` is empty if the file was moved."""
-        self._done_bytes += move.allocated_bytes
+        self._moved_bytes += move.allocated_bytes
         if self._bar is None:
             self._print(describe_outcome(move, why_not_moved))
 
@@ -102,10 +102,10 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
             # A system call takes long, for example fsync on a slow device, or a scan of a million files. The process
             # ends like after SIGKILL, and a recovery completes or undoes the migration.
             try:
-                output.ended(is_complete=False)
+                output.report_end(is_complete=False)
             finally:
                 os._exit(0)
-    output.ended(is_complete=True)
+    output.report_end(is_complete=True)
 
 
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
@@ -116,9 +116,9 @@ def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
 
 def migrate_named(manager: TierManager, names: Sequence[str], destination: str, *, stream: TextIO) -> Migrated:
     """Move the named files to a tier."""
-    refused: list[RefusedMove] = []
+    refused_moves: list[RefusedMove] = []
     moved_count = moved_bytes = 0
-    moves = _moves_of_names(manager, names, destination)
+    moves = _plan_named_moves(manager, names, destination)
     with _progress_output(stream) as output:
         output.begin(len(moves), sum(move.allocated_bytes for move in moves))
         for move in moves:
@@ -128,9 +128,9 @@ def migrate_named(manager: TierManager, names: Sequence[str], destination: str, 
                 moved_count += 1
             except (ApiError, DataMismatch) as error:
                 why_not_moved = str(error)
-                refused.append(RefusedMove(move.name, destination, error.reason, why_not_moved))
+                refused_moves.append(RefusedMove(move.name, destination, error.reason, why_not_moved))
             output.report_outcome(move, why_not_moved)
-    return Migrated(moved_count, moved_bytes, tuple(refused), len(names))
+    return Migrated(moved_count, moved_bytes, tuple(refused_moves), len(names))
 
 
 def print_plan(
@@ -141,7 +141,7 @@ def print_plan(
     These are the moves of the named files to `destination`. If it is None, they are the moves that the policy requires.
     """
     if destination is not None:
-        moves = _moves_of_names(manager, names, destination)
+        moves = _plan_named_moves(manager, names, destination)
         _print_moves(moves, len(names), as_json=as_json, stream=stream)
         return
     with manager.plan() as plan:
@@ -153,12 +153,12 @@ def _print_moves(moves: list[PlannedMove], considered_count: int, *, as_json: bo
         print(json.dumps({"moves": to_json_data(moves), "considered": considered_count}, indent=2), file=stream)
         return
     if moves:
-        print_table(moves_table(moves), stream)
+        print_table(make_moves_table(moves), stream)
     total_bytes = sum(move.allocated_bytes for move in moves)
     print(f"{len(moves)} of {considered_count} files would move, {format_size(total_bytes)}", file=stream)
 
 
-def _moves_of_names(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
+def _plan_named_moves(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
     """Return the moves of the named files that are not in the destination yet."""
     tier = manager.configuration.tier(destination).name
     entries = map(manager.find, names)

@@ -115,8 +115,8 @@ class RunSettings:
 class Pace:
     """The rate limit of the copies of a background run.
 
-    A chunk is *paid* when the time has passed that its bytes take at the limit. The next chunk is copied when all
-    earlier chunks are paid. An idle time gives no credit for later, so there are no bursts.
+    A chunk is *paid* once the time has passed that a copy of its bytes takes at the limit. The next chunk is copied
+    when all earlier chunks are paid. Idle time is not saved up, so there are no bursts.
 
     Parameters
     ----------

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "describe_outcome",
-    "findings_table",
     "format_size",
-    "moves_table",
+    "make_findings_table",
+    "make_moves_table",
+    "make_speeds_table",
+    "make_status_table",
     "print_table",
-    "speeds_table",
-    "status_table",
 ]
 
 _STATE_STYLES = {
@@ -72,9 +72,9 @@ def format_size(size_bytes: int) -> str:
     return f"{value:.4g} TiB"
 
 
-def status_table(tiers: Sequence[TierStatus]) -> Table:
+def make_status_table(tiers: Sequence[TierStatus]) -> Table:
     """Return the table of the tiers, fastest first."""
-    table = _table(
+    table = _make_table(
         "tier", "directory", "for files with", "files", "used", "may use", "free on disk", "coming", "direct route"
     )
     upper_bounds = [None, *(tier.accesses_min for tier in tiers)]
@@ -97,18 +97,18 @@ def status_table(tiers: Sequence[TierStatus]) -> Table:
     return table
 
 
-def moves_table(moves: Iterable[PlannedMove]) -> Table:
+def make_moves_table(moves: Iterable[PlannedMove]) -> Table:
     """Return the table of the moves that would be made."""
-    table = _table("file", "from", "to", "size", "why")
+    table = _make_table("file", "from", "to", "size", "why")
     for move in moves:
         name, size_text = Text(printable(move.name)), format_size(move.allocated_bytes)
         table.add_row(name, move.source, move.destination, size_text, _REASON_TEXTS[move.why])
     return table
 
 
-def findings_table(findings: Iterable[TierFinding]) -> Table:
+def make_findings_table(findings: Iterable[TierFinding]) -> Table:
     """Return the table of the findings, with a column for repairs."""
-    table = _table("finding", "file", "tier", "", "state")
+    table = _make_table("finding", "file", "tier", "", "state")
     for finding in findings:
         style = "bold red" if finding.is_wrong else "dim"
         state = Text("repaired", "green") if finding.mended else Text("unchanged", style)
@@ -116,9 +116,9 @@ def findings_table(findings: Iterable[TierFinding]) -> Table:
     return table
 
 
-def speeds_table(speeds: Iterable[Speed]) -> Table:
+def make_speeds_table(speeds: Iterable[Speed]) -> Table:
     """Return the table of the measured speeds, beside the required speeds of the default tiers."""
-    table = _table(
+    table = _make_table(
         "tier",
         "read GB/s",
         "stated",
@@ -153,7 +153,7 @@ def _route_text(route: TierRoute) -> Text:
     return Text(f"{route.state.value}{path}{why}", _STATE_STYLES[route.state])
 
 
-def _table(*columns: str) -> Table:
+def _make_table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in columns:
         is_number = name in {"files", "used", "may use", "free on disk", "coming", "size", "stated"} or "/s" in name

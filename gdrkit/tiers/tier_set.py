@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 from gdrkit.handles import ReleaseStack
-from gdrkit.tiers.catalogue import Totals
+from gdrkit.tiers.catalogue import TierTotals
 from gdrkit.tiers.folder import TierFolder
 from gdrkit.tiers.names import OWN_FOLDER
 from gdrkit.tiers.policy import TierLimits
@@ -61,7 +61,7 @@ class TierSet:
             self._resources.run_after(error)
             raise
         if not self.folders:
-            raise _not_available(", ".join(self.absent), "; ".join(self.absent.values()))
+            raise _unavailable_error(", ".join(self.absent), "; ".join(self.absent.values()))
 
     @property
     def fastest(self) -> TierFolder:
@@ -77,7 +77,7 @@ class TierSet:
             The tier is not available.
         """
         if name not in self.folders:
-            raise _not_available(name, self.absent.get(name, "it is not configured"))
+            raise _unavailable_error(name, self.absent.get(name, "it is not configured"))
         return self.folders[name]
 
     def exclude_unknown_folders(self, catalogue: Catalogue) -> None:
@@ -90,7 +90,7 @@ class TierSet:
         for name, folder in tuple(self.folders.items()):
             if name in identities and folder.identity != identities[name]:
                 is_new = not folder.is_claimed
-                if is_new or (folder.identity is not None and totals.get(name, Totals()).files):
+                if is_new or (folder.identity is not None and totals.get(name, TierTotals()).files):
                     why = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
                     advice = f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}" if is_new else ""
                     self.absent[name] = why + advice
@@ -100,12 +100,12 @@ class TierSet:
             if folder.identity is not None and identities.get(name) != folder.identity:
                 catalogue.record_identity(name, folder.identity)
 
-    def limits(self, totals: Mapping[str, Totals]) -> list[TierLimits]:
+    def limits(self, totals: Mapping[str, TierTotals]) -> list[TierLimits]:
         """Return the limits of the available tiers, fastest first, for the policy."""
         tiers = [tier for tier in self._configuration.tiers if tier.name in self.folders]
         return [TierLimits(tier.name, tier.accesses_min, self.limit_bytes(tier.name, totals)) for tier in tiers]
 
-    def landing_folders(self, totals: Mapping[str, Totals]) -> list[TierFolder]:
+    def landing_folders(self, totals: Mapping[str, TierTotals]) -> list[TierFolder]:
         """Return the folders of the tiers in which a new file may be created, best first.
 
         The landing tier comes first, then the slower tiers, then the faster ones. Full tiers come last.
@@ -116,7 +116,7 @@ class TierSet:
         full_names = [name for name in ordered_names if _used_bytes(name, totals) >= self.limit_bytes(name, totals)]
         return [self.folders[name] for name in sorted(ordered_names, key=full_names.__contains__)]
 
-    def limit_bytes(self, name: str, totals: Mapping[str, Totals]) -> int:
+    def limit_bytes(self, name: str, totals: Mapping[str, TierTotals]) -> int:
         """Return the space that a tier may use, in bytes: its capacity or its file system's size, less the headroom."""
         tier, folder = self._configuration.tier(name), self.folders.get(name)
         if folder is None:
@@ -130,11 +130,11 @@ class TierSet:
         self._resources.run()
 
 
-def _used_bytes(name: str, totals: Mapping[str, Totals]) -> int:
-    return totals.get(name, Totals()).allocated_bytes
+def _used_bytes(name: str, totals: Mapping[str, TierTotals]) -> int:
+    return totals.get(name, TierTotals()).allocated_bytes
 
 
-def _not_available(tier: str, why: str) -> SetupMissing:
+def _unavailable_error(tier: str, why: str) -> SetupMissing:
     return SetupMissing(
         api=Api.NONE,
         operation="open tier",

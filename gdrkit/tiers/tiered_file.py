@@ -154,7 +154,7 @@ class TieredFile:
         route = observed_route(result)
         if route is None or route == self._route:
             return
-        with self._catalogue_errors_logged("the route of a tier"):
+        with self._log_catalogue_errors("the route of a tier"):
             if self._catalogue.routes().get(self.tier) != route:
                 self._catalogue.record_route(self.tier, route)
             self._route = route
@@ -163,11 +163,11 @@ class TieredFile:
         info = os.fstat(descriptor)
         if not info.st_nlink:
             return  # The file was removed while it was open.
-        with self._catalogue_errors_logged("the size of a file"):
+        with self._log_catalogue_errors("the size of a file"):
             self._catalogue.record_file(self.name, self.tier, info)
 
     @contextlib.contextmanager
-    def _catalogue_errors_logged(self, subject: str) -> Iterator[None]:
+    def _log_catalogue_errors(self, subject: str) -> Iterator[None]:
         """Log a warning if the block fails because the catalogue is locked or closed.
 
         The data of the file is safe, and ``gdrkit tiers check --repair`` corrects the catalogue.

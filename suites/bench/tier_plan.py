@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from support.tier_world import TIER_NAMES, make_configuration
 
 from gdrkit.tiers import TierManager
-from gdrkit.tiers.heat import score_of
+from gdrkit.tiers.heat import score_from_heat
 from gdrkit.tiers.plan import MigrationPlan
 from gdrkit.tiers.policy import TierLimits
 
@@ -36,7 +36,7 @@ def _rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
     """
     rng = random.Random(count)
     for file_number in range(count):
-        score = score_of(rng.paretovariate(0.5), at=now - rng.uniform(0, 8))
+        score = score_from_heat(rng.paretovariate(0.5), at=now - rng.uniform(0, 8))
         size_bytes, percent = rng.choice(_SIZES_BYTES), rng.randrange(100)
         pinned_tier = rng.choice(TIER_NAMES) if percent == 0 else None
         name = f"folder-{file_number % 1000}/file-{file_number}".encode()

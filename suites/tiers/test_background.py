@@ -342,8 +342,8 @@ def test_text_output_has_a_line_for_each_event(configuration: Configuration) -> 
     stop = StopEventWithoutWaits(lambda _: stop.set())
     with TierManager(replace(configuration, run=RunSettings(watch="never"))) as manager, manager.open("in use", "r+"):
         BackgroundRun(manager, stop=stop, output=run_output).run()
-    run_output.lost(3)
-    run_output.ended(is_complete=False)
+    run_output.report_lost_opens(3)
+    run_output.report_end(is_complete=False)
     lines = output.getvalue().splitlines()
     assert [line.partition(":")[0] for line in lines[:2]] == ["ready", "kept/page"]
     assert lines[0] == f"ready: not counted in {', '.join(TIER_NAMES)}: not requested"

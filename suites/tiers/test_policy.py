@@ -13,7 +13,7 @@ from support.tier_world import create_file, make_configuration, read_contents
 from gdrkit.errors import ApiError
 from gdrkit.serialization import to_json_data
 from gdrkit.tiers import Configuration, TierManager
-from gdrkit.tiers.heat import NEVER_ACCESSED, heat, score_after, score_least, score_of
+from gdrkit.tiers.heat import NEVER_ACCESSED, add_accesses_to_score, heat, least_score, score_from_heat
 from gdrkit.tiers.policy import Decision, FileRow, MoveReason, TierLimits, decide
 from gdrkit.units import KIB
 
@@ -41,7 +41,7 @@ def make_file_row(
     file_id: int = 1,
 ) -> FileRow:
     """Return a file that has the heat of this number of accesses at the time NOW."""
-    return FileRow(file_id, tier, size_bytes, score_of(accesses, at=NOW), pinned, links)
+    return FileRow(file_id, tier, size_bytes, score_from_heat(accesses, at=NOW), pinned, links)
 
 
 def get_decisions(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
@@ -152,10 +152,10 @@ def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
-    lowest_score_to_enter = score_least(100, at=NOW)
+    lowest_score_to_enter = least_score(100, at=NOW)
     for score, tier in ((lowest_score_to_enter, "nvme"), (math.nextafter(lowest_score_to_enter, 0), "ssd")):
         assert [decision.destination for decision in get_decisions(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
-    lowest_score_to_stay = score_least(100, at=NOW, share=0.9)
+    lowest_score_to_stay = least_score(100, at=NOW, share=0.9)
     for score, destinations in ((lowest_score_to_stay, []), (math.nextafter(lowest_score_to_stay, 0), ["ssd"])):
         assert [
             decision.destination for decision in get_decisions(FileRow(1, "nvme", 100, score, None, 1))
@@ -180,7 +180,7 @@ def test_file_that_stays_keeps_its_space() -> None:
 
 
 def test_heat_halves_with_every_half_life() -> None:
-    score = score_of(100, at=NOW)
+    score = score_from_heat(100, at=NOW)
     assert [round(heat(score, at=NOW + half_lives), 6) for half_lives in range(4)] == [100, 50, 25, 12.5]
     assert heat(NEVER_ACCESSED, at=NOW) == 0
 
@@ -188,10 +188,10 @@ def test_heat_halves_with_every_half_life() -> None:
 def test_hundred_accesses_are_a_heat_of_100() -> None:
     score = NEVER_ACCESSED
     for index in range(100):
-        score = score_after(score, accesses=1, at=NOW + index * 1e-5)
+        score = add_accesses_to_score(score, accesses=1, at=NOW + index * 1e-5)
     assert heat(score, at=NOW + 1e-3) == pytest.approx(100, rel=1e-3)
-    assert math.isfinite(score_after(score, accesses=1, at=NOW + 1e6))
-    assert score_after(1e9, accesses=1, at=NOW) == 1e9
+    assert math.isfinite(add_accesses_to_score(score, accesses=1, at=NOW + 1e6))
+    assert add_accesses_to_score(1e9, accesses=1, at=NOW) == 1e9
 
 
 def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:
