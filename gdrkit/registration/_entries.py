@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DeviceBuffer
     from gdrkit.registration.policy import Registration
 
-__all__ = ["AllocationKey", "CacheEntry", "EntryIndex", "end_of", "overlaps"]
+__all__ = ["AllocationKey", "CacheEntry", "EntryIndex", "end_address", "overlaps"]
 
 # The (base, length, buffer id) of every chunk of an allocation, in order of their addresses.
 AllocationKey = tuple[tuple[int, int, int], ...]
 
 
-def end_of(key: AllocationKey) -> int:
+def end_address(key: AllocationKey) -> int:
     """Return the address after the last byte of the last chunk."""
     return key[-1][0] + key[-1][1]
 
 
 def overlaps(key: AllocationKey, begin: int, end: int) -> bool:
     """Return whether the chunks of `key` overlap [begin, end)."""
-    return key[0][0] < end and begin < end_of(key)
+    return key[0][0] < end and begin < end_address(key)
 
 
 class CacheEntry:
@@ -61,7 +61,7 @@ class CacheEntry:
     ) -> None:
         self.key = key
         self.base = key[0][0]
-        self.end = end_of(key)
+        self.end = end_address(key)
         self.memory = memory
         self.registration = registration
         self.end_lease = end_lease  # Ends one lease of this entry.
@@ -137,7 +137,7 @@ class EntryIndex:
             self.by_memory[memory] = entry
             entry.indexed_memories.append(memory)
 
-    def overlapping(self, begin: int, end: int) -> list[CacheEntry]:
+    def find_overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the entries that overlap [begin, end), each once."""
         entries: dict[CacheEntry, None] = {}
         for chunk in self._chunks[max(bisect_right(self._bases, begin) - 1, 0) :]:
@@ -147,7 +147,7 @@ class EntryIndex:
                 entries.update(dict.fromkeys(chunk.entries))
         return list(entries)
 
-    def invalidated_by(self, key: AllocationKey) -> list[CacheEntry]:
+    def find_invalidated_entries(self, key: AllocationKey) -> list[CacheEntry]:
         """Return the entries with a chunk that no longer exists.
 
         The chunks of `key` exist now. A chunk that overlaps them, and is not one of them, no longer exists.
@@ -155,7 +155,7 @@ class EntryIndex:
         existing_chunks = set(key)
         return [
             entry
-            for entry in self.overlapping(key[0][0], end_of(key))
+            for entry in self.find_overlapping(key[0][0], end_address(key))
             if any(
                 (base, size, buffer_id) not in existing_chunks and overlaps(key, base, base + size)
                 for base, size, buffer_id in entry.key
@@ -163,7 +163,7 @@ class EntryIndex:
         ]
 
     def add(self, entry: CacheEntry) -> None:
-        """Link an entry. The caller has already unlinked the entries of :meth:`invalidated_by`."""
+        """Link an entry. The caller has already unlinked the entries of :meth:`find_invalidated_entries`."""
         for base, length_bytes, _buffer_id in entry.key:
             position = bisect_left(self._bases, base)
             if position == len(self._bases) or self._bases[position] != base:
@@ -192,7 +192,7 @@ class EntryIndex:
         """Whether the number of regions or of bytes is above its limit."""
         return len(self.by_last_use) > self._regions_max or self._linked_bytes > self._bytes_max
 
-    def eviction_candidates(self) -> list[CacheEntry]:
+    def select_evictions(self) -> list[CacheEntry]:
         """Return the entries to evict so that the limits hold, least recently used first.
 
         Leased entries are skipped: they could not be deregistered now, and the next lookup would register the same

@@ -14,7 +14,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import GdrkitError, Reason, UsageError
-from gdrkit.registration._entries import AllocationKey, CacheEntry, end_of, overlaps
+from gdrkit.registration._entries import AllocationKey, CacheEntry, end_address, overlaps
 from gdrkit.registration.policy import register
 
 if TYPE_CHECKING:
@@ -135,15 +135,15 @@ class PendingDeregistrations:
 
         Return the claimed entries, which the caller has to deregister.
         """
-        self._condition.wait_for(lambda: not any(entry.is_claimed for entry in self.overlapping(begin, end)))
+        self._condition.wait_for(lambda: not any(entry.is_claimed for entry in self.find_overlapping(begin, end)))
         failed = [entry for entry in self.failed if overlaps(entry.key, begin, end)]
         self.failed = [entry for entry in self.failed if entry not in failed]
         self.pending.update(failed)
         # The last lease of a pending entry may have ended in another thread, which still waits for the lock. Then this
         # thread claims the entry.
-        return failed + [claimed for entry in self.overlapping(begin, end) for claimed in self.claim(entry)]
+        return failed + [claimed for entry in self.find_overlapping(begin, end) for claimed in self.claim(entry)]
 
-    def overlapping(self, begin: int, end: int) -> list[CacheEntry]:
+    def find_overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the pending entries that overlap [begin, end). Entries that failed are not among them."""
         return [entry for entry in self.pending if overlaps(entry.key, begin, end)]
 
@@ -171,7 +171,7 @@ class PendingDeregistrations:
                         self.registered_bytes -= entry.length_bytes
                         self._condition.notify_all()
         finally:
-            # If a signal handler raised in this thread, the entries that were not tried yet remain too.
+            # If a signal handler raised an exception in this thread, some entries were not tried yet.
             with self._condition:
                 self.pending.difference_update(remaining)
                 self.failed += remaining
@@ -205,7 +205,7 @@ def register_allocation(
         # if the chunks of the key still exist now.
         if (allocation.address, allocation.length_bytes) != (
             key[0][0],
-            end_of(key) - key[0][0],
+            end_address(key) - key[0][0],
         ) or not allocation.make_existence_check(key)():
             message = "the memory was freed or remapped while it was registered"
             raise UsageError(message, reason=Reason.BUSY)  # noqa: TRY301 - the except clause closes the allocation.

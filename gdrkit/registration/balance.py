@@ -80,7 +80,7 @@ class Balance:
         Whether the shares come from the port counters. If a port has no byte counters, or counted nothing, they come
         from the bytes that the initiators moved.
     loads : tuple of NicLoad
-        What each NIC carried.
+        The load of each NIC.
     gpus : tuple of str
         PCI addresses of the GPUs.
     matrix : tuple of tuple of int
@@ -102,7 +102,7 @@ class Balance:
 def measure_balance(
     devices: Sequence[PrimaryContext], nics: Sequence[Nic], *, duration_s: float, tree: HostTree | None = None
 ) -> Balance:
-    """Transfer between all GPUs and all NICs for `duration_s`, check the bytes, and return what each NIC carried.
+    """Transfer between all GPUs and all NICs for `duration_s`, check the bytes, and return the load of each NIC.
 
     Raises
     ------
@@ -135,27 +135,27 @@ def measure_balance(
     ]
     link_rates = [Placement(tree).link_gbit_per_s(nic) for nic in nics]
     nic_bytes = [sum(column) for column in zip(*matrix, strict=True)]
-    loads = _loads(nics, link_rates, moved_bytes=nic_bytes, counted_bytes=counted_bytes)
+    loads = _make_loads(nics, link_rates, moved_bytes=nic_bytes, counted_bytes=counted_bytes)
     return Balance(
         duration_s=elapsed_s,
-        is_counted=_are_counted(counted_bytes),
+        is_counted=_has_every_port_counted(counted_bytes),
         loads=loads,
         gpus=tuple(device.pci_bus_id for device in devices),
         matrix=matrix,
     )
 
 
-def _are_counted(counted_bytes: Sequence[int | None]) -> bool:
+def _has_every_port_counted(counted_bytes: Sequence[int | None]) -> bool:
     """Return whether the port of every NIC has counted bytes."""
     return all(counted_bytes)
 
 
-def _loads(
+def _make_loads(
     nics: Sequence[Nic], link_rates: Sequence[float], *, moved_bytes: Sequence[int], counted_bytes: Sequence[int | None]
 ) -> tuple[NicLoad, ...]:
     """Return the loads. If a link rate is unknown, all links count as equally fast."""
     weights = link_rates if all(link_rates) else [1.0] * len(link_rates)
-    carried_bytes = [count or 0 for count in counted_bytes] if _are_counted(counted_bytes) else moved_bytes
+    carried_bytes = [count or 0 for count in counted_bytes] if _has_every_port_counted(counted_bytes) else moved_bytes
     return tuple(
         NicLoad(
             nic=nic.name,

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Self
 from gdrkit import forks
 from gdrkit.errors import ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration._entries import EntryIndex, end_of
+from gdrkit.registration._entries import EntryIndex, end_address
 from gdrkit.registration._pending import PendingDeregistrations, PendingRegistrations, register_allocation
 from gdrkit.registration.lease import Lease, refuse_range
-from gdrkit.registration.policy import ALL_ACCESS, check_memory, checked_nics
+from gdrkit.registration.policy import ALL_ACCESS, check_memory, check_nics
 from gdrkit.registration.statistics import CacheStatistics
 from gdrkit.units import GIB
 
@@ -75,7 +75,7 @@ class RegionCache:
         regions_max: int = 1024,
         bytes_max: int = 1024 * GIB,
     ) -> None:
-        nics = checked_nics(nics)
+        nics = check_nics(nics)
         if regions_max <= 0 or bytes_max <= 0:
             message = f"regions_max and bytes_max must be above 0, not {regions_max} and {bytes_max}"
             raise UsageError(message)
@@ -90,7 +90,7 @@ class RegionCache:
         self._entry_by_memory, self._by_last_use = self._index.by_memory, self._index.by_last_use
         self._pending_registrations = PendingRegistrations(self._condition)
         self._pending_deregistrations = PendingDeregistrations(self._condition)
-        # The memory whose owner notifies the cache before it frees the memory, with the function that ends this.
+        # For each memory whose owner notifies the cache before a free: the function that cancels the notification.
         self._watched: dict[DeviceBuffer, Callable[[], None]] = {}
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
         # Whether the linked entries exceed a limit. This is possible, because leased entries are not evicted.
@@ -301,7 +301,7 @@ class RegionCache:
             is_registering = pending is None
             if pending is None:
                 # Another thread may have completed a registration of this key since this thread searched the index.
-                existing = self._index.find(key[0][0], end_of(key))
+                existing = self._index.find(key[0][0], end_address(key))
                 if existing is not None and existing.key == key:
                     return None
                 pending = self._pending_registrations.start(key)
@@ -316,9 +316,9 @@ class RegionCache:
                 pending.key, memory, self.nics, access=self.access, route=self.route, end_lease=self._release_lease
             )
         except BaseException as error:
-            # Every waiting thread raises a copy of the error: one error object would collect the tracebacks of all
-            # these threads. An exception that is not of gdrkit is not passed on, and the waiting threads try again. A
-            # signal handler, for example, can raise such an exception in this thread.
+            # Every waiting thread raises a copy of the error, because one error object would collect the tracebacks of
+            # all threads. Only errors of gdrkit are passed on. After another exception, such as one that a signal
+            # handler raised in this thread, the waiting threads try again.
             shared_error = error.clone() if isinstance(error, GdrkitError) else None
             with self._lock:
                 pending.error = shared_error
@@ -354,7 +354,7 @@ class RegionCache:
     def _link(self, entry: CacheEntry) -> list[CacheEntry]:
         """Link an entry. Return the entries that it replaces or evicts, which the caller has to deregister."""
         claimed_entries: list[CacheEntry] = []
-        for invalid_entry in self._index.invalidated_by(entry.key):
+        for invalid_entry in self._index.find_invalidated_entries(entry.key):
             claimed_entries += self._unlink(invalid_entry)
             self._invalidations += 1
         self._index.add(entry)
@@ -373,7 +373,7 @@ class RegionCache:
     def _evict(self) -> list[CacheEntry]:
         """Unlink entries until the limits hold. Return the entries that the caller has to deregister."""
         self._is_over_limit = True  # Set before the leases are counted; see _release_lease.
-        candidates = self._index.eviction_candidates()
+        candidates = self._index.select_evictions()
         claimed_entries = [claimed_entry for entry in candidates for claimed_entry in self._unlink(entry)]
         self._evictions += len(candidates)
         self._is_over_limit = self._index.is_over_limit
@@ -392,7 +392,7 @@ class RegionCache:
             self._finish_release(entry)
 
     def _finish_release(self, entry: CacheEntry) -> None:
-        """Do the work that had to wait for the end of a lease."""
+        """Deregister or evict the entries that only waited for the end of this lease."""
         if self._closed:
             # A closed cache has a lease only in a forked child. There the lease is a copy of a lease of the parent.
             return
@@ -407,7 +407,7 @@ class RegionCache:
 
         Return how many these are together, and the entries that the caller has to deregister.
         """
-        overlapping = self._index.overlapping(begin, end)
+        overlapping = self._index.find_overlapping(begin, end)
         claimed_entries = [claimed_entry for entry in overlapping for claimed_entry in self._unlink(entry)]
         count = len(overlapping) + self._pending_registrations.unlink(begin, end)
         self._invalidations += count
@@ -433,7 +433,7 @@ class RegionCache:
                 claimed_entries = self._pending_deregistrations.claim_all(begin, end)
                 if claimed_entries:
                     continue
-                pending = self._pending_deregistrations.overlapping(begin, end)
+                pending = self._pending_deregistrations.find_overlapping(begin, end)
                 registering_count = self._pending_registrations.count_overlapping(begin, end)
                 if not pending and not registering_count:
                     self._watched.pop(memory, None)

@@ -1,8 +1,7 @@
 """Table of the export methods that each kind of device memory supports, as measured.
 
-Every row was measured on an H200 with driver 580 (CUDA 13.0). gdrkit does not look into the table before it exports
-memory: it always calls the driver, and explains an error of the driver with the table. The test suites repeat the
-measurement of every row.
+Every row was measured on an H200 with driver 580 (CUDA 13.0). An export always calls the driver. The table only
+explains the driver's errors. The test suites repeat the measurement of every row.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from gdrkit.buffers import MemoryKind
 from gdrkit.errors import ApiError, Reason, Unsupported
 from gdrkit.registration.handle import ShareKind
 
-__all__ = ["EXPORTS", "ExportRow", "clearer_error", "export_methods", "sharing_advice"]
+__all__ = ["EXPORTS", "ExportRow", "explain_export_error", "export_methods", "sharing_advice"]
 
 # The CUresult values of the table.
 _SUCCESS = 0
@@ -78,7 +77,7 @@ def sharing_advice(memory: MemoryKind) -> str:
     return f"share it as {' or '.join(methods)}" if methods else "copy it to memory of cuMemAlloc"
 
 
-def clearer_error(error: ApiError, memory: MemoryKind) -> ApiError:
+def explain_export_error(error: ApiError, memory: MemoryKind) -> ApiError:
     """Return a clearer error for INVALID_VALUE of cuIpcGetMemHandle. Return any other error unchanged.
 
     INVALID_VALUE means that this kind of memory has no IPC handle, unless the table says that it has one.

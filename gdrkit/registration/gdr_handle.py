@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from gdrkit import cuda
 from gdrkit.errors import ApiError, Reason, UsageError
-from gdrkit.registration.exports import clearer_error
+from gdrkit.registration.exports import explain_export_error
 from gdrkit.registration.share import SharedMemory
 
 if TYPE_CHECKING:
@@ -76,10 +76,10 @@ def export_gdr(memory: CudaMemory) -> bytes:
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
-        clearer = clearer_error(error, memory.kind)
-        if clearer is error:
+        explained_error = explain_export_error(error, memory.kind)
+        if explained_error is error:
             raise  # `raise error from error` would make the error its own cause.
-        raise clearer from error
+        raise explained_error from error
     _require_base(memory)
     return GdrHandle(ipc=ipc, length_bytes=memory.length_bytes, device_index=memory.device.index).pack()
 

@@ -59,7 +59,7 @@ class Lease:
         A length of None means up to the end. The key is valid for the whole allocation, so pass it only to peers that
         may access all of the allocation.
         """
-        entry, offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        entry, offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return entry.registration.remote(nic, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
@@ -67,7 +67,7 @@ class Lease:
 
         A length of None means up to the end.
         """
-        entry, offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        entry, offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return entry.registration.region(nic).element(offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def close(self) -> None:
@@ -90,7 +90,7 @@ class Lease:
             raise ClosedResource(resource)
         return self._entry
 
-    def _checked_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
+    def _resolve_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[CacheEntry, int, int]:
         entry = self._open()
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)

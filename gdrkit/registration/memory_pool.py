@@ -216,10 +216,10 @@ class MemoryPool(Closeable):
     def _take_idle(self, length_bytes: int) -> DeviceBuffer | None:
         """Return the smallest idle allocation that is long enough and at most twice as long as needed."""
         needed_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-        fitting = [memory for memory in self._idle if needed_bytes <= memory.length_bytes <= 2 * needed_bytes]
-        if not fitting:
+        fitting_blocks = [memory for memory in self._idle if needed_bytes <= memory.length_bytes <= 2 * needed_bytes]
+        if not fitting_blocks:
             return None
-        memory = min(fitting, key=lambda candidate: candidate.length_bytes)
+        memory = min(fitting_blocks, key=lambda candidate: candidate.length_bytes)
         del self._idle[memory]
         return memory
 
@@ -238,7 +238,7 @@ class MemoryPool(Closeable):
 
     def _free_idle(self, bytes_max: int, idle_s_max: float | None) -> None:
         """Free idle memory above the limit of bytes, and memory that is idle for longer than the limit of time."""
-        frees = ReleaseStack()
+        free_actions = ReleaseStack()
         with self._lock:
             expiry = None if idle_s_max is None else time.monotonic() - idle_s_max
             for memory, idle_since in tuple(self._idle.items()):
@@ -247,8 +247,8 @@ class MemoryPool(Closeable):
                     break
                 del self._idle[memory]
                 self._trimmed += 1
-                frees.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
-        frees.run()
+                free_actions.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
+        free_actions.run()
 
     def _free(self, memory: DeviceBuffer) -> None:
         """Free an allocation. If that fails, keep it for another attempt."""

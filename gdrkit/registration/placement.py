@@ -48,8 +48,8 @@ class Placement:
     def __init__(self, tree: HostTree | None = None, *, reach: ReachTable | None = None) -> None:
         self._tree = HostTree() if tree is None else tree
         self.reach = ReachTable() if reach is None else reach
-        # How often one of several equally near NICs was chosen. The key has the names of these NICs.
-        self._turns: dict[tuple[str, ...], int] = {}
+        # The number of choices so far in each set of equally near NICs, which the names of these NICs identify.
+        self._turn_count_by_nics: dict[tuple[str, ...], int] = {}
         # The results of nearest(), as positions in `nics`. The key has the PCI address of the GPU and the names of
         # `nics`.
         self._nearest_positions: dict[tuple[str, tuple[str, ...]], tuple[int, ...]] = {}
@@ -97,8 +97,8 @@ class Placement:
         """
         _require_nics(nics)
         results = self.reach.measured(device, nics)
-        usable = tuple(nic for nic, result in zip(nics, results, strict=True) if result.moved)
-        if not usable:
+        usable_nics = tuple(nic for nic, result in zip(nics, results, strict=True) if result.moved)
+        if not usable_nics:
             message = f"no NIC reaches the memory of GPU {device.index}"
             causes = tuple(_failure_of(result) for result in results)
             raise RegistrationFailed(
@@ -107,7 +107,7 @@ class Placement:
                 reason=causes[0].reason,
                 what_to_do="remove one of the causes; each of them says how. `gdrkit doctor` finds known causes",
             )
-        return usable
+        return usable_nics
 
     def nearest(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> tuple[Nic, ...]:
         """Return the NICs with the smallest distance to the GPU and, of these, the fastest, in the order of `nics`."""
@@ -115,10 +115,12 @@ class Placement:
         key = (gpu_pci_bus_id, tuple(nic.name for nic in nics))
         positions = self._nearest_positions.get(key)
         if positions is None:
-            # Each transfer calls this function, so the result is kept: the files of sysfs are read only once.
+            # Each transfer calls this function, so the files of sysfs are read only once.
             ranks = [(self._distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
-            best = min(ranks)
-            positions = self._nearest_positions[key] = tuple(index for index, rank in enumerate(ranks) if rank == best)
+            best_rank = min(ranks)
+            positions = self._nearest_positions[key] = tuple(
+                index for index, rank in enumerate(ranks) if rank == best_rank
+            )
         return tuple(nics[position] for position in positions)
 
     def choose(self, gpu_pci_bus_id: str, nics: Sequence[Nic]) -> Nic:
@@ -126,9 +128,9 @@ class Placement:
         nearest = self.nearest(gpu_pci_bus_id, nics)
         names = tuple(nic.name for nic in nearest)
         with self._lock:
-            turn = self._turns.get(names, 0)
-            self._turns[names] = turn + 1
-        return nearest[turn % len(nearest)]
+            turn_count = self._turn_count_by_nics.get(names, 0)
+            self._turn_count_by_nics[names] = turn_count + 1
+        return nearest[turn_count % len(nearest)]
 
 
 def _require_nics(nics: Sequence[Nic]) -> None:

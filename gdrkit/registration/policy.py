@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from gdrkit.buffers import DmabufRange, RegistrableMemory
     from gdrkit.verbs import Region, RemoteRange
 
-__all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "check_memory", "checked_nics", "register"]
+__all__ = ["ALL_ACCESS", "Registration", "RegistrationRoute", "check_memory", "check_nics", "register"]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
 
@@ -176,7 +176,7 @@ def register(
     if memory.closed:
         resource = "the memory to register"
         raise ClosedResource(resource)
-    nics = checked_nics(nics)
+    nics = check_nics(nics)
     methods = RegistrationRoute.methods_for(memory.kind) if route is None else (route,)
     refusals: list[GdrkitError] = []
     for method in methods:
@@ -211,7 +211,7 @@ def check_memory(memory: object) -> None:
         raise UsageError(message, what_to_do=advice)
 
 
-def checked_nics(nics: object) -> tuple[Nic, ...]:
+def check_nics(nics: object) -> tuple[Nic, ...]:
     """Return the NICs to register with.
 
     Raises
@@ -222,15 +222,15 @@ def checked_nics(nics: object) -> tuple[Nic, ...]:
     if isinstance(nics, Nic) or not isinstance(nics, Iterable):
         message = f"nics must be a sequence of Nic such as [nic], not {_type_name(nics)}"
         raise UsageError(message)
-    checked = tuple(nics)
-    not_a_nic = next((item for item in checked if not isinstance(item, Nic)), None)
+    nic_tuple = tuple(nics)
+    not_a_nic = next((item for item in nic_tuple if not isinstance(item, Nic)), None)
     if not_a_nic is not None:
         message = f"nics must be a sequence of Nic, and it contains {_type_name(not_a_nic)}"
         raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
-    if not checked or len(set(checked)) != len(checked):
-        message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in checked]}"
+    if not nic_tuple or len(set(nic_tuple)) != len(nic_tuple):
+        message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in nic_tuple]}"
         raise UsageError(message)
-    return checked
+    return nic_tuple
 
 
 def _type_name(value: object) -> str:

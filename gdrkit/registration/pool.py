@@ -15,7 +15,7 @@ from gdrkit import forks
 from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
-from gdrkit.registration.policy import ALL_ACCESS, checked_nics, register
+from gdrkit.registration.policy import ALL_ACCESS, check_nics, register
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ class RdmaBuffer:
     def slice(self, *, offset_bytes: int, length_bytes: int | None = None) -> RdmaBuffer:
         """Return a view of a part of the buffer, of at least 1 byte. A length of None means up to the end."""
         self._check_open()
-        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        memory_offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         if length_bytes == 0:
             message = "a slice must have at least 1 byte"
             raise UsageError(message)
@@ -88,7 +88,7 @@ class RdmaBuffer:
         A length of None means up to the end.
         """
         self._check_open()
-        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        memory_offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return self._registration.remote(nic, offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
 
     def element(self, nic: Nic, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
@@ -97,19 +97,19 @@ class RdmaBuffer:
         A length of None means up to the end.
         """
         self._check_open()
-        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        memory_offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return self._registration.region(nic).element(offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy a part of the buffer to the host and return it. A length of None means up to the end."""
         self._check_open()
-        memory_offset_bytes, length_bytes = self._checked_part(offset_bytes, length_bytes)
+        memory_offset_bytes, length_bytes = self._resolve_part(offset_bytes, length_bytes)
         return self._memory.read(offset_bytes=memory_offset_bytes, length_bytes=length_bytes)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Copy bytes of the host into the buffer."""
         self._check_open()
-        memory_offset_bytes, _length_bytes = self._checked_part(offset_bytes, memoryview(data).nbytes)
+        memory_offset_bytes, _length_bytes = self._resolve_part(offset_bytes, memoryview(data).nbytes)
         self._memory.write(data, offset_bytes=memory_offset_bytes)
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class RdmaBuffer:
             resource = "RDMA buffer"
             raise ClosedResource(resource)
 
-    def _checked_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[int, int]:
+    def _resolve_part(self, offset_bytes: int, length_bytes: int | None) -> tuple[int, int]:
         length_bytes = self.length_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return self._offset_bytes + offset_bytes, length_bytes
@@ -201,7 +201,7 @@ class BufferPool:
         if buffer_bytes <= 0 or count <= 0:
             message = f"buffer_bytes and count must be above 0, not {buffer_bytes} and {count}"
             raise UsageError(message)
-        nics = checked_nics(nics)
+        nics = check_nics(nics)
         self.buffer_bytes = buffer_bytes
         self.count = count
         # The buffers begin at different pages, so that two buffers never share a page that a NIC pins.
@@ -215,7 +215,7 @@ class BufferPool:
         self._lock = threading.Lock()
         # The offsets of the free buffers in the memory.
         self._free = deque(index * stride_bytes for index in range(count))
-        self._turns: deque[_Turn] = deque()  # The threads that wait for a buffer, the longest wait first.
+        self._waiters: deque[_Waiter] = deque()  # The threads that wait for a buffer, the longest wait first.
         self._in_use: set[RdmaBuffer] = set()
         self._allocations = self._timeouts = self._waits = 0
         self._closed = False
@@ -236,7 +236,7 @@ class BufferPool:
             return PoolStatistics(
                 buffers=self.count,
                 free=len(self._free),
-                waiting=len(self._turns),
+                waiting=len(self._waiters),
                 allocations=self._allocations,
                 timeouts=self._timeouts,
                 waits=self._waits,
@@ -260,20 +260,20 @@ class BufferPool:
         """
         with self._lock:
             self._check_open()
-            if self._free and not self._turns:
+            if self._free and not self._waiters:
                 return self._new_buffer(self._free.popleft())
-            turn = _Turn()
-            self._turns.append(turn)
+            waiter = _Waiter()
+            self._waiters.append(waiter)
         try:
-            turn.buffer_assigned.wait(None if timeout_ms is None else timeout_ms / 1000)
+            waiter.buffer_assigned.wait(None if timeout_ms is None else timeout_ms / 1000)
         except BaseException:
-            self._abandon(turn)
+            self._leave_queue(waiter)
             raise
         with self._lock:
-            if turn.offset_bytes is not None:
+            if waiter.offset_bytes is not None:
                 self._waits += 1
-                return self._new_buffer(turn.offset_bytes)
-            self._turns.remove(turn)
+                return self._new_buffer(waiter.offset_bytes)
+            self._waiters.remove(waiter)
             self._timeouts += 1
         message = f"none of the {self.count} buffers was closed within {timeout_ms} ms"
         raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="close buffers sooner, or create a larger pool")
@@ -299,7 +299,7 @@ class BufferPool:
         """Mark the pool as closed in a forked child: the memory and its registration belong to the parent."""
         self._is_inherited = self._closed = True
         self._lock = threading.Lock()
-        self._turns = deque()
+        self._waiters = deque()
         self._in_use = set()
 
     def _refuse_while_used(self) -> None:
@@ -328,19 +328,19 @@ class BufferPool:
 
     def _assign_or_free(self, offset_bytes: int) -> None:
         """Assign a buffer to the thread that waits longest, or make it free if no thread waits."""
-        if self._turns:
-            turn = self._turns.popleft()
-            turn.offset_bytes = offset_bytes
-            turn.buffer_assigned.set()
+        if self._waiters:
+            waiter = self._waiters.popleft()
+            waiter.offset_bytes = offset_bytes
+            waiter.buffer_assigned.set()
         else:
             self._free.append(offset_bytes)
 
-    def _abandon(self, turn: _Turn) -> None:
+    def _leave_queue(self, waiter: _Waiter) -> None:
         with self._lock:
-            if turn.offset_bytes is None:
-                self._turns.remove(turn)
+            if waiter.offset_bytes is None:
+                self._waiters.remove(waiter)
             else:
-                self._assign_or_free(turn.offset_bytes)
+                self._assign_or_free(waiter.offset_bytes)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -356,8 +356,8 @@ class BufferPool:
         self.close()
 
 
-class _Turn:
-    """The place of one waiting thread in the queue. A closed buffer is assigned to the first place."""
+class _Waiter:
+    """One waiting thread in the queue. A closed buffer is assigned to the first waiter."""
 
     __slots__ = ("buffer_assigned", "offset_bytes")
 

@@ -192,14 +192,14 @@ def measure_devices(
     separate networks, where each request takes long to fail.
     """
     results: list[Reach] = []
-    separate: set[tuple[Nic, Nic]] = set()
+    separate_pairs: set[tuple[Nic, Nic]] = set()
     for device in devices:
-        tried_pairs = [pair for pair in pairs if pair not in separate]
-        measured = measure_reach(device, tried_pairs, tree=tree, route=route, counters_timeout_s=counters_timeout_s)
-        results += measured
-        separate |= {
+        tried_pairs = [pair for pair in pairs if pair not in separate_pairs]
+        pair_results = measure_reach(device, tried_pairs, tree=tree, route=route, counters_timeout_s=counters_timeout_s)
+        results += pair_results
+        separate_pairs |= {
             pair
-            for pair, reach in zip(tried_pairs, measured, strict=True)
+            for pair, reach in zip(tried_pairs, pair_results, strict=True)
             if reach.path is TransferPath.WIRE and reach.route is not None and not reach.moved
         }
     return tuple(results)
@@ -246,7 +246,7 @@ class _Measurement:
 
     def _transfer(self, registration: Registration) -> None:
         remote = registration.remote(self._nic, length_bytes=_PAGE_BYTES)
-        before = self._counters()
+        before = self._read_counters()
         try:
             with self._connect() as pair:
                 self._write(pair, remote)
@@ -270,7 +270,7 @@ class _Measurement:
         pair.read(remote).expect()
         _check(pair.data, _READ_SEED, "RDMA READ")
 
-    def _counters(self) -> tuple[PortCounters, PortCounters]:
+    def _read_counters(self) -> tuple[PortCounters, PortCounters]:
         first, second = (read_port(self._tree, nic.name, nic.port.number) for nic in (self._nic, self._peer))
         return first, second
 
@@ -278,7 +278,7 @@ class _Measurement:
         """Return by how much the counters of both ports grew. Some drivers update the counters late."""
         deadline_s = time.monotonic() + self._counters_timeout_s
         while True:
-            after = self._counters()
+            after = self._read_counters()
             growths = port_growth(before[0], after[0]), port_growth(before[1], after[1])
             counts = [count for growth in growths for count in (growth.sent_bytes, growth.received_bytes)]
             is_complete = None in counts or all(count is not None and count >= _PAGE_BYTES for count in counts)

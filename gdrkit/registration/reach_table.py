@@ -1,6 +1,6 @@
 """The measured reach of NICs, kept in this process and in a file that all programs of the user read.
 
-Reach: whether the DMA of a NIC can access the memory of a GPU (:mod:`gdrkit.registration.reach`).
+The reach states whether the DMA of a NIC can access the memory of a GPU (:mod:`gdrkit.registration.reach`).
 
 The file is ``reach`` in the state folder of gdrkit, which is in memory (tmpfs) and is therefore empty after a boot.
 Each line is one :class:`~gdrkit.registration.reach.Reach`, as words ``key=value``. The usrbio client library reads it
@@ -73,21 +73,21 @@ class ReachTable:
             if not self._has_read_file:
                 self._results = {**_read_file(), **self._results}
                 self._has_read_file = True
-            due = [nic for nic, key in zip(nics, keys, strict=True) if not self._is_current(key)]
-            if due:
-                self._measure(device, due, nics)
+            nics_to_measure = [nic for nic, key in zip(nics, keys, strict=True) if not self._is_current(key)]
+            if nics_to_measure:
+                self._measure(device, nics_to_measure, nics)
             return tuple(self._results[key] for key in keys)
 
     def store(self, results: Iterable[Reach]) -> None:
         """Keep the results of measurements. If a GPU and a NIC have several, keep the result that proves most."""
-        best: dict[_Key, Reach] = {}
+        best_results: dict[_Key, Reach] = {}
         for result in results:
             key = (result.gpu_uuid, result.nic_gid)
-            if key not in best or _strength(result) > _strength(best[key]):
-                best[key] = result
+            if key not in best_results or _rank_proof(result) > _rank_proof(best_results[key]):
+                best_results[key] = result
         with self._lock:
-            self._results |= best
-            _write_file(best.values())
+            self._results |= best_results
+            _write_file(best_results.values())
 
     def forget(self, gpu_uuid: str, nics: Sequence[Nic]) -> None:
         """Drop the results of a GPU and these NICs, because a transfer between them failed."""
@@ -95,7 +95,7 @@ class ReachTable:
         with self._lock:
             for key in keys & self._results.keys():
                 del self._results[key]
-            _write_file((), forgotten=keys)
+            _write_file((), forgotten_keys=keys)
 
     def _is_current(self, key: _Key) -> bool:
         result = self._results.get(key)
@@ -108,16 +108,22 @@ class ReachTable:
         age_s = time.time() - result.measured_s
         return 0 <= age_s < (_VALID_S if result.moved else self._retry_after_s)
 
-    def _measure(self, device: PrimaryContext, due: Sequence[Nic], nics: Sequence[Nic]) -> None:
-        """Measure the NICs `due` in loopback. If a NIC fails, measure it again with a working NIC as the peer."""
-        results = dict(zip(due, measure_reach(device, [(nic, nic) for nic in due], tree=self._tree), strict=True))
-        known = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
-        working = next((nic for nic, result in known.items() if result.moved), None)
+    def _measure(self, device: PrimaryContext, nics_to_measure: Sequence[Nic], nics: Sequence[Nic]) -> None:
+        """Measure `nics_to_measure` in loopback. If a NIC fails, measure it again with a working NIC as the peer."""
+        results = dict(
+            zip(
+                nics_to_measure,
+                measure_reach(device, [(nic, nic) for nic in nics_to_measure], tree=self._tree),
+                strict=True,
+            )
+        )
+        result_by_nic = {nic: results.get(nic) or self._results[device.uuid, nic.gid] for nic in nics}
+        working_nic = next((nic for nic, result in result_by_nic.items() if result.moved), None)
         # Some NICs have no loopback, but another NIC can access the memory through them.
-        retried = [nic for nic, result in results.items() if not result.moved and result.route is not None]
-        if working is not None and retried:
-            pairs = [(nic, working) for nic in retried]
-            for nic, result in zip(retried, measure_reach(device, pairs, tree=self._tree), strict=True):
+        retried_nics = [nic for nic, result in results.items() if not result.moved and result.route is not None]
+        if working_nic is not None and retried_nics:
+            pairs = [(nic, working_nic) for nic in retried_nics]
+            for nic, result in zip(retried_nics, measure_reach(device, pairs, tree=self._tree), strict=True):
                 results[nic] = result if result.moved else results[nic]
         for nic, result in results.items():
             self._log_change(device, nic, result)
@@ -132,7 +138,7 @@ class ReachTable:
             _LOG.warning("NIC %s reaches GPU %s again and is used", nic.name, device.pci_bus_id)
 
 
-def _strength(result: Reach) -> tuple[bool, bool, bool]:
+def _rank_proof(result: Reach) -> tuple[bool, bool, bool]:
     return result.moved, result.state is RouteOutcome.PROVEN, result.path is TransferPath.WIRE
 
 
@@ -149,14 +155,14 @@ def _read_file() -> dict[_Key, Reach]:
     return {(result.gpu_uuid, result.nic_gid): result for result in results if result is not None}
 
 
-def _write_file(results: Iterable[Reach], *, forgotten: Iterable[_Key] = ()) -> None:
+def _write_file(results: Iterable[Reach], *, forgotten_keys: Iterable[_Key] = ()) -> None:
     """Merge results into the file. The results of this process do not depend on it, so errors are only logged."""
-    merged = _read_file() | {(result.gpu_uuid, result.nic_gid): result for result in results}
-    for key in forgotten:
-        merged.pop(key, None)
+    merged_results = _read_file() | {(result.gpu_uuid, result.nic_gid): result for result in results}
+    for key in forgotten_keys:
+        merged_results.pop(key, None)
     text = _HEADER + "\n"
     # If the file is full, the oldest results are left out.
-    for result in sorted(merged.values(), key=lambda result: result.measured_s, reverse=True):
+    for result in sorted(merged_results.values(), key=lambda result: result.measured_s, reverse=True):
         line = _format(result) + "\n"
         if len(text) + len(line) > _FILE_BYTES_MAX:
             break
@@ -169,7 +175,7 @@ def _write_file(results: Iterable[Reach], *, forgotten: Iterable[_Key] = ()) -> 
 
 
 def _format(result: Reach) -> str:
-    words = {
+    values_by_key = {
         "gpu": result.gpu_uuid,
         "pci": result.pci_bus_id,
         "nic": result.nic,
@@ -184,7 +190,7 @@ def _format(result: Reach) -> str:
         "measured_s": result.measured_s,
         "cause": quote(result.cause[:_CAUSE_LENGTH_MAX]),
     }
-    return " ".join(f"{key}={value}" for key, value in words.items())
+    return " ".join(f"{key}={value}" for key, value in values_by_key.items())
 
 
 def _format_growth(growth: PortGrowth | None) -> str:
@@ -193,22 +199,22 @@ def _format_growth(growth: PortGrowth | None) -> str:
 
 def _parse(line: str) -> Reach | None:
     """Return the result that a line describes, or None if it is malformed."""
-    words = dict(word.partition("=")[::2] for word in line.split(" "))
+    values_by_key = dict(word.partition("=")[::2] for word in line.split(" "))
     try:
         return Reach(
-            gpu_uuid=words["gpu"],
-            pci_bus_id=words["pci"],
-            nic=words["nic"],
-            nic_gid=words["gid"],
-            peer_nic=words["peer"],
-            path=TransferPath(words["path"]),
-            route=RegistrationRoute(words["route"]) if words["route"] else None,
-            moved={"yes": True, "no": False}[words["moved"]],
-            cause=unquote(words["cause"]),
-            transfer_bytes=int(words["bytes"]),
-            nic_growth=_parse_growth(words["nic_growth"]),
-            peer_growth=_parse_growth(words["peer_growth"]),
-            measured_s=float(words["measured_s"]),
+            gpu_uuid=values_by_key["gpu"],
+            pci_bus_id=values_by_key["pci"],
+            nic=values_by_key["nic"],
+            nic_gid=values_by_key["gid"],
+            peer_nic=values_by_key["peer"],
+            path=TransferPath(values_by_key["path"]),
+            route=RegistrationRoute(values_by_key["route"]) if values_by_key["route"] else None,
+            moved={"yes": True, "no": False}[values_by_key["moved"]],
+            cause=unquote(values_by_key["cause"]),
+            transfer_bytes=int(values_by_key["bytes"]),
+            nic_growth=_parse_growth(values_by_key["nic_growth"]),
+            peer_growth=_parse_growth(values_by_key["peer_growth"]),
+            measured_s=float(values_by_key["measured_s"]),
         )
     except (KeyError, ValueError):
         return None

@@ -34,7 +34,7 @@ from gdrkit.errors import (
 )
 from gdrkit.host import is_running, this_process
 from gdrkit.registration.dmabuf_memory import DmabufMemory
-from gdrkit.registration.exports import clearer_error, sharing_advice
+from gdrkit.registration.exports import explain_export_error, sharing_advice
 from gdrkit.registration.handle import ShareHandle, ShareKind
 from gdrkit.registration.handle_message import HandleMessage
 
@@ -114,7 +114,7 @@ def export_memory(
         raise UsageError(message)
     if isinstance(memory, DmabufMemory) and kind is ShareKind.DMABUF:
         with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
-            return _message_of(dmabuf, device_uuid=ANY_EXPORTER)
+            return _make_dmabuf_message(dmabuf, device_uuid=ANY_EXPORTER)
     if not isinstance(memory, CudaMemory):
         raise _not_supported("export_memory", f"{memory.kind.value} memory is not CUDA memory", "share CUDA memory")
     return _EXPORTERS[kind](memory, offset_bytes, length_bytes)
@@ -246,12 +246,17 @@ def import_dmabuf(handle_message: HandleMessage) -> DmabufRange:
         raise UsageError(message, what_to_do="call import_memory() with it")
     _require_owner(handle)
     (fd,) = handle_message.descriptors
-    with DmabufRange.from_fd(fd) as whole:
-        if whole.size_bytes != handle.allocation_bytes:
-            message = f"the descriptor has {whole.size_bytes} bytes, but the handle says {handle.allocation_bytes}"
+    with DmabufRange.from_fd(fd) as whole_dmabuf:
+        if whole_dmabuf.size_bytes != handle.allocation_bytes:
+            message = (
+                f"the descriptor has {whole_dmabuf.size_bytes} bytes, but the handle says {handle.allocation_bytes}"
+            )
             raise UsageError(message, reason=Reason.MALFORMED)
         return DmabufRange(
-            whole.take(), offset_bytes=handle.offset_bytes, length_bytes=handle.length_bytes, address=handle.address
+            whole_dmabuf.take(),
+            offset_bytes=handle.offset_bytes,
+            length_bytes=handle.length_bytes,
+            address=handle.address,
         )
 
 
@@ -260,10 +265,10 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
     try:
         ipc = cuda.export_handle(memory)
     except ApiError as error:
-        clearer = clearer_error(error, memory.kind)
-        if clearer is error:
+        explained_error = explain_export_error(error, memory.kind)
+        if explained_error is error:
             raise  # `raise error from error` would make the error its own cause.
-        raise clearer from error
+        raise explained_error from error
     handle = ShareHandle(
         kind=ShareKind.IPC,
         allocation_bytes=allocation_bytes,
@@ -309,10 +314,10 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
 
 def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
-        return _message_of(dmabuf, device_uuid=_uuid_of(memory.device))
+        return _make_dmabuf_message(dmabuf, device_uuid=_uuid_of(memory.device))
 
 
-def _message_of(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMessage:
+def _make_dmabuf_message(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMessage:
     """Return the message with a dma-buf. The message takes the descriptor out of the range."""
     handle = ShareHandle(
         kind=ShareKind.DMABUF,

@@ -126,7 +126,7 @@ def deregister_leased(cache: Any) -> None:
 
     def invalidate(self: Any, address: int, *, length_bytes: int) -> int:
         with self._lock:
-            entries = self._index.overlapping(address, address + length_bytes)
+            entries = self._index.find_overlapping(address, address + length_bytes)
             count, _victims = self._unlink_range(address, address + length_bytes)
         for entry in entries:
             entry.registration.close()
@@ -151,14 +151,14 @@ def never_deregister(cache: Any) -> None:
 
 def evict_most_recent(entries: Any) -> None:
     """the cache evicts the most recently used region"""
-    original = entries.EntryIndex.eviction_candidates
+    original = entries.EntryIndex.select_evictions
 
-    def eviction_candidates(self: Any) -> Any:
+    def select_evictions(self: Any) -> Any:
         for entry in reversed(tuple(self.by_last_use)):
             self.by_last_use.move_to_end(entry)
         return original(self)
 
-    entries.EntryIndex.eviction_candidates = eviction_candidates
+    entries.EntryIndex.select_evictions = select_evictions
 
 
 def evict_leased(cache: Any) -> None:
