@@ -148,11 +148,11 @@ class CapturedFiles:
 
     def __init__(self, reads: RecordedReads) -> None:
         self.reads = self._reads = reads
-        self._present = frozenset(reads.present)
+        self._existing_paths = frozenset(reads.present)
         # These are sets, because each lookup of a file tests whether its name is in the folder.
         self._names_in_folder = {path: frozenset(names) for path, names in reads.folders.items()}
         # The links in the path of a folder are resolved once, because most reads are of files in the same few folders.
-        self._resolved_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow(f"{folder}/."))
+        self._resolved_folder = functools.lru_cache(maxsize=1024)(lambda folder: self._follow_links(f"{folder}/."))
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a file."""
@@ -162,9 +162,9 @@ class CapturedFiles:
 
     def lines(self, name: str, words: Sequence[str]) -> list[str]:
         """Return the lines that contain one of `words`: the recorded result, else a search in the recorded file."""
-        recorded = self._reads.lines.get("|".join((name, *words)))
-        if recorded is not None:
-            return list(recorded)
+        recorded_lines = self._reads.lines.get("|".join((name, *words)))
+        if recorded_lines is not None:
+            return list(recorded_lines)
         self._raise_recorded("lines", name)
         text = self.read(name).decode("utf-8", "backslashreplace")
         return [line for line in text.splitlines() if any(word in line for word in words)]
@@ -186,7 +186,7 @@ class CapturedFiles:
         """Fail with ENOENT if the path did not exist on the machine."""
         self._raise_recorded("look", name)
         if not self._exists(name):
-            raise self._absence(name)
+            raise self._absence_error(name)
 
     def _exists(self, name: str) -> bool:
         tables = (
@@ -194,11 +194,11 @@ class CapturedFiles:
             self._reads.binaries,
             self._reads.folders,
             self._reads.links,
-            self._present,
+            self._existing_paths,
         )
-        if any(path in table for path in dict.fromkeys((name, self._resolved(name))) for table in tables):
+        if any(path in table for path in dict.fromkeys((name, self._resolve_links(name))) for table in tables):
             return True
-        folder, _, last_part = self._resolved(name).rpartition("/")
+        folder, _, last_part = self._resolve_links(name).rpartition("/")
         return last_part in self._names_in_folder.get(folder or "/", ())
 
     def _find(self, read_type: str, name: str, *tables: dict[str, str] | dict[str, tuple[str, ...]]) -> str:
@@ -206,11 +206,11 @@ class CapturedFiles:
         # A result that was recorded under `name` itself is preferred, because there the captured machine followed the
         # links.
         self._raise_recorded(read_type, name)
-        for path in dict.fromkeys((name, self._resolved(name))):
+        for path in dict.fromkeys((name, self._resolve_links(name))):
             self._raise_recorded(read_type, path)
             if any(path in table for table in tables):
                 return path
-        raise self._absence(name)
+        raise self._absence_error(name)
 
     def _raise_recorded(self, read_type: str, name: str) -> None:
         """Raise the error with which this read failed on the captured machine, if it failed."""
@@ -218,25 +218,25 @@ class CapturedFiles:
         if error_number is not None:
             raise OSError(error_number, os.strerror(error_number), name)
 
-    def _absence(self, name: str) -> OSError:
+    def _absence_error(self, name: str) -> OSError:
         """Return ENOENT if a captured folder shows that the path did not exist, and otherwise ENODATA."""
-        parts = self._resolved(name).strip("/").split("/")
+        parts = self._resolve_links(name).strip("/").split("/")
         for depth, part in enumerate(parts):
             folder = "/" + "/".join(parts[:depth])
             if folder in self._names_in_folder and part not in self._names_in_folder[folder]:
                 return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)
 
-    def _resolved(self, name: str) -> str:
+    def _resolve_links(self, name: str) -> str:
         """Return `name` with the symbolic links of this capture resolved. The last part of `name` is not followed."""
         folder, _, last_part = name.rpartition("/")
         if not folder or last_part in ("", ".", ".."):
-            return self._follow(name)
+            return self._follow_links(name)
         return posixpath.join(self._resolved_folder(folder), last_part)
 
-    def _follow(self, name: str) -> str:
+    def _follow_links(self, name: str) -> str:
         """Return `name` with the symbolic links of this capture resolved in all parts but the last."""
-        path, remaining_parts, links_left = "/", [part for part in name.split("/") if part], _LINKS_MAX
+        path, remaining_parts, remaining_links = "/", [part for part in name.split("/") if part], _LINKS_MAX
         while remaining_parts:
             part = remaining_parts.pop(0)
             if part in (".", ".."):
@@ -247,8 +247,8 @@ class CapturedFiles:
             if target is None:
                 path = candidate
                 continue
-            links_left -= 1
-            if links_left < 0:
+            remaining_links -= 1
+            if remaining_links < 0:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)
             path = "/" if target.startswith("/") else path
             remaining_parts = [part for part in target.split("/") if part] + remaining_parts
@@ -261,20 +261,20 @@ class Recorder:
     def __init__(self, files: Files) -> None:
         self._files = files
         self._reads = RecordedReads()
-        self._present: dict[str, None] = {}
+        self._existing_paths: dict[str, None] = {}
 
     @property
     def reads(self) -> RecordedReads:
         """The results that were recorded so far."""
-        recorded = self._reads
+        recorded_reads = self._reads
         return RecordedReads(
-            texts=dict(recorded.texts),
-            binaries=dict(recorded.binaries),
-            lines=dict(recorded.lines),
-            folders=dict(recorded.folders),
-            links=dict(recorded.links),
-            present=tuple(sorted(self._present)),
-            refused={read_type: dict(paths) for read_type, paths in recorded.refused.items()},
+            texts=dict(recorded_reads.texts),
+            binaries=dict(recorded_reads.binaries),
+            lines=dict(recorded_reads.lines),
+            folders=dict(recorded_reads.folders),
+            links=dict(recorded_reads.links),
+            present=tuple(sorted(self._existing_paths)),
+            refused={read_type: dict(paths) for read_type, paths in recorded_reads.refused.items()},
         )
 
     def read(self, name: str) -> bytes:
@@ -322,7 +322,7 @@ class Recorder:
             self._files.check_exists(name)
         except OSError as error:
             raise self._record_error("look", name, error) from error
-        self._present[name] = None
+        self._existing_paths[name] = None
 
     def _record_error(self, read_type: str, name: str, error: OSError) -> OSError:
         error_number = error.errno or errno.EIO

@@ -141,14 +141,14 @@ def _check_size(text: str, name: str) -> None:
 
 def _check_text(value: serialization.Json, name: str) -> None:
     """Refuse strings with a lone surrogate, which JSON can contain and UTF-8 cannot."""
-    pending: list[serialization.Json] = [value]
-    while pending:
-        item = pending.pop()
+    pending_values: list[serialization.Json] = [value]
+    while pending_values:
+        item = pending_values.pop()
         if isinstance(item, dict):
-            pending += item.keys()
-            pending += item.values()
+            pending_values += item.keys()
+            pending_values += item.values()
         elif isinstance(item, list):
-            pending += item
+            pending_values += item
         elif isinstance(item, str) and not item.isascii():
             try:
                 item.encode()

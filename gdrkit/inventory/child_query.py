@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildQuery"]
 
 _OUTPUT_CHARACTERS_MAX = 400
-# Time in which the child had no processor does not count as time of the query, up to this limit.
+# The time in which the child waits for a processor extends the time limit of the query, by at most these seconds.
 _STARVED_MAX_S = 100.0
 
 
@@ -34,9 +34,9 @@ class ChildQuery:
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._command = command
         self._api = command[-1]
-        # These are files and not pipes. A file takes a result of any length without a reader. A pipe would also stay
-        # open as long as a process that the child has started still has it. Libraries may print text, so the output of
-        # the child goes to a file of its own.
+        # These are files and not pipes: a child could block in a write to a pipe that nobody reads, and a pipe stays
+        # open as long as any process that the child started. Libraries may print text, so the output of the child has
+        # a separate file.
         self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         try:
@@ -75,9 +75,9 @@ class ChildQuery:
             self.close()
         if not has_ended:
             message = f"no result within {timeout_s:g} s" + (f"; {kill_failure}" if kill_failure else "")
-            return None, self._failure(Reason.TIMEOUT, message, output)
+            return None, self._make_failure(Reason.TIMEOUT, message, output)
         if not text:
-            return None, self._failure(Reason.OTHER, _describe_end(self._child.returncode), output)
+            return None, self._make_failure(Reason.OTHER, _describe_end(self._child.returncode), output)
         data = json.loads(text)
         failure = data.get("failure")
         return data.get("facts"), failure and serialization.from_json_data(ApiFailure, failure)
@@ -102,7 +102,7 @@ class ChildQuery:
             self._result.close()
             self._output.close()
 
-    def _failure(self, reason: Reason, message: str, output: bytes) -> ApiFailure:
+    def _make_failure(self, reason: Reason, message: str, output: bytes) -> ApiFailure:
         last_output = output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
         return ApiFailure(
             api=self._api,

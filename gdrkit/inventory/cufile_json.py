@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gdrkit.host import HostTree
 
-__all__ = ["DEFAULT_PATH", "config_path", "parse_config", "read_config", "value"]
+__all__ = ["DEFAULT_PATH", "config_path", "get_value", "parse_config", "read_config"]
 
 DEFAULT_PATH = "/etc/cufile.json"
 _PATH_VARIABLE = "CUFILE_ENV_PATH_JSON"
@@ -68,7 +68,7 @@ def read_config(tree: HostTree, environment: Mapping[str, str]) -> tuple[str | N
     return path, {} if text is None or path is None else parse_config(text, name=path)
 
 
-def value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - a JSON value of any type.
+def get_value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - a JSON value of any type.
     """Return the value at the path of `keys`, or None if there is none."""
     current: Any = config
     for key in keys:

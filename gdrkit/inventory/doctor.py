@@ -78,7 +78,7 @@ def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
     return Diagnosis(
         schema_version=SCHEMA_VERSION,
         facts_digest=machine.facts.digest,
-        missing=tuple(_missing(machine)),
+        missing=tuple(_list_missing(machine)),
         findings=findings,
         unreadable=tuple(unreadable.values()),
         privileges=tuple(_missing_privileges(machine)),
@@ -100,7 +100,7 @@ def _missing_privileges(machine: Machine) -> Iterator[str]:
         yield f"the kernel log: {machine.kernel_log.unreadable} ({rules_that_need('CAP_SYSLOG')})"
 
 
-def _missing(machine: Machine) -> Iterator[str]:
+def _list_missing(machine: Machine) -> Iterator[str]:
     facts, tree = machine.facts, host.HostTree.of(machine.files)
 
     def is_absent(path: str) -> bool:

@@ -52,24 +52,24 @@ def _try_p2p() -> dict[str, str]:
     for nic_name, port in _active_nics():
         for index in range(cuda.device_count()):
             with ExitStack() as stack:
-                nic, device = _open(stack, nic_name, port, index)
+                nic, device = _open_nic_and_device(stack, nic_name, port, index)
                 memory = stack.enter_context(device.allocate(_TRANSFER_BYTES))
                 registered_memory = stack.enter_context(registration.register(memory, [nic]))
                 loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
                 name = f"GPU {index} and {nic_name}"
                 loopback.fill(_SEED)
                 status = loopback.write(registered_memory.remote(nic)).status.name
-                observations[f"RDMA WRITE into {name}"] = _transfer_result(status, memory.read(), _SEED)
+                observations[f"RDMA WRITE into {name}"] = _describe_transfer(status, memory.read(), _SEED)
                 if status != "SUCCESS":
                     # The queue pair is in the error state, so the read needs a new queue pair.
                     loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
                 memory.write(pattern.payload(_TRANSFER_BYTES, seed=_SEED + 1))
                 status = loopback.read(registered_memory.remote(nic)).status.name
-                observations[f"RDMA READ from {name}"] = _transfer_result(status, bytes(loopback.data), _SEED + 1)
+                observations[f"RDMA READ from {name}"] = _describe_transfer(status, bytes(loopback.data), _SEED + 1)
     return observations
 
 
-def _transfer_result(status: str, data: bytes, seed: int) -> str:
+def _describe_transfer(status: str, data: bytes, seed: int) -> str:
     """Return the status of a completion, or the mismatch if it is SUCCESS and `data` is not the pattern of `seed`."""
     if status != "SUCCESS":
         return status
@@ -89,7 +89,7 @@ def _try_stale_key() -> dict[str, str]:
 
     nics = _active_nics()
     with ExitStack() as stack:
-        nic, device = _open(stack, *nics[0], 0)
+        nic, device = _open_nic_and_device(stack, *nics[0], 0)
         freed_memory = stack.enter_context(device.allocate(2 * MIB))
         # Only a borrowed view of the memory is registered. The owner does not know of this registration, so closing the
         # owner does not deregister it.
@@ -98,14 +98,14 @@ def _try_stale_key() -> dict[str, str]:
         remote = registered_memory.remote(nic, length_bytes=_TRANSFER_BYTES)
         old_buffer_id, address = freed_memory.buffer_id(), freed_memory.address
         freed_memory.close()
-        successor = stack.enter_context(device.allocate(2 * MIB))
-        successor.fill(0x5A)
-        is_same_address = successor.address == address
-        new_buffer_id = successor.buffer_id()
+        new_memory = stack.enter_context(device.allocate(2 * MIB))
+        new_memory.fill(0x5A)
+        is_same_address = new_memory.address == address
+        new_buffer_id = new_memory.buffer_id()
         loopback = stack.enter_context(registration.ConnectedPair(nic, length_bytes=_TRANSFER_BYTES))
         loopback.fill(_SEED)
         status = loopback.write(remote).status.name
-        is_reached = successor.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
+        was_overwritten = new_memory.read(length_bytes=_TRANSFER_BYTES) != b"\x5a" * _TRANSFER_BYTES
         registered_memory.close()
     return {
         "the address came back": "yes" if is_same_address else "no",
@@ -113,7 +113,7 @@ def _try_stale_key() -> dict[str, str]:
         if is_same_address and new_buffer_id == old_buffer_id
         else f"{old_buffer_id}, then {new_buffer_id}",
         "a write by the old key": status,
-        "the new owner was reached by the old key": "yes" if is_reached else "no",
+        "the new owner was reached by the old key": "yes" if was_overwritten else "no",
     }
 
 
@@ -125,7 +125,7 @@ def _try_flush() -> dict[str, str]:
     nics = _active_nics()
     for index in range(cuda.device_count()):
         with ExitStack() as stack:
-            nic, device = _open(stack, *nics[0], index)
+            nic, device = _open_nic_and_device(stack, *nics[0], index)
             ordering = registration.Ordering.of(device)
             memory, copied_data = stack.enter_context(device.allocate(_TRANSFER_BYTES)), bytearray(_TRANSFER_BYTES)
             registered_memory = stack.enter_context(registration.register(memory, [nic]))
@@ -227,7 +227,7 @@ def _active_nics() -> list[tuple[str, int]]:
     return nics
 
 
-def _open(stack: ExitStack, nic_name: str, port: int, index: int) -> tuple[Nic, Device]:
+def _open_nic_and_device(stack: ExitStack, nic_name: str, port: int, index: int) -> tuple[Nic, Device]:
     from gdrkit import cuda, verbs
 
     nic = stack.enter_context(verbs.Nic.open(nic_name, port=port))
@@ -267,14 +267,14 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in EXPERIMENTS:
         message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {name!r}"
         raise UsageError(message)
-    before = _file_of_descriptor_0()
+    file_before = _file_of_descriptor_0()
     observations: dict[str, str] = {}
     failure: ApiFailure | None = None
     try:
         observations = EXPERIMENTS[name]()
     except GdrkitError as error:
         failure = ApiFailure.of(error, api=name, operation=name)
-    if _file_of_descriptor_0() != before:
+    if _file_of_descriptor_0() != file_before:
         observations[DESCRIPTOR_0] = "was closed"
     result = {"facts": serialization.to_json_data(observations), "failure": serialization.to_json_data(failure)}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:

@@ -108,41 +108,41 @@ def observe_gpu_processes(*, folder: str = "/dev") -> Observation:
     folder : str
         The folder of the device nodes.
     """
-    tree, seen, refusals = host.HostTree(), {}, dict[str, int]()
+    tree, text_by_step, count_by_errno = host.HostTree(), {}, dict[str, int]()
     for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
         try:
             targets = evidence.descriptors(name)
         except (FileNotFoundError, ProcessLookupError):
             continue  # The process has ended.
         except OSError as error:
-            refusals[errno_name(error.errno)] = refusals.get(errno_name(error.errno), 0) + 1
+            count_by_errno[errno_name(error.errno)] = count_by_errno.get(errno_name(error.errno), 0) + 1
             continue
         nodes = {target.removeprefix(f"{folder}/") for target in targets.values() if target.startswith(f"{folder}/")}
         gpus = sorted(node for node in nodes if _GPU_NODE.fullmatch(node))
         if (gpus or "nvidia-uvm" in nodes) and int(name) != os.getpid():
             process = _read_process(tree, name, targets, gpus, has_contexts="nvidia-uvm" in nodes)
-            seen[process.title] = json.dumps(serialization.to_json_data(process))
-    if refusals:
-        count = sum(refusals.values())
-        seen[NOT_READABLE] = (
-            f"whether {count} other processes use a GPU ({', '.join(refusals)}): this needs CAP_SYS_PTRACE"
+            text_by_step[process.title] = json.dumps(serialization.to_json_data(process))
+    if count_by_errno:
+        count = sum(count_by_errno.values())
+        text_by_step[NOT_READABLE] = (
+            f"whether {count} other processes use a GPU ({', '.join(count_by_errno)}): this needs CAP_SYS_PTRACE"
         )
-    return Observation(GPU_PROCESSES, seen=seen)
+    return Observation(GPU_PROCESSES, seen=text_by_step)
 
 
 def _read_process(
     tree: host.HostTree, name: str, targets: dict[int, str], gpus: Iterable[str], *, has_contexts: bool
 ) -> GpuProcess:
-    user = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{name}/status") or "", re.MULTILINE)
+    user_match = re.search(r"^Uid:\s+\d+\s+(\d+)", tree.text(f"/proc/{name}/status") or "", re.MULTILINE)
     environ = (tree.data(f"/proc/{name}/environ") or b"").decode("utf-8", "backslashreplace")
     variables = dict(entry.partition("=")[::2] for entry in environ.split("\0") if "=" in entry)
     dmabufs = evidence.held_dmabufs(tree, name, targets)
     return GpuProcess(
         process_id=int(name),
         program=(tree.text(f"/proc/{name}/comm") or "").strip(),
-        user_id=int(user[1]) if user else None,
-        pid_namespace=_namespace(tree, name, "pid"),
-        ipc_namespace=_namespace(tree, name, "ipc"),
+        user_id=int(user_match[1]) if user_match else None,
+        pid_namespace=_read_namespace(tree, name, "pid"),
+        ipc_namespace=_read_namespace(tree, name, "ipc"),
         gpus=tuple(gpus),
         has_contexts=has_contexts,
         descriptors_count=len(targets),
@@ -157,6 +157,6 @@ def _read_process(
     )
 
 
-def _namespace(tree: host.HostTree, name: str, kind: str) -> int | None:
+def _read_namespace(tree: host.HostTree, name: str, kind: str) -> int | None:
     match = re.fullmatch(rf"{kind}:\[(\d+)\]", tree.link_name(f"/proc/{name}/ns/{kind}") or "")
     return int(match[1]) if match else None

@@ -46,13 +46,13 @@ class Limit:
 def path_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limit | None:
     """Return the limit of a path through the devices `names` (``GPU0``, ``mlx5_0``), or None if it is unknown.
 
-    It is unknown if no link reports its speed and width, and in a virtual machine. The PCI tree in a virtual machine is
-    what the hypervisor shows, and says nothing about the limits of the hardware.
+    It is unknown if no link reports its speed and width. It is also unknown in a virtual machine, whose PCI tree comes
+    from the hypervisor and says nothing about the hardware.
     """
     if topology.virtual_machine is not None:
         return None
     devices = [device for device in topology.places if device.name in names]
-    return _slowest(
+    return _find_slowest(
         *(_link_limit(device.name, _best_link(device.address, facts) or device.link) for device in devices),
         *_port_limits(facts, names),
     )
@@ -73,10 +73,10 @@ def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str
         trained_link = "" if function is None else f"{function.link_speed} x{function.link_width}"
         if device.index in devices:
             all_limits.append(_link_limit(f"GPU{device.index}", _best_link(address, facts) or trained_link))
-    return _slowest(*all_limits)
+    return _find_slowest(*all_limits)
 
 
-def _slowest(*all_limits: Limit | None) -> Limit | None:
+def _find_slowest(*all_limits: Limit | None) -> Limit | None:
     # The kernel reports a width or a rate of 0 if it does not know the value.
     known_limits = [limit for limit in all_limits if limit is not None and limit.gb_per_s > 0]
     return min(known_limits, key=lambda limit: limit.gb_per_s, default=None)
@@ -87,10 +87,10 @@ def _best_link(address: str, facts: Facts) -> str:
 
     The trained speed is not used, because an idle GPU trains its link for a lower speed than a busy one.
     """
-    for link in facts.nvml.gpus if facts.nvml else ():
-        speed = PCIE_SPEEDS_GT_PER_S.get(link.link_generation_max or 0)
-        if link.pci_bus_id.lower() == address.lower() and speed and link.link_width_max:
-            return f"{speed} GT/s PCIe x{link.link_width_max}"
+    for gpu in facts.nvml.gpus if facts.nvml else ():
+        speed = PCIE_SPEEDS_GT_PER_S.get(gpu.link_generation_max or 0)
+        if gpu.pci_bus_id.lower() == address.lower() and speed and gpu.link_width_max:
+            return f"{speed} GT/s PCIe x{gpu.link_width_max}"
     return ""
 
 

@@ -56,16 +56,17 @@ def link_shortfalls(links: Iterable[ExpectedLink], facts: Facts) -> tuple[str, .
         slower_devices = [f"{name} has {value:g}" for name, value in values if value < link.at_least]
         found_count = len(values) - len(slower_devices)
         if values and found_count < link.count:
-            others = f" ({_shorten(slower_devices)})" if slower_devices else ""
+            slower_text = f" ({_shorten(slower_devices)})" if slower_devices else ""
             texts.append(
-                f"{link.quantity}: {found_count} of {link.count} have {link.at_least:g}{others}; source: {link.source}"
+                f"{link.quantity}: {found_count} of {link.count} have {link.at_least:g}{slower_text}; "
+                f"source: {link.source}"
             )
     return tuple(texts)
 
 
 def _shorten(texts: Sequence[str]) -> str:
-    more = f" and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
-    return ", ".join(texts[:_NAMES_MAX]) + more
+    rest_text = f" and {len(texts) - _NAMES_MAX} more" if len(texts) > _NAMES_MAX else ""
+    return ", ".join(texts[:_NAMES_MAX]) + rest_text
 
 
 def _pcie_generations(facts: Facts) -> list[tuple[str, float | None]]:

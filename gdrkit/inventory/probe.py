@@ -73,10 +73,10 @@ def probe(
         # The files are read while the children wait for the APIs.
         queries.start(*(("verbs", "cuda") if query_apis else ()))
         facts = _read_files(tree, child_environment)
-        installed = {library.soname for library in facts.libraries if library.path}
-        if query_apis and "libnvidia-ml.so.1" in installed:
+        installed_sonames = {library.soname for library in facts.libraries if library.path}
+        if query_apis and "libnvidia-ml.so.1" in installed_sonames:
             queries.start("nvml")
-        if query_apis and may_have_gaudi(tree, installed):
+        if query_apis and may_have_gaudi(tree, installed_sonames):
             queries.start("hlthunk")
         return replace(facts, **vars(queries.results(timeout_s)))
 
@@ -154,17 +154,17 @@ class _ApiQueries:
     def results(self, timeout_s: float) -> _ApiResults:
         """Wait for the results. If there are CUDA devices and NICs, also query which registration routes work."""
         results = _ApiResults()
-        results.verbs, results.verbs_failure = self._result("verbs", VerbsFacts, timeout_s)
-        results.cuda, results.cuda_failure = self._result("cuda", CudaFacts, timeout_s)
-        results.nvml, results.nvml_failure = self._result("nvml", host.NvmlFacts, timeout_s)
-        results.gaudi, results.gaudi_failure = self._result("hlthunk", GaudiFacts, timeout_s)
+        results.verbs, results.verbs_failure = self._take_result("verbs", VerbsFacts, timeout_s)
+        results.cuda, results.cuda_failure = self._take_result("cuda", CudaFacts, timeout_s)
+        results.nvml, results.nvml_failure = self._take_result("nvml", host.NvmlFacts, timeout_s)
+        results.gaudi, results.gaudi_failure = self._take_result("hlthunk", GaudiFacts, timeout_s)
         if results.verbs and results.cuda and results.verbs.nics and results.cuda.devices:
             self.start("registration")
-            routes, results.routes_failure = self._result("registration", tuple[RouteFacts, ...], timeout_s)
+            routes, results.routes_failure = self._take_result("registration", tuple[RouteFacts, ...], timeout_s)
             results.routes = routes or ()
         return results
 
-    def _result(self, api: str, facts_type: type[_T], timeout_s: float) -> tuple[_T | None, ApiFailure | None]:
+    def _take_result(self, api: str, facts_type: type[_T], timeout_s: float) -> tuple[_T | None, ApiFailure | None]:
         if api not in self._queries:
             return None, None
         data, failure = self._queries[api].result(timeout_s)

@@ -1,9 +1,9 @@
 """Profiles: the expected behaviour of a kind of machine, each in one TOML file below hardware/profiles.
 
-A profile states on which substrate (hardware, software in the kernel, or an emulating library, the software twin) each
-API must run. It lists the needs of test cases that may be unmet, each with the reason (foreseen absences), the
-registrations that must fail, each with the error, and the routes that must be direct. An unmet need that is not listed
-fails the run. So a run in which no case ran cannot pass.
+A profile states for each API the substrate on which it must run: hardware, software in the kernel, or a software twin
+(a library that emulates the hardware). It also lists the foreseen absences (needs of test cases that may be unmet, with
+the reason), the registrations that must fail, with the error, and the routes that must be direct. A need that is unmet
+and not foreseen fails the run, so a run in which no case ran cannot pass.
 """
 
 from __future__ import annotations
@@ -224,10 +224,10 @@ class Profile:
         The result is empty if the profile fits.
         """
         reasons = []
-        for api, allowed in sorted(self.substrate.items()):
+        for api, allowed_substrates in sorted(self.substrate.items()):
             actual = substrate.get(api, "none")
-            if actual not in allowed:
-                reasons.append(f"{api} runs on {actual}, not on {' or '.join(allowed)}")
+            if actual not in allowed_substrates:
+                reasons.append(f"{api} runs on {actual}, not on {' or '.join(allowed_substrates)}")
         devices = facts.cuda.devices if facts.cuda else ()
         nics = facts.verbs.nics if facts.verbs else ()
         if self.match.gpu_count is not None and len(devices) != self.match.gpu_count:
@@ -320,8 +320,14 @@ def _check_profile(profile: Profile) -> None:
     problems = []
     if profile.schema_version != SCHEMA_VERSION:
         problems.append(f"schema_version must be {SCHEMA_VERSION}, not {profile.schema_version}")
-    unknown = {name for names in profile.substrate.values() for name in names} - {"hardware", "kernel_software", "twin"}
-    problems += [f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown)]
+    unknown_substrates = {name for names in profile.substrate.values() for name in names} - {
+        "hardware",
+        "kernel_software",
+        "twin",
+    }
+    problems += [
+        f"substrate must be hardware, kernel_software or twin, not {name!r}" for name in sorted(unknown_substrates)
+    ]
     problems += [
         f"enough must be 'each' or 'device', not {route.enough!r}"
         for route in profile.routes

@@ -69,9 +69,9 @@ class _Walker:
             raise malformed(self._source, f"folders are nested more than {_DEPTH_MAX} deep")
         try:
             with os.scandir(folder) as entries:
-                limited = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
-            self.reads.folders[name or "/"] = tuple(entry.name for entry in limited)
-            for entry in limited:
+                limited_entries = sorted(itertools.islice(entries, self._files_left + 1), key=lambda entry: entry.name)
+            self.reads.folders[name or "/"] = tuple(entry.name for entry in limited_entries)
+            for entry in limited_entries:
                 self._import_entry(f"{name}/{entry.name}", entry, folder, depth)
         except UnicodeEncodeError as error:
             raise malformed(self._source, "a file name is not UTF-8") from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gdrkit.errors import Reason, UsageError
 from gdrkit.inventory.capture import FUNCTIONS_MAX, RecordedReads
 
-__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "malformed", "parse_address", "sysfs_reads"]
+__all__ = ["DEPTH_MAX", "FUNCTIONS_MAX", "PciFunction", "make_sysfs_reads", "malformed", "parse_address"]
 
 _ADDRESS = re.compile(r"(?:([0-9a-f]{4,8}):)?([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])", re.IGNORECASE)
 # Limit of bridges above each other.
@@ -61,7 +61,7 @@ def parse_address(text: str, source: str) -> str:
     return f"{int(domain or '0', 16):04x}:{bus}:{device}.{function}".lower()
 
 
-def sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
+def make_sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
     """Return the results that reads of sysfs have on a machine with these functions."""
     reads = RecordedReads()
     reads.folders["/sys/bus/pci/devices"] = tuple(sorted(functions))
@@ -74,7 +74,7 @@ def sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
         for name, text in function.files.items():
             reads.texts[f"{folder}/{name}"] = text
         if function.config is not None:
-            reads.binaries[f"{folder}/config"] = _base64(function.config)
+            reads.binaries[f"{folder}/config"] = _encode_base64(function.config)
         for name, target in function.links.items():
             reads.links[f"{folder}/{name}"] = target
         for name in function.rdma_names:
@@ -82,7 +82,7 @@ def sysfs_reads(functions: dict[str, PciFunction]) -> RecordedReads:
     return reads
 
 
-def _base64(data: bytes) -> str:
+def _encode_base64(data: bytes) -> str:
     import base64
 
     return base64.b64encode(data).decode()

@@ -17,9 +17,9 @@ from gdrkit.inventory.importers.functions import (
     DEPTH_MAX,
     FUNCTIONS_MAX,
     PciFunction,
+    make_sysfs_reads,
     malformed,
     parse_address,
-    sysfs_reads,
 )
 
 __all__ = ["import_lspci"]
@@ -84,7 +84,7 @@ def import_lspci(data: bytes) -> Capture:
         ``MALFORMED``: the text has no function, has a function twice, exceeds the limits of this module, or its buses
         form a cycle.
     """
-    blocks = _blocks(data)
+    blocks = _split_blocks(data)
     if not blocks:
         raise malformed(_SOURCE, "no line begins with a PCI address")
     bridge_of_bus: dict[str, str] = {}
@@ -94,11 +94,11 @@ def import_lspci(data: bytes) -> Capture:
             if bus and bus[2] != "00":
                 domain_and_colon = block.address[: -len("00:00.0")]
                 bridge_of_bus.setdefault(f"{domain_and_colon}{bus[2].lower()}", block.address)
-    functions = {address: _function(block, bridge_of_bus) for address, block in blocks.items()}
-    return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=sysfs_reads(functions))
+    functions = {address: _parse_function(block, bridge_of_bus) for address, block in blocks.items()}
+    return Capture(schema_version=SCHEMA_VERSION, origin="output of lspci", answers=make_sysfs_reads(functions))
 
 
-def _blocks(data: bytes) -> dict[str, _Block]:
+def _split_blocks(data: bytes) -> dict[str, _Block]:
     blocks: dict[str, _Block] = {}
     block: _Block | None = None
     line_count = 0
@@ -120,16 +120,16 @@ def _blocks(data: bytes) -> dict[str, _Block]:
     return blocks
 
 
-def _function(block: _Block, bridge_of_bus: dict[str, str]) -> PciFunction:
+def _parse_function(block: _Block, bridge_of_bus: dict[str, str]) -> PciFunction:
     """Return the function of a block. `bridge_of_bus` has the address of the bridge above each bus (``0000:19``)."""
-    bridges_above: list[str] = []
+    upper_bridges: list[str] = []
     bus = block.address[: -len(":00.0")]
     while (bridge := bridge_of_bus.get(bus)) is not None:
-        if bridge in bridges_above or bridge == block.address or len(bridges_above) > DEPTH_MAX:
+        if bridge in upper_bridges or bridge == block.address or len(upper_bridges) > DEPTH_MAX:
             raise malformed(_SOURCE, f"the bridges above {block.address} form a cycle")
-        bridges_above.insert(0, bridge)
+        upper_bridges.insert(0, bridge)
         bus = bridge[: -len(":00.0")]
-    vendor, device, class_code = _identity(block.first_line)
+    vendor, device, class_code = _parse_identity(block.first_line)
     files = {"vendor": f"{vendor:#06x}", "device": f"{device:#06x}", "class": f"{class_code:#08x}"}
     numa_node = (block.text_of("NUMA node") or "").split()
     files["numa_node"] = numa_node[0] if numa_node and numa_node[0].isdecimal() else "-1"
@@ -141,20 +141,20 @@ def _function(block: _Block, bridge_of_bus: dict[str, str]) -> PciFunction:
     return PciFunction(
         address=block.address,
         host_bridge=f"pci{bus}",
-        bridges=tuple(bridges_above),
+        bridges=tuple(upper_bridges),
         files=files,
-        config=_config(block),
-        links=_links(block),
+        config=_build_config_space(block),
+        links=_parse_links(block),
     )
 
 
-def _links(block: _Block) -> dict[str, str]:
+def _parse_links(block: _Block) -> dict[str, str]:
     driver, group = block.text_of("Kernel driver in use") or "", block.text_of("IOMMU group") or ""
     links = {"driver": f"/sys/bus/pci/drivers/{driver}"} if re.fullmatch(r"\w[\w.-]*", driver) else {}
     return links | ({"iommu_group": f"/sys/kernel/iommu_groups/{group}"} if group.isdecimal() else {})
 
 
-def _identity(first_line: str) -> tuple[int, int, int]:
+def _parse_identity(first_line: str) -> tuple[int, int, int]:
     """Return the vendor id, device id and class code in the first line of a block, or 0 for an unknown name."""
     numeric_identity = _NUMERIC_IDENTITY.match(first_line)
     if numeric_identity:
@@ -172,7 +172,7 @@ def _identity(first_line: str) -> tuple[int, int, int]:
     return vendor, int(device[1], 16) if device else 0, class_code
 
 
-def _config(block: _Block) -> bytes:
+def _build_config_space(block: _Block) -> bytes:
     """Return a config space with the registers that a block describes."""
     if any("<access denied>" in line for line in block.lines):
         return bytes(_HEADER_BYTES)
@@ -188,12 +188,12 @@ def _config(block: _Block) -> bytes:
         struct.pack_into("<H", data, _EXPRESS_AT + 8, size_code << 12 | ordering)
     acs, ats = block.text_of("ACSCtl"), block.text_of("ATSCtl")
     control_word = sum(bit for name, bit in _ACS_BITS.items() if f"{name}+" in (acs or ""))
-    extended = [(_ACS_AT, 0x000D, control_word)] if acs is not None else []
+    extended_capabilities = [(_ACS_AT, 0x000D, control_word)] if acs is not None else []
     if ats is not None:
-        extended.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
+        extended_capabilities.append((_ATS_AT, 0x000F, _ATS_ENABLE if "Enable+" in ats else 0))
     # The list of extended capabilities begins at 0x100, whichever capability is the first.
-    for index, (_, capability_id, control) in enumerate(extended):
+    for index, (_, capability_id, control) in enumerate(extended_capabilities):
         offset = _ACS_AT if index == 0 else _ATS_AT
-        next_offset = _ATS_AT if index + 1 < len(extended) else 0
+        next_offset = _ATS_AT if index + 1 < len(extended_capabilities) else 0
         struct.pack_into("<IHH", data, offset, capability_id | 1 << 16 | next_offset << 20, 0, control)
     return bytes(data)

@@ -14,9 +14,9 @@ from gdrkit.inventory.importers.functions import (
     DEPTH_MAX,
     FUNCTIONS_MAX,
     PciFunction,
+    make_sysfs_reads,
     malformed,
     parse_address,
-    sysfs_reads,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def import_nccl_topology(data: bytes) -> Capture:
         )
     if not functions:
         raise malformed(_SOURCE, "no <cpu> contains a <pci>")
-    return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=sysfs_reads(functions))
+    return Capture(schema_version=SCHEMA_VERSION, origin="NCCL topology XML", answers=make_sysfs_reads(functions))
 
 
 def _parse_xml(data: bytes) -> Element:
@@ -104,13 +104,13 @@ def _import_functions(
             address=address,
             host_bridge=host_bridge,
             bridges=bridges,
-            files={"numa_node": numa_node} | _files(element),
-            rdma_names=tuple(_rdma_names(element)),
+            files={"numa_node": numa_node} | _read_attributes(element),
+            rdma_names=tuple(_read_rdma_names(element)),
         )
         _import_functions(element, functions, host_bridge=host_bridge, numa_node=numa_node, bridges=(*bridges, address))
 
 
-def _files(element: Element) -> dict[str, str]:
+def _read_attributes(element: Element) -> dict[str, str]:
     files = {file: value for name, file in _FILE_OF_ATTRIBUTE.items() if (value := element.get(name)) is not None}
     for name in _HEX_FILES:
         # A file written by hand may omit vendor and device, but the files of sysfs must contain a number. No vendor has
@@ -123,7 +123,7 @@ def _files(element: Element) -> dict[str, str]:
     return files
 
 
-def _rdma_names(element: Element) -> list[str]:
+def _read_rdma_names(element: Element) -> list[str]:
     names = [net.get("name", "") for net in element.findall("nic/net")]
     for name in names:
         if not name or "/" in name or name in (".", "..") or not name.isprintable():

@@ -250,8 +250,8 @@ class RuleContext:
     def nic_functions(self) -> tuple[PciDevice, ...]:
         """The PCI functions of the RDMA devices. If no RDMA device is known, all PCI functions that may be NICs."""
         addresses = {device.pci_address for device in self.facts.rdma_devices}
-        of_rdma_devices = tuple(function for function in self.machine.functions if function.address in addresses)
-        return of_rdma_devices or tuple(function for function in self.machine.functions if is_nic(function))
+        rdma_functions = tuple(function for function in self.machine.functions if function.address in addresses)
+        return rdma_functions or tuple(function for function in self.machine.functions if is_nic(function))
 
     @cached_property
     def nvme_functions(self) -> tuple[PciDevice, ...]:
@@ -269,7 +269,7 @@ class RuleContext:
         return bool(self.facts.rdma_devices or (self.facts.verbs and self.facts.verbs.nics))
 
     def not_run_without_both(self) -> RuleResult | None:
-        """Return the result for a machine without a GPU or without an RDMA device, or None if it has both."""
+        """Return the result ``not_run`` if the machine has no GPU or no RDMA device, and None if it has both."""
         if not self.has_gpu:
             return self.not_run("no GPU here")
         return None if self.has_nic else self.not_run("no RDMA device here")
@@ -304,8 +304,8 @@ class RuleContext:
         Bridges that are above both functions are not on that path.
         """
         first_path, second_path = pci_path(self.tree, first_address)[:-1], pci_path(self.tree, second_address)[:-1]
-        shared = set(first_path) & set(second_path)
-        return tuple(address for address in (*first_path, *second_path) if address not in shared)
+        common_bridges = set(first_path) & set(second_path)
+        return tuple(address for address in (*first_path, *second_path) if address not in common_bridges)
 
     @property
     def has_expandable_segments(self) -> bool:
@@ -386,8 +386,8 @@ class RuleContext:
 
     def observe_cufile(self, name: str) -> Observation | None:
         """Return the result of an experiment with cuFile. It is None if a library for it is missing."""
-        installed = {library.soname for library in self.facts.libraries if library.path}
-        return self.observe(name) if {"libcufile.so.0", "libcuda.so.1"} <= installed else None
+        installed_sonames = {library.soname for library in self.facts.libraries if library.path}
+        return self.observe(name) if {"libcufile.so.0", "libcuda.so.1"} <= installed_sonames else None
 
     @staticmethod
     def passes(text: str) -> RuleResult:

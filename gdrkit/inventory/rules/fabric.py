@@ -113,7 +113,9 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
             group_type_of_address[function.address] = (
                 context.text(f"/sys/kernel/iommu_groups/{function.iommu_group}/type") or "unknown"
             )
-    translated = [address for address, group_type in group_type_of_address.items() if group_type.startswith("DMA")]
+    translated_addresses = [
+        address for address, group_type in group_type_of_address.items() if group_type.startswith("DMA")
+    ]
     if context.facts.machine == "aarch64" and context.kernel_version() < _ARM_REVERSED_BEFORE_KERNEL:
         is_passed_through = "identity" in group_type_of_address.values() or "iommu.passthrough=1" in iommu_words
         return (
@@ -121,8 +123,8 @@ def _check_iommu_translates(context: RuleContext) -> RuleResult:
             if is_passed_through
             else context.passes("no pass-through")
         )
-    if translated:
-        return context.fails(f"translated: {', '.join(translated)}")
+    if translated_addresses:
+        return context.fails(f"translated: {', '.join(translated_addresses)}")
     if context.is_uncaptured("/proc/cmdline") and not group_type_of_address:
         return context.not_run("the capture has neither the command line of the kernel nor IOMMU groups")
     is_off_or_passed_through = {"iommu=pt", "iommu=off", "intel_iommu=off", "amd_iommu=off"} & set(iommu_words)
@@ -178,9 +180,9 @@ def _check_far_apart(context: RuleContext) -> RuleResult:
 )
 def _check_link_downgraded(context: RuleContext) -> RuleResult:
     narrow_links, slow_links, known_count = [], [], 0
-    for upper, lower in _links(context):
+    for upper, lower in _list_links(context):
         width_max, speed_max = _link_maximum(upper, lower)
-        width, speed = _number(lower.link_width), _number(lower.link_speed)
+        width, speed = _parse_number(lower.link_width), _parse_number(lower.link_speed)
         if not (width_max and width in _LINK_WIDTHS) and not (speed_max and speed):
             continue
         known_count += 1
@@ -231,14 +233,14 @@ def _check_under_load(context: RuleContext, slow_links: list[tuple[PciDevice, fl
     still_slow = [
         function.address
         for function, maximum in slow_links
-        if (_number(speeds.get(function.address, "")) or 0) < maximum
+        if (_parse_number(speeds.get(function.address, "")) or 0) < maximum
     ]
     if still_slow:
         return context.fails(f"{', '.join(still_slow)} is slow also during copies")
     return context.passes(f"{idle_addresses} is slow when idle and fast during copies")
 
 
-def _links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]]:
+def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]]:
     """Return each PCIe link above the GPUs, NICs and NVMe controllers, as its upper and its lower end.
 
     The upper end is None if it is not known.
@@ -259,13 +261,16 @@ def _links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]]:
 def _link_maximum(upper: PciDevice | None, lower: PciDevice) -> tuple[float | None, float | None]:
     """Return the largest width and speed that both ends support. Each is None if the lower end does not report it."""
     ends = [lower] if upper is None else [upper, lower]
-    widths = [width for end in ends if (width := _number(end.link_width_max)) in _LINK_WIDTHS]
-    speeds = [speed for end in ends if (speed := _number(end.link_speed_max))]
-    has_width, has_speed = _number(lower.link_width_max) in _LINK_WIDTHS, bool(_number(lower.link_speed_max))
+    widths = [width for end in ends if (width := _parse_number(end.link_width_max)) in _LINK_WIDTHS]
+    speeds = [speed for end in ends if (speed := _parse_number(end.link_speed_max))]
+    has_width, has_speed = (
+        _parse_number(lower.link_width_max) in _LINK_WIDTHS,
+        bool(_parse_number(lower.link_speed_max)),
+    )
     return (min(widths) if widths and has_width else None), (min(speeds) if speeds and has_speed else None)
 
 
-def _number(text: str | None) -> float | None:
+def _parse_number(text: str | None) -> float | None:
     """Return the number with which a text such as ``32.0 GT/s PCIe`` begins, or None."""
     match = re.match(r"\d+(\.\d+)?", text or "")
     return float(match[0]) if match else None
@@ -335,8 +340,8 @@ def _check_gpu_errors(context: RuleContext) -> RuleResult:
     if defects:
         return context.fails("; ".join(defects))
     if kernel_log.unreadable:
-        known = "NVML reports no errors; the kernel log" if known_healths else "NVML and the kernel log"
-        return context.not_run(f"{known} cannot be read: {kernel_log.unreadable}")
+        quiet_sources = "NVML reports no errors; the kernel log" if known_healths else "NVML and the kernel log"
+        return context.not_run(f"{quiet_sources} cannot be read: {kernel_log.unreadable}")
     return context.passes("no memory errors and no Xid errors")
 
 

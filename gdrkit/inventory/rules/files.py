@@ -23,7 +23,7 @@ _BAR1_BYTES_MIN, _BAR1_FREE_BYTES_MIN = GIB, 64 * MIB
 _PINNED_DEFAULT_KB = 33554432
 
 
-def _obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
+def _find_obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
     """Return why cuFile cannot directly access files of this mount; None if no obstacle is known."""
     if mount.kind in _NETWORK_FILE_SYSTEMS:
         return None
@@ -51,14 +51,14 @@ def _obstacle(mount: Mount, block: BlockDevice | None) -> str | None:
 def _check_file_system(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    obstacles = {mount.mount_point: _obstacle(mount, block) for mount, block in context.file_systems()}
+    obstacles = {mount.mount_point: _find_obstacle(mount, block) for mount, block in context.file_systems()}
     if not obstacles:
         return context.not_run("no mount of a data file system was found")
-    usable = [mount_point for mount_point, obstacle in obstacles.items() if obstacle is None]
+    usable_mounts = [mount_point for mount_point, obstacle in obstacles.items() if obstacle is None]
     obstacle_texts = "; ".join(f"{mount_point}: {obstacle}" for mount_point, obstacle in obstacles.items() if obstacle)
     return (
-        context.passes(f"usable: {', '.join(usable)}" + (f"; not {obstacle_texts}" if obstacle_texts else ""))
-        if usable
+        context.passes(f"usable: {', '.join(usable_mounts)}" + (f"; not {obstacle_texts}" if obstacle_texts else ""))
+        if usable_mounts
         else context.fails(obstacle_texts)
     )
 
@@ -75,7 +75,7 @@ def _check_file_system(context: RuleContext) -> RuleResult:
 def _check_direct_io(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    usable, obstacle_texts = [], []
+    usable_mounts, obstacle_texts = [], []
     for mount, block in context.file_systems():
         block_bytes = None
         if block is not None:
@@ -86,9 +86,9 @@ def _check_direct_io(context: RuleContext) -> RuleResult:
         elif block_bytes is not None and block_bytes > _LOGICAL_BLOCK_BYTES_MAX:
             obstacle_texts.append(f"{mount.mount_point}: blocks of {block_bytes} bytes")
         elif block_bytes is not None or mount.kind in _NETWORK_FILE_SYSTEMS:
-            usable.append(mount.mount_point)
-    if usable:
-        return context.passes(f"aligned direct I/O is possible on {', '.join(usable)}")
+            usable_mounts.append(mount.mount_point)
+    if usable_mounts:
+        return context.passes(f"aligned direct I/O is possible on {', '.join(usable_mounts)}")
     return (
         context.fails("; ".join(obstacle_texts))
         if obstacle_texts
@@ -110,7 +110,7 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
     if not sizes:
         return context.not_run("the BAR1 size cannot be read for any GPU")
     _, config = context.cufile_config()
-    pinned_kb = cufile_json.value(config, "properties", "max_device_pinned_mem_size_kb")
+    pinned_kb = cufile_json.get_value(config, "properties", "max_device_pinned_mem_size_kb")
     problems = []
     for address, (total_bytes, free_bytes) in sizes.items():
         context.record(
@@ -164,14 +164,14 @@ def _check_udev_database(context: RuleContext) -> RuleResult:
         if error:
             return context.not_run(f"/run/udev/data cannot be read: {error}")
         return context.fails("/run/udev/data does not exist or is empty")
-    unknown = []
+    undescribed_mounts = []
     for mount, block in context.file_systems():
         if block is None or mount.kind not in _BLOCK_FILE_SYSTEMS:
             continue
         text = context.text(f"/run/udev/data/b{mount.device}") or ""
-        unknown += [] if "E:ID_FS_USAGE=filesystem" in text else [f"{mount.mount_point} (b{mount.device})"]
-    if unknown:
-        return context.fails(f"the udev database does not describe the device of {', '.join(unknown)}")
+        undescribed_mounts += [] if "E:ID_FS_USAGE=filesystem" in text else [f"{mount.mount_point} (b{mount.device})"]
+    if undescribed_mounts:
+        return context.fails(f"the udev database does not describe the device of {', '.join(undescribed_mounts)}")
     return context.passes("the udev database describes the block device of every mount")
 
 

@@ -11,17 +11,10 @@ from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
 
 __all__ = ["RULES"]
 
-_NO_GPU, _NO_NIC = "no GPU here", "no RDMA device here"
+_NO_GPU = "no GPU here"
 # Defaults of libcufile for posix_pool_slab_count and io_batchsize.
 _SLAB_COUNTS_DEFAULT = [128, 64, 64]
 _BATCH_SIZE_DEFAULT = 128
-
-
-def _not_run_without_both(context: RuleContext) -> RuleResult | None:
-    """Return the result for a machine without a GPU or without a NIC, or None if it has both."""
-    if not context.has_gpu:
-        return context.not_run(_NO_GPU)
-    return None if context.has_nic else context.not_run(_NO_NIC)
 
 
 @rule(
@@ -65,7 +58,7 @@ def _check_vmm_memory(context: RuleContext) -> RuleResult:
     experiment="stale_key",
 )
 def _check_stale_key(context: RuleContext) -> RuleResult:
-    not_run_result = _not_run_without_both(context)
+    not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
     observation = context.observe("stale_key")
@@ -90,7 +83,7 @@ def _check_stale_key(context: RuleContext) -> RuleResult:
     experiment="flush",
 )
 def _check_missing_flush(context: RuleContext) -> RuleResult:
-    not_run_result = _not_run_without_both(context)
+    not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
     observation = context.observe("flush")
@@ -98,11 +91,11 @@ def _check_missing_flush(context: RuleContext) -> RuleResult:
         return context.not_run("the experiment was not run")
     if observation.failure is not None:
         return context.fails(f"the experiment failed: {observation.failure.message}")
-    stale = [
+    stale_reads = [
         f"{where}: {what}" for where, what in observation.seen.items() if where.startswith("old data") and what != "0"
     ]
-    if stale:
-        return context.fails("; ".join(stale))
+    if stale_reads:
+        return context.fails("; ".join(stale_reads))
     return context.passes("after completion and flush the copy engine of every GPU read the new data each time")
 
 
@@ -121,14 +114,14 @@ def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
     if not context.has_gpu:
         return context.not_run(_NO_GPU)
     path, config = context.cufile_config()
-    slab_counts = cufile_json.value(config, "properties", "posix_pool_slab_count")
-    batch = cufile_json.value(config, "properties", "io_batchsize")
+    slab_counts = cufile_json.get_value(config, "properties", "posix_pool_slab_count")
+    configured_batch_size = cufile_json.get_value(config, "properties", "io_batchsize")
     buffer_counts = (
         [count for count in slab_counts if isinstance(count, int)]
         if isinstance(slab_counts, list)
         else _SLAB_COUNTS_DEFAULT
     )
-    batch_size = batch if isinstance(batch, int) else _BATCH_SIZE_DEFAULT
+    batch_size = configured_batch_size if isinstance(configured_batch_size, int) else _BATCH_SIZE_DEFAULT
     if path is not None:
         context.record(f"{path} properties.posix_pool_slab_count", slab_counts or "not set")
         context.record(f"{path} properties.io_batchsize", batch_size)
@@ -168,8 +161,8 @@ def _check_ucx_without_cuda(context: RuleContext) -> RuleResult:
     search = context.machine.environment.get("LD_LIBRARY_PATH", "").split(":")
     from gdrkit.host import cached_libraries
 
-    cached = cached_libraries(context.tree).get("libucs.so.0", ())
-    paths = loader.search_paths("libucs.so.0", search_path=search, cached=cached)
+    cached_paths = cached_libraries(context.tree).get("libucs.so.0", ())
+    paths = loader.search_paths("libucs.so.0", search_path=search, cached=cached_paths)
     library = next(filter(context.tree.exists, paths), None)
     if library is None:
         return context.not_run("no UCX here")

@@ -28,7 +28,7 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _DESCRIPTORS_MIN = 1024
 # A process or a machine that uses so many of its descriptors runs out of them soon.
 _USED_PERCENT = 80
-_LISTED_MAX, _KINDS_MAX = 4, 64
+_LISTED_MAX, _DISTINCT_MAX = 4, 64
 
 
 def _is_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
@@ -42,7 +42,7 @@ def _is_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
     return None if first.rendezvous and first.rendezvous == second.rendezvous else False
 
 
-def _obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
+def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
     """Return why one process may be unable to open a CUDA IPC handle of the other, or None if no reason is known."""
     for title, name in ((_PID_NAMESPACE, "pid_namespace"), ("IPC namespace", "ipc_namespace"), ("user", "user_id")):
         values = {getattr(process, name) for process in (first, second)}
@@ -51,21 +51,26 @@ def _obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
     orders = {process.environment.get("CUDA_DEVICE_ORDER", "FASTEST_FIRST") for process in (first, second)}
     if len(orders) > 1:
         return "another CUDA_DEVICE_ORDER"
-    lists = [process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") for process in (first, second)]
-    if lists[0] != lists[1] and sorted(lists[0]) == sorted(lists[1]):
+    device_lists = [process.environment.get("CUDA_VISIBLE_DEVICES", "").split(",") for process in (first, second)]
+    if device_lists[0] != device_lists[1] and sorted(device_lists[0]) == sorted(device_lists[1]):
         return "the same CUDA_VISIBLE_DEVICES in another order"
     return None
 
 
 def _pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
     """Yield for each pair that may be without CUDA IPC whether it is of one job, the obstacle, and a text."""
-    # Processes that differ in no value are alike. A hostile capture may have any number of processes.
-    kinds = {
-        (p.pid_namespace, p.ipc_namespace, p.user_id, tuple(sorted(p.environment.items()))): p
-        for p in reversed(processes)
+    # Of processes with equal values, only one is compared. A hostile capture may have any number of processes.
+    distinct_processes = {
+        (
+            process.pid_namespace,
+            process.ipc_namespace,
+            process.user_id,
+            tuple(sorted(process.environment.items())),
+        ): process
+        for process in reversed(processes)
     }
-    for first, second in combinations(list(reversed(kinds.values()))[:_KINDS_MAX], 2):
-        obstacle = _obstacle(first, second)
+    for first, second in combinations(list(reversed(distinct_processes.values()))[:_DISTINCT_MAX], 2):
+        obstacle = _find_obstacle(first, second)
         if obstacle:
             yield _is_one_job(first, second), obstacle, f"{first.title} and {second.title}: {obstacle}"
 
@@ -105,24 +110,28 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
         return context.not_run("no GPU here")
     processes = [process for process in context.gpu_processes() if process.has_contexts]
     pairs = list(_pairs_with_obstacle(processes))
-    refused = [text for is_one_job, obstacle, text in pairs if is_one_job and obstacle == f"another {_PID_NAMESPACE}"]
-    if refused and not context.names(_IMEX_CHANNELS) and not context.is_uncaptured(_IMEX_CHANNELS):
-        return context.fails(_shortened(refused))
-    undecided = [text for is_one_job, _, text in pairs if is_one_job is not False]
+    refused_pairs = [
+        text for is_one_job, obstacle, text in pairs if is_one_job and obstacle == f"another {_PID_NAMESPACE}"
+    ]
+    if refused_pairs and not context.names(_IMEX_CHANNELS) and not context.is_uncaptured(_IMEX_CHANNELS):
+        return context.fails(_shorten(refused_pairs))
+    undecided_texts = [text for is_one_job, _, text in pairs if is_one_job is not False]
     has_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
     obstacle = _ptrace_obstacle(context) if has_job else None
-    undecided += [obstacle] if obstacle else []
-    if undecided:
-        return context.unproven(f"CUDA IPC may be refused between processes of one job: {_shortened(undecided)}")
+    undecided_texts += [obstacle] if obstacle else []
+    if undecided_texts:
+        return context.unproven(f"CUDA IPC may be refused between processes of one job: {_shorten(undecided_texts)}")
     if context.machine.observe(GPU_PROCESSES) is None:
         return context.not_run("the processes that use GPUs were not read")
     gap = "; ".join(filter(None, (_namespace_gap(context), context.gpu_processes_gap)))
-    seen = f"{len(processes)} processes with CUDA contexts were seen"
-    unseen = f"; not seen: {gap}" if gap else ""
+    seen_text = f"{len(processes)} processes with CUDA contexts were seen"
+    unseen_text = f"; not seen: {gap}" if gap else ""
     if len(processes) > 1 and (has_job or not pairs):
-        return context.passes(f"{seen}, and no two of one job differ in user, namespace or order of the GPUs{unseen}")
-    unrelated = f", and nothing shows that they are of one job: {_shortened([pair[2] for pair in pairs])}"
-    return context.not_run(seen + (unrelated if pairs else "") + unseen)
+        return context.passes(
+            f"{seen_text}, and no two of one job differ in user, namespace or order of the GPUs{unseen_text}"
+        )
+    unrelated_text = f", and nothing shows that they are of one job: {_shorten([pair[2] for pair in pairs])}"
+    return context.not_run(seen_text + (unrelated_text if pairs else "") + unseen_text)
 
 
 def _namespace_gap(context: RuleContext) -> str | None:
@@ -134,9 +143,9 @@ def _namespace_gap(context: RuleContext) -> str | None:
     return "processes outside of this PID namespace, which cannot share memory with those in it"
 
 
-def _shortened(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - _LISTED_MAX} more" if len(texts) > _LISTED_MAX else ""
-    return "; ".join(texts[:_LISTED_MAX]) + more
+def _shorten(texts: Sequence[str]) -> str:
+    rest_text = f"; and {len(texts) - _LISTED_MAX} more" if len(texts) > _LISTED_MAX else ""
+    return "; ".join(texts[:_LISTED_MAX]) + rest_text
 
 
 @rule(
@@ -162,7 +171,7 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
         if limit < _DESCRIPTORS_MIN:
             causes.append(f"this process may open {limit} descriptors, and a job may need one for each registration")
     if causes:
-        return context.fails(_shortened(causes))
+        return context.fails(_shorten(causes))
     if limit is None and not context.facts.limits.memlock_known:
         return context.not_run("the limit cannot be read")
     text = f"{'any number of' if limit is None else limit} descriptors may be open"
@@ -189,7 +198,7 @@ def _exhausted_descriptors(context: RuleContext) -> Iterator[str]:
 def holders_of_dmabufs(context: RuleContext) -> str:
     """Return which processes hold dma-bufs, those with the most bytes first; empty if none is known."""
     holders = sorted(context.gpu_processes(), key=lambda process: -process.dmabuf_bytes)
-    return _shortened(
+    return _shorten(
         [
             f"{process.title} holds {process.dmabufs_count} dma-bufs with {format_bytes(process.dmabuf_bytes)}"
             for process in holders

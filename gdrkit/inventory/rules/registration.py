@@ -40,10 +40,12 @@ def _check_no_registration_route(context: RuleContext) -> RuleResult:  # noqa: P
         return not_run_result
     routes, has_module = context.working_routes(), context.has_peer_memory
     if routes:
-        registered = {route.device_index for route in context.facts.routes if route.possible}
-        unregistered = sorted({route.device_index for route in context.facts.routes} - registered)
-        if unregistered:
-            return context.fails(f"no NIC registers memory of GPU {', '.join(map(str, unregistered))} by any route")
+        registered_gpus = {route.device_index for route in context.facts.routes if route.possible}
+        unregistered_gpus = sorted({route.device_index for route in context.facts.routes} - registered_gpus)
+        if unregistered_gpus:
+            return context.fails(
+                f"no NIC registers memory of GPU {', '.join(map(str, unregistered_gpus))} by any route"
+            )
         return context.passes(f"registration by {' and by '.join(sorted(routes))} was tried and works")
     if context.facts.routes:
         return context.fails("every registration route was tried and refused")
@@ -116,9 +118,9 @@ def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911
     if any(route.way == "peer_memory" for route in context.facts.routes):
         cause = f"{module} is loaded, and registration by peer memory was tried and refused"
         return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
-    registered = _peermem_registration(context, module)
-    if registered:
-        return context.passes(f"{registered}; no registration of GPU memory was tried")
+    registered_gpus = _peermem_registration(context, module)
+    if registered_gpus:
+        return context.passes(f"{registered_gpus}; no registration of GPU memory was tried")
     if context.is_uncaptured(MEMORY_PEERS):
         return context.not_run("the capture does not contain the files of this rule")
     return context.unproven(f"{module} is loaded, and no registration by peer memory was tried")
@@ -154,10 +156,10 @@ def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
         context.record(
             f"ibv_reg_dmabuf_mr on {nic.name} with descriptor -1", "EBADF" if nic.dmabuf else "not supported"
         )
-    without_support = [nic.name for nic in nics if not nic.dmabuf]
-    if nics and not without_support:
+    gpus_without_support = [nic.name for nic in nics if not nic.dmabuf]
+    if nics and not gpus_without_support:
         return context.passes("every NIC supports dma-buf regions")
-    cause = f"no dma-buf regions on {', '.join(without_support)}" if nics else _kernel_without_dmabuf(context)
+    cause = f"no dma-buf regions on {', '.join(gpus_without_support)}" if nics else _kernel_without_dmabuf(context)
     if cause is None and context.is_uncaptured("/proc/sys/kernel/osrelease"):
         return context.not_run("the capture does not contain the files of this rule")
     if cause is None:
@@ -194,12 +196,12 @@ def _check_no_dmabuf_export(context: RuleContext) -> RuleResult:
         context.record(
             f"DMA_BUF_SUPPORTED of GPU {device.index}", device.attributes.get("DMA_BUF_SUPPORTED", "unknown")
         )
-    without_support = [str(device.index) for device in devices if not device.has("DMA_BUF_SUPPORTED")]
-    if devices and not without_support:
+    gpus_without_support = [str(device.index) for device in devices if not device.has("DMA_BUF_SUPPORTED")]
+    if devices and not gpus_without_support:
         return context.passes("every GPU exports its memory as dma-buf")
     version = context.text("/proc/driver/nvidia/version")
     if devices:
-        cause = f"no dma-buf export by GPU {', '.join(without_support)}"
+        cause = f"no dma-buf export by GPU {', '.join(gpus_without_support)}"
     elif version is None:
         return context.not_run("neither CUDA nor /proc/driver/nvidia/version can be read")
     elif "Open Kernel Module" in version:
@@ -223,16 +225,16 @@ def _check_no_gpudirect(context: RuleContext) -> RuleResult:
         return context.not_run("no GPU here")
     if context.facts.cuda is None:
         return context.not_run("CUDA could not be queried, and no other source reports it")
-    without_support = []
+    gpus_without_support = []
     for device in context.facts.cuda.devices:
         context.record(
             f"GPU_DIRECT_RDMA_SUPPORTED of GPU {device.index}", device.attributes.get("GPU_DIRECT_RDMA_SUPPORTED", 0)
         )
         if not device.has("GPU_DIRECT_RDMA_SUPPORTED"):
-            without_support.append(f"{device.index} ({device.name})")
+            gpus_without_support.append(f"{device.index} ({device.name})")
     return (
-        context.fails(f"no GPUDirect RDMA on GPU {', '.join(without_support)}")
-        if without_support
+        context.fails(f"no GPUDirect RDMA on GPU {', '.join(gpus_without_support)}")
+        if gpus_without_support
         else context.passes("every GPU supports GPUDirect RDMA")
     )
 

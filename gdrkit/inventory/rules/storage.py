@@ -60,7 +60,7 @@ def _check_nvidia_fs_absent(context: RuleContext) -> RuleResult:  # noqa: PLR091
         return context.passes(f"nvidia-fs is loaded, with {names}")
     if context.is_uncaptured(_NVIDIA_FS):
         return context.not_run("the capture does not contain the files of this rule")
-    if _missing_for_p2pdma(context) == []:
+    if _find_missing_p2pdma_conditions(context) == []:
         return context.passes("nvidia-fs is not loaded, but P2PDMA works instead")
     return context.fails("nvidia-fs is not loaded, and P2PDMA is not possible either")
 
@@ -97,7 +97,7 @@ def _check_nvidia_fs_version(context: RuleContext) -> RuleResult:
     return context.passes(f"{version.splitlines()[0] if version else 'nvidia-fs'} is loaded and was not refused")
 
 
-def _missing_for_p2pdma(context: RuleContext) -> list[str] | None:
+def _find_missing_p2pdma_conditions(context: RuleContext) -> list[str] | None:
     """Return the conditions of P2PDMA that this machine does not meet, or None if it has no NVMe controller on PCI."""
     if not context.nvme_functions:
         return None
@@ -119,7 +119,7 @@ def _missing_for_p2pdma(context: RuleContext) -> list[str] | None:
     if (context.text("/sys/module/nvme_core/parameters/multipath") or "N") != "N":
         missing_conditions.append("nvme_core.multipath is on")
     _, config = context.cufile_config()
-    if cufile_json.value(config, "properties", "use_pci_p2pdma") is not True:
+    if cufile_json.get_value(config, "properties", "use_pci_p2pdma") is not True:
         missing_conditions.append("use_pci_p2pdma is not true in cufile.json")
     return missing_conditions
 
@@ -137,7 +137,7 @@ def _missing_for_p2pdma(context: RuleContext) -> list[str] | None:
 def _check_p2pdma_off(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
-    missing_conditions = _missing_for_p2pdma(context)
+    missing_conditions = _find_missing_p2pdma_conditions(context)
     if missing_conditions is None:
         return context.not_run("no NVMe on PCI")
     if context.is_uncaptured("/proc/driver/nvidia/version"):
@@ -169,10 +169,13 @@ def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
         return context.not_run("no NVMe on PCI")
     ranges = {gpu.address: bar1_range for gpu in context.gpus if (bar1_range := context.bar1_range(gpu.address))}
     for line in context.machine.kernel_log.lines:
-        refused = _REFUSED_RANGE.search(line)
-        if refused and any(_overlap((int(refused[1], 16), int(refused[2], 16)), place) for place in ranges.values()):
+        refused_range = _REFUSED_RANGE.search(line)
+        if refused_range and any(
+            _overlap((int(refused_range[1], 16), int(refused_range[2], 16)), bar1_range)
+            for bar1_range in ranges.values()
+        ):
             context.record("kernel log", line)
-            return context.fails(f"the kernel refused to map BAR1 of a GPU: {refused[0]}")
+            return context.fails(f"the kernel refused to map BAR1 of a GPU: {refused_range[0]}")
     if "nokaslr" in (context.text("/proc/cmdline") or "").split():
         return context.passes("KASLR is off")
     if context.facts.machine not in ("x86_64", ""):
@@ -195,16 +198,16 @@ def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, 
     padding = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
     padding_tib = int(padding[1], 16) if padding else _KASLR_PADDING_TIB
     limit_tib = -(-memory_end // _TIB) + padding_tib
-    beyond = [
+    gpus_beyond_map = [
         address
-        for address, place in ranges.items()
-        if place[1] >= limit_tib * _TIB and not _is_mapped_by_p2pdma(context, address)
+        for address, bar1_range in ranges.items()
+        if bar1_range[1] >= limit_tib * _TIB and not _is_mapped_by_p2pdma(context, address)
     ]
     text = f"the first {limit_tib} TiB of addresses, {padding_tib} TiB more than the memory"
     context.record("direct map with KASLR", text)
-    if not beyond:
+    if not gpus_beyond_map:
         return context.passes(f"BAR1 of every GPU is in the direct map, which with KASLR has at least {text}")
-    cause = f"BAR1 of {', '.join(beyond)} is beyond the direct map, which with KASLR has {text}"
+    cause = f"BAR1 of {', '.join(gpus_beyond_map)} is beyond the direct map, which with KASLR has {text}"
     if context.exists(f"{_NVIDIA_FS}/modules"):
         return context.passes(f"{cause}, but nvidia-fs works instead")
     return context.unproven(f"{cause}, unless this kernel has the commit 7ffb791423c7")
@@ -292,7 +295,7 @@ def _check_cufile_compat(context: RuleContext) -> RuleResult:
         return context.fails("CUFILE_FORCE_COMPAT_MODE forces compatibility mode")
     path, config = context.cufile_config()
     settings = {
-        name: cufile_json.value(config, "properties", name)
+        name: cufile_json.get_value(config, "properties", name)
         for name in ("force_compat_mode", "allow_compat_mode", "gds_fallback_io", "vanilla_posix_io_mode")
     }
     for name, setting in settings.items():
@@ -322,7 +325,7 @@ def _check_silent_fallback(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     _, config = context.cufile_config()
-    folder = cufile_json.value(config, "logging", "dir")
+    folder = cufile_json.get_value(config, "logging", "dir")
     path = context.machine.environment.get("CUFILE_LOGFILE_PATH", "")
     if not path and isinstance(folder, str) and folder.startswith("/"):
         path = posixpath.join(folder, "cufile.log")
