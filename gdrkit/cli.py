@@ -144,7 +144,7 @@ def qualify(
     """
     from gdrkit.qualify import Options
     from gdrkit.qualify import qualify as run_qualification
-    from gdrkit.qualify.progress import progress_for
+    from gdrkit.qualify.progress import make_progress
     from gdrkit.report.contents import read_contents
     from gdrkit.report.failures import describe_failures
     from gdrkit.report.routes import route_statuses
@@ -153,7 +153,7 @@ def qualify(
     options = Options(
         software=software, profile=profile, output=output, seed=seed, select=select, suites=suites, command=command
     )
-    progress = progress_for(sys.stderr if as_json else sys.stdout)
+    progress = make_progress(sys.stderr if as_json else sys.stdout)
     if mpi is not None:
         from gdrkit.qualify.ranks import qualify_ranks
 

@@ -85,7 +85,7 @@ class Case:
     started: dt.datetime = field(default_factory=lambda: dt.datetime.now(dt.UTC))
 
     @property
-    def runs(self) -> bool:
+    def is_runnable(self) -> bool:
         """Whether pytest runs the case: all needs are met, or the profile expects a refusal."""
         return not self.unmet or self.refusal is not None
 
@@ -155,7 +155,7 @@ class Case:
         substrates = combine(substrate_of(libraries, session.facts, nics=self.nics) for _, libraries in processes)
         return {api: substrate.value for api, substrate in sorted(substrates.items())}
 
-    def record(self, session: Session) -> Record:
+    def make_record(self, session: Session) -> Record:
         """Return the record of the case."""
         is_not_run = self.verdict is Verdict.NOT_RUN
         processes = [] if is_not_run and not self.refused else self._processes()
@@ -193,9 +193,9 @@ class Case:
             uses=self._declared_apis(substrates),
         )
 
-    def _declared_apis(self, loaded: Iterable[str]) -> tuple[str, ...]:
-        """Return the APIs among `loaded` that a need of the case names, as in ``cuda.vmm`` or ``software(verbs)``."""
-        return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded)))
+    def _declared_apis(self, loaded_apis: Iterable[str]) -> tuple[str, ...]:
+        """Return the loaded APIs that a need of the case names, as in ``cuda.vmm`` or ``software(verbs)``."""
+        return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded_apis)))
 
 
 # Key of the case in the stash of its pytest item.

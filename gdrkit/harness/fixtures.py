@@ -47,24 +47,24 @@ class PeerPool:
     """
 
     def __init__(self) -> None:
-        self._idle: list[Peer] = []
-        self._in_use: list[Peer] = []
+        self._idle_peers: list[Peer] = []
+        self._used_peers: list[Peer] = []
         self._started_count = 0
 
     def start(self) -> None:
         """Start one peer, and do not wait until it is ready."""
-        self._idle.append(self._start_peer())
+        self._idle_peers.append(self._start_peer())
 
     def acquire(self) -> Peer:
         """Return an idle peer, or a new one."""
-        while self._idle:
-            peer = self._idle.pop()
+        while self._idle_peers:
+            peer = self._idle_peers.pop()
             if peer.alive:
-                self._in_use.append(peer)
+                self._used_peers.append(peer)
                 return peer
             peer.close()
         peer = self._start_peer()
-        self._in_use.append(peer)
+        self._used_peers.append(peer)
         return peer
 
     def release(self, peer: Peer, case: Case) -> None:
@@ -75,7 +75,7 @@ class PeerPool:
         GdrkitError
             The peer could not close an object, or still has an open object.
         """
-        self._in_use.remove(peer)
+        self._used_peers.remove(peer)
         if not peer.alive:
             peer.close()
             return
@@ -84,17 +84,17 @@ class PeerPool:
         except BaseException:
             peer.close()
             raise
-        self._idle.append(peer)
+        self._idle_peers.append(peer)
 
     def descriptors(self) -> frozenset[int]:
         """Return the descriptors of this process that belong to peers."""
-        return frozenset().union(*(peer.descriptors() for peer in (*self._idle, *self._in_use)))
+        return frozenset().union(*(peer.descriptors() for peer in (*self._idle_peers, *self._used_peers)))
 
     def close(self) -> None:
         """End all peers."""
-        for peer in (*self._idle, *self._in_use):
+        for peer in (*self._idle_peers, *self._used_peers):
             peer.close()
-        self._idle, self._in_use = [], []
+        self._idle_peers, self._used_peers = [], []
 
     def _start_peer(self) -> Peer:
         name = f"peer{self._started_count}"
@@ -172,15 +172,15 @@ def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
     """A function that returns a further peer process at each call."""
     pool, case = request.config.stash[POOL], _case_of_request(request)
-    acquired: list[Peer] = []
+    acquired_peers: list[Peer] = []
 
     def acquire() -> Peer:
-        acquired.append(pool.acquire())
-        return acquired[-1]
+        acquired_peers.append(pool.acquire())
+        return acquired_peers[-1]
 
     yield acquire
     with contextlib.ExitStack() as stack:
-        for peer in acquired:
+        for peer in acquired_peers:
             stack.callback(pool.release, peer, case)
 
 

@@ -80,9 +80,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     yield
     path = config.stash[SESSION].cases
     if path is not None:
-        selected = set(path.read_text(encoding="utf-8").splitlines())
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected])
-        items[:] = [item for item in items if item.nodeid in selected]
+        selected_ids = set(path.read_text(encoding="utf-8").splitlines())
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in selected_ids])
+        items[:] = [item for item in items if item.nodeid in selected_ids]
     config.stash[_IS_COLLECTED] = True
 
 
@@ -109,7 +109,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if harness_session.plan is not None and not session.testsfailed:
         _write_plan(harness_session.plan, harness_session.profile.name, cases)
     pool = session.config.stash[POOL] = PeerPool()
-    if not session.config.option.collectonly and any(_uses_peer(case) for case in cases if case.runs):
+    if not session.config.option.collectonly and any(_uses_peer(case) for case in cases if case.is_runnable):
         pool.start()
 
 
@@ -118,7 +118,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     pool = session.config.stash.get(POOL, None)
     if pool is not None:
         pool.close()
-    if session.exitstatus == pytest.ExitCode.OK and _has_unforeseen(session.config):
+    if session.exitstatus == pytest.ExitCode.OK and _has_unforeseen_absence(session.config):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
@@ -147,7 +147,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     result = yield
     item.config.stash[_RUNNING_CASE] = None
     if harness_session.records is not None:
-        append_record(harness_session.records, case.record(harness_session))
+        append_record(harness_session.records, case.make_record(harness_session))
     return result
 
 
@@ -157,7 +157,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     case = item.stash.get(CASE, None)
     if case is None:
         return
-    if not case.runs:
+    if not case.is_runnable:
         pytest.skip("; ".join(f"{reason.need}: {reason.text}" for reason in case.unmet))
     item.config.stash[SESSION].start_apis({need.name.partition(".")[0] for need in case.needs})
     case.baseline = leaks.open_objects(harness_descriptors=item.config.stash[POOL].descriptors())
@@ -202,7 +202,7 @@ def pytest_runtest_makereport(
     if is_refused:
         report.user_properties.append(_REFUSED_PROPERTY)
     elif report.outcome == "skipped" or hasattr(report, "wasxfail"):
-        if not case.runs and call.when == "setup":
+        if not case.is_runnable and call.when == "setup":
             report.user_properties.append(_NOT_RUN_PROPERTY)
             return report
         cause = "is marked as an expected failure" if hasattr(report, "wasxfail") else "skipped itself"
@@ -215,7 +215,7 @@ def pytest_runtest_makereport(
     elif case.refusal is not None and not case.refused and call.when != "teardown":
         _report_missing_refusal(case, call, report)
     elif report.outcome == "failed":
-        text = report.longreprtext if call.excinfo is None else _error_text(call.excinfo.value)
+        text = report.longreprtext if call.excinfo is None else _describe_error(call.excinfo.value)
         case.record_failure(report.when or "call", text, report.longreprtext)
     elif report.when == "call":
         case.check_hardware_claim(item.config.stash[SESSION])
@@ -263,20 +263,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _skip_expected_refusal(case: Case, call: pytest.CallInfo[None]) -> bool:
-    """Replace the error of this phase by a skip and record it, if it is the refusal that the profile expects.
+    """Replace the error of this phase by a skip and record it, if the profile expects this refusal.
 
-    Return whether it is.
+    Return whether the error was replaced.
     """
     if case.refusal is None or case.refused or call.excinfo is None or call.when == "teardown":
         return False
     error = call.excinfo.value
-    observed = refusal.matching_refusals(error, case.refusal)
-    if not observed:
+    observed_refusals = refusal.matching_refusals(error, case.refusal)
+    if not observed_refusals:
         return False
-    case.record_refusal(observed)
+    case.record_refusal(observed_refusals)
     # This is done before pytest formats the error, because formatting is slow and the text would not be used.
-    skipped = pytest.skip.Exception("; ".join(map(str, observed))).with_traceback(error.__traceback__)
-    call.excinfo = pytest.ExceptionInfo.from_exception(skipped)
+    skip_error = pytest.skip.Exception("; ".join(map(str, observed_refusals))).with_traceback(error.__traceback__)
+    call.excinfo = pytest.ExceptionInfo.from_exception(skip_error)
     return True
 
 
@@ -286,7 +286,7 @@ def _report_missing_refusal(case: Case, call: pytest.CallInfo[None], report: pyt
     A refusal that did not occur in the set-up may still occur in the body of the case.
     """
     if report.outcome == "failed" or call.when == "call":
-        actual = "nothing was refused" if call.excinfo is None else _error_text(call.excinfo.value)
+        actual = "nothing was refused" if call.excinfo is None else _describe_error(call.excinfo.value)
         text = f"one RegistrationFailed by {refusal.describe(case.refusal or ())} was expected: {actual}"
         details = f"{text}\n\n{report.longreprtext}".strip()
         report.outcome = "failed"
@@ -294,21 +294,21 @@ def _report_missing_refusal(case: Case, call: pytest.CallInfo[None], report: pyt
         case.record_failure(report.when or "call", text, details)
 
 
-def _error_text(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     """Return the name of the class of an error, and its text."""
     text = str(error).strip()
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _write_plan(path: Path, profile: str, cases: Sequence[Case]) -> None:
-    text = json.dumps({"profile": profile, "cases": [_plan_data(case) for case in cases]}, indent=2) + "\n"
+    text = json.dumps({"profile": profile, "cases": [_make_plan_data(case) for case in cases]}, indent=2) + "\n"
     # The complete file is renamed, so that the process that waits for it never reads an incomplete file.
     temporary = path.with_suffix(".new")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
-def _plan_data(case: Case) -> dict[str, object]:
+def _make_plan_data(case: Case) -> dict[str, object]:
     return {
         "case": case.item.nodeid,
         "title": title_of(case.item),
@@ -329,7 +329,7 @@ def _is_handled(item: pytest.Item) -> bool:
     return bool(_FIXTURE_NAMES & set(getattr(item, "fixturenames", ())))
 
 
-def _has_unforeseen(config: pytest.Config) -> bool:
+def _has_unforeseen_absence(config: pytest.Config) -> bool:
     """Return whether the run fails because a case did not run for a reason that the profile does not foresee."""
     return config.stash[SESSION].fails_unforeseen and any(
         reason.foreseen is not True

@@ -112,9 +112,9 @@ def check(before: OpenObjects, *, harness_descriptors: Callable[[], Collection[i
     if count_new(before, open_objects(harness_descriptors=harness_descriptors())):
         # A reference cycle can keep a descriptor open until the next garbage collection. That is not a leak.
         gc.collect()
-        leaked = count_new(before, open_objects(harness_descriptors=harness_descriptors()))
-        if leaked:
-            raise LeakDetected(leaked)
+        leak_counts = count_new(before, open_objects(harness_descriptors=harness_descriptors()))
+        if leak_counts:
+            raise LeakDetected(leak_counts)
 
 
 def start_apis(apis: Collection[str]) -> None:
@@ -149,8 +149,8 @@ def _api_of_library(path: str) -> str:
 
 def _target_type(target: str) -> str:
     # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number, which is left out.
-    head = target.partition(":[")[0]
-    return ":".join(head.split(":")[:2]) if head.startswith("/memfd:") else head
+    target_name = target.partition(":[")[0]
+    return ":".join(target_name.split(":")[:2]) if target_name.startswith("/memfd:") else target_name
 
 
 def extend_baseline(baseline: OpenObjects, before: OpenObjects, after: OpenObjects) -> OpenObjects:

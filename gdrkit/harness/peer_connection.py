@@ -110,7 +110,7 @@ class PeerConnection:
         except subprocess.TimeoutExpired as error:
             self.kill()
             cause = f"did not end within {_EXIT_TIMEOUT_S:g} s of os._exit and was killed"
-            raise self._error(cause, Reason.TIMEOUT) from error
+            raise self._make_error(cause, Reason.TIMEOUT) from error
 
     def kill(self) -> None:
         """Kill the peer and wait for its end. The peer cannot close its objects then; the kernel does.
@@ -120,9 +120,9 @@ class PeerConnection:
         BrokenResource
             ``TIMEOUT``: the peer did not end after SIGKILL and is left behind.
         """
-        if abandoned := kill_child(self._process, leads_group=False):
-            cause = f"was killed: {abandoned}"
-            raise self._error(cause, Reason.TIMEOUT)
+        if kill_failure := kill_child(self._process, leads_group=False):
+            cause = f"was killed: {kill_failure}"
+            raise self._make_error(cause, Reason.TIMEOUT)
 
     def stop(self) -> None:
         """Stop the peer (SIGSTOP). It does not reply until :meth:`resume` is called."""
@@ -197,12 +197,12 @@ class PeerConnection:
         try:
             self._channel.send(message, descriptors=tuple(descriptors))
         except (BrokenPipeError, ConnectionResetError) as error:
-            raise self._end_error(operation) from error
+            raise self._make_end_error(operation) from error
         reply = self._receive(operation, request_timeout_s)
         if reply["id"] != self._last_request_id:
             self.kill()
             cause = f"replied to request {reply['id']} instead of {self._last_request_id}"
-            raise self._error(cause, Reason.MALFORMED)
+            raise self._make_error(cause, Reason.MALFORMED)
         if "error" in reply:
             peer_error = error_from_json_data(reply["error"])
             peer_error.add_note(f"raised in {self.name} (process {self.process_id}) by {operation}")
@@ -221,12 +221,12 @@ class PeerConnection:
         except TimeoutError as error:
             self.kill()
             cause = f"did not reply to {operation} within {timeout_s:g} s and was killed"
-            raise self._error(cause, Reason.TIMEOUT) from error
+            raise self._make_error(cause, Reason.TIMEOUT) from error
         if reply is None:
-            raise self._end_error(operation)
+            raise self._make_end_error(operation)
         return reply
 
-    def _end_error(self, operation: str) -> BrokenResource:
+    def _make_end_error(self, operation: str) -> BrokenResource:
         """Return the error for a peer that has ended or closed its socket."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_EXIT_TIMEOUT_S)
@@ -234,9 +234,9 @@ class PeerConnection:
         cause = "closed its socket" if code is None else f"exited with code {code}"
         if code is not None and code < 0:
             cause = f"was ended by {signal.Signals(-code).name}"
-        return self._error(f"{cause} during {operation}", Reason.PEER_GONE)
+        return self._make_error(f"{cause} during {operation}", Reason.PEER_GONE)
 
-    def _error(self, cause: str, reason: Reason) -> BrokenResource:
+    def _make_error(self, cause: str, reason: Reason) -> BrokenResource:
         """Return the error for a broken peer, with the end of its output as a note."""
         self._output.seek(0)
         output = self._output.read()[-_OUTPUT_TAIL_BYTES:].decode("utf-8", "backslashreplace").strip()

@@ -36,15 +36,15 @@ class _Cuda:
         return self._add_memory(self._device(device).allocate(length_bytes))
 
     def open_ipc(self, device: int, handle: str, length_bytes: int | None) -> dict[str, Any]:
-        opened = cuda.open_handle(self._device(device), bytes.fromhex(handle), length_bytes=length_bytes)
-        return self._add_memory(opened)
+        opened_memory = cuda.open_handle(self._device(device), bytes.fromhex(handle), length_bytes=length_bytes)
+        return self._add_memory(opened_memory)
 
     def export_ipc(self, memory: int) -> str:
         return cuda.export_handle(self._memory(memory)).hex()
 
     def import_vmm(self, device: int, chunk_bytes: int, descriptors: list[int]) -> dict[str, Any]:
-        imported = cuda.VmmMemory.import_shareable(self._device(device), descriptors, chunk_bytes=chunk_bytes)
-        return self._add_memory(imported)
+        imported_memory = cuda.VmmMemory.import_shareable(self._device(device), descriptors, chunk_bytes=chunk_bytes)
+        return self._add_memory(imported_memory)
 
     def contents(self, memory: int, offset_bytes: int, length_bytes: int) -> str:
         return self._memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes).hex()

@@ -16,10 +16,10 @@ class ObjectTable:
         self._objects_by_number: dict[int, Any] = {}
         self._next_number = 1
 
-    def add(self, created: object) -> int:
+    def add(self, peer_object: object) -> int:
         """Add an object and return its handle number. Numbers are not reused."""
         number, self._next_number = self._next_number, self._next_number + 1
-        self._objects_by_number[number] = created
+        self._objects_by_number[number] = peer_object
         return number
 
     def get(self, number: int, object_type: type) -> Any:  # noqa: ANN401 - the result has the type `object_type`.
@@ -30,11 +30,11 @@ class ObjectTable:
         UsageError
             No object has this number, or it is of another type.
         """
-        created = self._objects_by_number.get(number)
-        if number not in self._objects_by_number or not isinstance(created, object_type):
+        peer_object = self._objects_by_number.get(number)
+        if number not in self._objects_by_number or not isinstance(peer_object, object_type):
             message = f"handle {number} is not an open {object_type.__name__}"
             raise UsageError(message)
-        return created
+        return peer_object
 
     def close(self, number: int) -> None:
         """Close an object and remove it from the table."""

@@ -118,13 +118,15 @@ class Session:
         UsageError
             An API runs on another substrate.
         """
-        for api, required in sorted(self.required_substrates.items()):
+        for api, required_substrate in sorted(self.required_substrates.items()):
             actual = self.substrate.get(api)
             # An API without facts has no substrate. The cases that need it do not run, and their records say why.
-            if actual is not None and actual is not required:
-                message = f"{api} must run on {required.value}, but runs on {actual.value}"
+            if actual is not None and actual is not required_substrate:
+                message = f"{api} must run on {required_substrate.value}, but runs on {actual.value}"
                 command = f"gdrkit run --software -- {Path(sys.executable).name} -m {self.command}"
-                advice = f"start it by: {command}" if required is Substrate.TWIN else "start it without gdrkit run"
+                advice = (
+                    f"start it by: {command}" if required_substrate is Substrate.TWIN else "start it without gdrkit run"
+                )
                 raise UsageError(message, what_to_do=advice)
 
     def start_apis(self, apis: set[str]) -> None:

@@ -38,9 +38,9 @@ _MESSAGE_ERRORS = {cls.__name__: cls for cls in (BrokenResource, UsageError)}
 class Channel:
     """One end of the socket pair. It owns the socket, and the received descriptors until the caller takes them."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
-        self._received = bytearray()
+    def __init__(self, connected_socket: socket.socket) -> None:
+        self._socket = connected_socket
+        self._received_bytes = bytearray()
         self._descriptors: list[int] = []
 
     def fileno(self) -> int:
@@ -51,8 +51,8 @@ class Channel:
         """Send one message. The receiver gets duplicates of `descriptors`."""
         data = json.dumps(message).encode() + b"\n"
         # The descriptors arrive with the first byte. If sendmsg sends only a part of the data, sendall sends the rest.
-        sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
-        self._socket.sendall(data[sent:])
+        sent_bytes = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
+        self._socket.sendall(data[sent_bytes:])
 
     def receive(self, *, timeout_s: float | None = None) -> dict[str, Any] | None:
         """Return the next message, or None if the other end is closed.
@@ -66,9 +66,9 @@ class Channel:
         """
         self._socket.settimeout(timeout_s)
         while True:
-            line, line_end, remaining = bytes(self._received).partition(b"\n")
+            line, line_end, remaining = bytes(self._received_bytes).partition(b"\n")
             if line_end:
-                self._received = bytearray(remaining)
+                self._received_bytes = bytearray(remaining)
                 message = json.loads(line)
                 if not isinstance(message, dict):
                     error_message = f"a message must be a JSON object, not {message!r}"
@@ -83,7 +83,7 @@ class Channel:
             self._descriptors += descriptors
             if not data:
                 return None
-            self._received += data
+            self._received_bytes += data
 
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` received descriptors. The caller closes them."""
@@ -116,7 +116,7 @@ def error_to_json_data(error: GdrkitError) -> dict[str, Any]:
             "status": error.status,
             "status_name": error.status_name,
             "errno": error.errno,
-            "arguments": {key: _argument(value) for key, value in error.arguments.items()},
+            "arguments": {key: _make_json_argument(value) for key, value in error.arguments.items()},
             "detail": error.detail,
         }
     elif isinstance(error, DataMismatch):
@@ -133,13 +133,13 @@ def error_to_json_data(error: GdrkitError) -> dict[str, Any]:
 
 def error_from_json_data(data: dict[str, Any]) -> GdrkitError:
     """Return the error that `data` describes. It is a plain :class:`GdrkitError` if the class is not known here."""
-    error = _error_without_notes(data)
+    error = _parse_error(data)
     for note in data["notes"]:
         error.add_note(note)
     return error
 
 
-def _error_without_notes(data: dict[str, Any]) -> GdrkitError:
+def _parse_error(data: dict[str, Any]) -> GdrkitError:
     name, reason = data["kind"], Reason(data["reason"])
     if name in _API_ERRORS:
         return _API_ERRORS[name](
@@ -170,5 +170,5 @@ def _error_without_notes(data: dict[str, Any]) -> GdrkitError:
     return _MESSAGE_ERRORS.get(name, GdrkitError)(data["message"], reason=reason, what_to_do=data["what_to_do"])
 
 
-def _argument(value: object) -> object:
+def _make_json_argument(value: object) -> object:
     return value if value is None or isinstance(value, bool | int | float | str) else repr(value)

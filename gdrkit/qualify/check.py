@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CheckResult", "check"]
 
-_WORDS: dict[int, str] = {
+_RESULT_TEXTS: dict[int, str] = {
     ExitCode.PROVEN: "ok",
     ExitCode.FAILED: "failed",
     ExitCode.SETUP_MISSING: "set-up is missing",
@@ -54,7 +54,7 @@ class CheckResult:
     line: str
 
 
-class _TimeIsUp(BaseException):
+class _TimeLimitReached(BaseException):
     """Raised by the timer. It is not an Exception, so that no other handler catches it."""
 
 
@@ -110,7 +110,7 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
         try:
             with exit_on_signals(), _time_limit(budget_s - _KILL_RESERVE_S):
                 run, _ = run_cases(check_options, stage)
-        except _TimeIsUp:
+        except _TimeLimitReached:
             text = f"{host}: failed: no result within {budget_s:g} s, while {stage.text}. To do: gdrkit doctor"
             return CheckResult(ExitCode.FAILED, text)
     return CheckResult(ExitCode(run.exit_code), _describe(host, run, time.monotonic() - started_s))
@@ -118,13 +118,15 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
 
 def _describe(host: str, run: Run, duration_s: float) -> str:
     """Return the line: the host, the result, the first cause, what to do, and the duration."""
-    words = "software only" if run.exit_code == ExitCode.PROVEN and run.software_asked else _WORDS[run.exit_code]
-    texts = [host, words]
+    result_text = (
+        "software only" if run.exit_code == ExitCode.PROVEN and run.software_asked else _RESULT_TEXTS[run.exit_code]
+    )
+    texts = [host, result_text]
     if run.exit_code != ExitCode.NOTHING_PROVEN or not run.causes:
         texts.append(run.verdict)
     if run.causes:
-        more = f" (and {len(run.causes) - 1} more)" if len(run.causes) > 1 else ""
-        texts.append(run.causes[0] + more)
+        count_text = f" (and {len(run.causes) - 1} more)" if len(run.causes) > 1 else ""
+        texts.append(run.causes[0] + count_text)
     line = ": ".join(texts)
     if run.exit_code != ExitCode.PROVEN and "To do: " not in line:
         line += f". To do: {run.to_do[0] if run.to_do else 'gdrkit doctor'}"
@@ -133,15 +135,15 @@ def _describe(host: str, run: Run, duration_s: float) -> str:
 
 @contextlib.contextmanager
 def _time_limit(limit_s: float) -> Iterator[None]:
-    """Raise :class:`_TimeIsUp` in the main thread after `limit_s` seconds."""
+    """Raise :class:`_TimeLimitReached` in the main thread after `limit_s` seconds."""
 
-    def raise_time_is_up(_signal_number: int, _frame: FrameType | None) -> NoReturn:
-        raise _TimeIsUp
+    def raise_time_limit_reached(_signal_number: int, _frame: FrameType | None) -> NoReturn:
+        raise _TimeLimitReached
 
-    previous = signal.signal(signal.SIGALRM, raise_time_is_up)
+    previous_handler = signal.signal(signal.SIGALRM, raise_time_limit_reached)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        signal.signal(signal.SIGALRM, previous_handler)

@@ -73,7 +73,7 @@ class SuiteRunner:
 
     Attributes
     ----------
-    abandoned : list of str
+    kill_failures : list of str
         One sentence for each process that did not end after SIGKILL.
     """
 
@@ -97,7 +97,7 @@ class SuiteRunner:
             *("-m", "qualify", "--color=no", f"--facts={folder.facts}", *options),
         ]
         self._log = folder.path / "pytest.log"
-        self.abandoned: list[str] = []
+        self.kill_failures: list[str] = []
 
     def plan(self) -> CasePlan:
         """Collect the cases without running them.
@@ -116,13 +116,13 @@ class SuiteRunner:
         return reader.plan
 
     def run(
-        self, common: CommonFields, on_plan: Callable[[CasePlan], None], on_record: Callable[[Record], None]
+        self, common_fields: CommonFields, on_plan: Callable[[CasePlan], None], on_record: Callable[[Record], None]
     ) -> CasePlan:
         """Collect and run the cases. All run in one child process, unless a case ends that process.
 
         Parameters
         ----------
-        common : CommonFields
+        common_fields : CommonFields
             The fields of the record of a case that ended its process.
         on_plan : callable
             Called once with the plan, before the first call of `on_record`.
@@ -143,14 +143,16 @@ class SuiteRunner:
         # invalid.
         if plan is None or (child_exit.code == _PYTEST_USAGE_ERROR and not reader.recorded_cases):
             raise self._collection_error(child_exit)
-        remaining = [case.case for case in plan.cases]
-        while remaining := [case for case in remaining if case not in reader.recorded_cases]:
+        remaining_cases = [case.case for case in plan.cases]
+        while remaining_cases := [case for case in remaining_cases if case not in reader.recorded_cases]:
             # Cases run in the order of the plan, so the first case without a record was running when the child ended.
-            record = _record_of_lost_case(remaining.pop(0), str(child_exit), self._log_tail(), plan.profile, common)
+            record = _record_of_lost_case(
+                remaining_cases.pop(0), str(child_exit), self._log_tail(), plan.profile, common_fields
+            )
             append_record(self._folder.records, record)
             reader.read()
-            if remaining:
-                remaining_file.write_text("\n".join(remaining) + "\n", encoding="utf-8")
+            if remaining_cases:
+                remaining_file.write_text("\n".join(remaining_cases) + "\n", encoding="utf-8")
                 child_exit = self._run_child([records, f"--cases={remaining_file}"], reader)
         remaining_file.unlink(missing_ok=True)
         return plan
@@ -175,8 +177,8 @@ class SuiteRunner:
                 child.wait(self._clean_up_timeout_s)
             raise
         finally:
-            if abandoned := kill_child(child):
-                self.abandoned.append(abandoned)
+            if kill_failure := kill_child(child):
+                self.kill_failures.append(kill_failure)
 
     def _collection_error(self, child_exit: _ChildExit) -> GdrkitError:
         text = self._log_tail()
@@ -213,14 +215,14 @@ class _OutputReader:
 
     def read(self) -> bool:
         """Read what the child has written since the last call, and return whether there was anything new."""
-        is_new = False
+        has_new_output = False
         if self.plan is None and self._folder.plan.exists():
             self.plan = read_plan(self._folder.plan)
             self._on_plan(self.plan)
-            is_new = True
+            has_new_output = True
         path = self._folder.records
         if self.plan is None or not path.exists():
-            return is_new
+            return has_new_output
         with path.open("rb") as file:
             file.seek(self._offset_bytes)
             data = file.read()
@@ -229,8 +231,8 @@ class _OutputReader:
         for record in parse_records(complete_lines.split(b"\n"), name=str(path)):
             self.recorded_cases.add(record.case)
             self._on_record(record)
-            is_new = True
-        return is_new
+            has_new_output = True
+        return has_new_output
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,18 +245,18 @@ class _ChildExit:
         The return code, or None if the child did not end after SIGKILL.
     is_stalled : bool
         Whether the runner killed the child because it wrote no record for a long time.
-    abandoned : str
+    kill_failure : str
         The result of :func:`~gdrkit.children.kill_child`: a text if the child did not end after SIGKILL, else empty.
     """
 
     code: int | None
     is_stalled: bool = False
-    abandoned: str = ""
+    kill_failure: str = ""
 
     def __str__(self) -> str:
         if self.is_stalled or self.code is None:
-            killed = f"its process made no progress for {_STALL_TIMEOUT_S:g} s and was killed"
-            return f"{killed}; {self.abandoned}" if self.abandoned else killed
+            stall_text = f"its process made no progress for {_STALL_TIMEOUT_S:g} s and was killed"
+            return f"{stall_text}; {self.kill_failure}" if self.kill_failure else stall_text
         if self.code < 0:
             return f"its process was ended by {signal.Signals(-self.code).name}"
         return f"its process exited with code {self.code}"
@@ -270,12 +272,12 @@ def _watch(child: subprocess.Popen[bytes], reader: _OutputReader) -> _ChildExit:
         if reader.read():
             last_output_s = time.monotonic()
         if code is None and time.monotonic() - last_output_s > _STALL_TIMEOUT_S:
-            abandoned = kill_child(child)
-            return _ChildExit(child.returncode, is_stalled=True, abandoned=abandoned)
+            kill_failure = kill_child(child)
+            return _ChildExit(child.returncode, is_stalled=True, kill_failure=kill_failure)
     return _ChildExit(code)
 
 
-def _record_of_lost_case(case: str, child_exit: str, log: str, profile: str, common: CommonFields) -> Record:
+def _record_of_lost_case(case: str, child_exit: str, log: str, profile: str, common_fields: CommonFields) -> Record:
     return Record(
         schema_version=SCHEMA_VERSION,
         case=case,
@@ -283,16 +285,16 @@ def _record_of_lost_case(case: str, child_exit: str, log: str, profile: str, com
         verdict=Verdict.FAIL,
         reasons=(CaseReason(text=f"the case left no record: {child_exit}"),),
         profile=profile,
-        facts_digest=common.facts_digest,
+        facts_digest=common_fields.facts_digest,
         substrate={},
         libraries=(),
-        seed=common.seed,
+        seed=common_fields.seed,
         evidence={"traceback": log},
         numbers={},
         routes=(),
         duration_ms=0.0,
         started=dt.datetime.now(dt.UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
-        commit=common.commit,
-        version=common.version,
-        command=common.command,
+        commit=common_fields.commit,
+        version=common_fields.version,
+        command=common_fields.command,
     )

@@ -93,27 +93,27 @@ def fitting_sessions(hardware: Mapping[Api, str], twins: frozenset[Api]) -> dict
         For each session: ``fits`` (whether it can run), ``why`` (the reason), ``arguments`` (of the session), and
         ``hardware`` (whether it tests the hardware of the machine). ``nox -s hardware`` selects by the last one.
     """
-    present = "; ".join(text for _, text in sorted(hardware.items(), key=lambda pair: pair[0].value))
-    nics = hardware.get(Api.VERBS, "")
-    on_twins = {"fits": bool(twins), "why": "the twins are installed" if twins else "the twins are not installed"}
+    hardware_text = "; ".join(text for _, text in sorted(hardware.items(), key=lambda pair: pair[0].value))
+    nic_text = hardware.get(Api.VERBS, "")
+    twin_fields = {"fits": bool(twins), "why": "the twins are installed" if twins else "the twins are not installed"}
     return {
         "qualify": {
             "fits": bool(hardware or twins),
             "hardware": True,
             "arguments": [] if hardware else ["--software"],
-            "why": present or "no hardware here; it runs on the twins",
+            "why": hardware_text or "no hardware here; it runs on the twins",
         },
         "direct": {
             "fits": bool(hardware),
             "hardware": True,
             "arguments": [],
-            "why": present or "no RDMA device and no GPU here",
+            "why": hardware_text or "no RDMA device and no GPU here",
         },
         "lab": {
-            "fits": bool(nics),
+            "fits": bool(nic_text),
             "hardware": True,
             "arguments": [],
-            "why": nics or "no RDMA device here; nox -s lab runs it in a virtual machine",
+            "why": nic_text or "no RDMA device here; nox -s lab runs it in a virtual machine",
         },
-        "suites": {**on_twins, "hardware": False, "arguments": []},
+        "suites": {**twin_fields, "hardware": False, "arguments": []},
     }

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gdrkit.qualify.plan import CasePlan
     from gdrkit.report import Record
 
-__all__ = ["LineProgress", "TerminalProgress", "progress_for"]
+__all__ = ["LineProgress", "TerminalProgress", "make_progress"]
 
 _VERDICT_STYLES = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.UNPROVEN: "yellow", Verdict.NOT_RUN: "dim"}
 # The command must print a line at least every five seconds. The thread checks twice in this time, because another line
@@ -47,9 +47,9 @@ class LineProgress:
         self._stream = stream
         self._cases: tuple[str, ...] = ()
         self._completed_count = 0
-        self._running = "querying the APIs of this machine"
+        self._running_text = "querying the APIs of this machine"
         self._running_since_s = time.monotonic()
-        self._lines = 0
+        self._line_count = 0
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._report_silence, args=(period_s,), daemon=True)
@@ -63,7 +63,7 @@ class LineProgress:
     def print_line(self, line: str) -> None:
         """Print a line."""
         with self._lock:
-            self._lines += 1
+            self._line_count += 1
             print(line, file=self._stream, flush=True)
 
     def begin_cases(self, plan: CasePlan) -> None:
@@ -88,15 +88,15 @@ class LineProgress:
 
     def _begin_next_case(self) -> None:
         is_last = self._completed_count >= len(self._cases)
-        self._running = "ending the cases" if is_last else self._cases[self._completed_count]
+        self._running_text = "ending the cases" if is_last else self._cases[self._completed_count]
         self._running_since_s = time.monotonic()
 
     def _report_silence(self, period_s: float) -> None:
-        known_lines = self._lines
+        last_line_count = self._line_count
         while not self._closed.wait(period_s):
-            if self._lines == known_lines:
-                self.print_line(f"    {self._running} ({time.monotonic() - self._running_since_s:.0f} s)")
-            known_lines = self._lines
+            if self._line_count == last_line_count:
+                self.print_line(f"    {self._running_text} ({time.monotonic() - self._running_since_s:.0f} s)")
+            last_line_count = self._line_count
 
 
 class TerminalProgress:
@@ -160,7 +160,7 @@ class TerminalProgress:
         return self._remaining[0].rpartition("::")[2] if self._remaining else ""
 
 
-def progress_for(stream: TextIO | None = None) -> LineProgress | TerminalProgress:
+def make_progress(stream: TextIO | None = None) -> LineProgress | TerminalProgress:
     """Return the progress display for `stream` (standard output if None)."""
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():

@@ -183,7 +183,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         raise
     finally:
         progress.close()
-        for line in prepared.runner.abandoned:
+        for line in prepared.runner.kill_failures:
             progress.print_line(line)
     profile = load_profile(plan.profile)
     records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()

@@ -99,11 +99,11 @@ class _Module:
         return f"host.module({self.module_name})"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - Python modules are not in the facts.
-        absent = f"the Python module {self.module_name} is not installed"
+        not_installed_text = f"the Python module {self.module_name} is not installed"
         try:
-            return absent if importlib.util.find_spec(self.module_name) is None else None
+            return not_installed_text if importlib.util.find_spec(self.module_name) is None else None
         except ModuleNotFoundError:
-            return absent  # The parent package of a dotted name is not installed.
+            return not_installed_text  # The parent package of a dotted name is not installed.
 
 
 def module(name: str) -> Need:
@@ -133,8 +133,8 @@ class _Compiler:
     name = "host.compiler"
 
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the PATH is not a fact of the host.
-        missing = [program for program in ("cc", "c++", "pkg-config") if shutil.which(program) is None]
-        return f"there is no {' and no '.join(missing)}" if missing else None
+        obstacles = [program for program in ("cc", "c++", "pkg-config") if shutil.which(program) is None]
+        return f"there is no {' and no '.join(obstacles)}" if obstacles else None
 
 
 compiler: Need = _Compiler()
@@ -153,11 +153,11 @@ class _Program:
     def check(self, facts: Facts) -> str | None:  # noqa: ARG002 - the PATH is not a fact of the host.
         if not shutil.which(self.program_name):
             return f"there is no {self.program_name}"
-        return _start_failure(self.program_name, *self.probe_options) if self.probe_options else None
+        return _find_start_failure(self.program_name, *self.probe_options) if self.probe_options else None
 
 
 @functools.cache
-def _start_failure(*command: str) -> str | None:
+def _find_start_failure(*command: str) -> str | None:
     """Run a program. Return None if it prints something, else the reason why it does not start."""
     try:
         completed = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_PROBE_TIMEOUT_S)
@@ -222,16 +222,16 @@ class _FileSystem:
         return f"host.file_system({self.type_name})"
 
     def check(self, facts: Facts) -> str | None:
-        missing = []
+        obstacles = []
         if "CAP_SYS_ADMIN" not in facts.limits.capabilities:
-            missing.append("this process has no CAP_SYS_ADMIN")
+            obstacles.append("this process has no CAP_SYS_ADMIN")
         if not os.access("/dev/loop-control", os.R_OK | os.W_OK):
-            missing.append("there is no loop device for this user")
+            obstacles.append("there is no loop device for this user")
         if self.type_name not in Path("/proc/filesystems").read_text(encoding="ascii").split():
-            missing.append(f"this kernel has no {self.type_name}")
+            obstacles.append(f"this kernel has no {self.type_name}")
         if shutil.which(f"mkfs.{self.type_name}", path=_ADMIN_PATH) is None:
-            missing.append(f"there is no mkfs.{self.type_name}")
-        return "; ".join(missing) or None
+            obstacles.append(f"there is no mkfs.{self.type_name}")
+        return "; ".join(obstacles) or None
 
 
 def file_system(type_name: str) -> Need:

@@ -105,10 +105,10 @@ def measure_round(plan: Round, ranks: Mapping[int, RankProxy], *, seed: int) -> 
     with ThreadPoolExecutor(max_workers=len(transfers)) as pool:
         for step in (_Transfer.open_target, _Transfer.open_initiator, _Transfer.connect):
             list(pool.map(functools.partial(_attempt, step, seed=seed), transfers))
-        before = _read_counters(transfers)
+        counters_before = _read_counters(transfers)
         list(pool.map(functools.partial(_attempt, _Transfer.run, seed=seed), transfers))
         list(pool.map(functools.partial(_attempt, _Transfer.check, seed=seed), transfers))
-    _compare_counters(transfers, before)
+    _compare_counters(transfers, counters_before)
     _name_slow_pairs(transfers)
     for transfer in transfers:
         hosts = {"initiator": transfer.initiator.rank_facts.host, "target": transfer.target.rank_facts.host}
@@ -141,35 +141,35 @@ def _read_counters(transfers: Sequence[_Transfer]) -> dict[int, PortCounters]:
     return counters
 
 
-def _compare_counters(transfers: Sequence[_Transfer], before: Mapping[int, PortCounters]) -> None:
+def _compare_counters(transfers: Sequence[_Transfer], counters_before: Mapping[int, PortCounters]) -> None:
     """Compare the counters of each port with the bytes of its two pairs, and keep the result as evidence."""
-    incoming = {transfer.pair.target: transfer.moved_bytes for transfer in transfers}
-    outgoing = {transfer.pair.initiator: transfer.moved_bytes for transfer in transfers}
+    incoming_bytes = {transfer.pair.target: transfer.moved_bytes for transfer in transfers}
+    outgoing_bytes = {transfer.pair.initiator: transfer.moved_bytes for transfer in transfers}
     deadline_s = time.monotonic() + COUNTERS_TIMEOUT_S
     while True:
         growths: dict[int, PortGrowth] = {
-            rank: port_growth(before[rank], after)
+            rank: port_growth(counters_before[rank], after)
             for rank, after in _read_counters(transfers).items()
-            if rank in before
+            if rank in counters_before
         }
         reasons = {
-            rank: unproven_reason(TransferPath.WIRE, incoming[rank] + outgoing[rank], growth)
+            rank: unproven_reason(TransferPath.WIRE, incoming_bytes[rank] + outgoing_bytes[rank], growth)
             for rank, growth in growths.items()
         }
         # Some drivers update their counters late.
         if "counters_did_not_grow" not in reasons.values() or time.monotonic() > deadline_s:
             break
     for transfer in transfers:
-        ends = {"target": transfer.pair.target, "initiator": transfer.pair.initiator}
+        rank_by_role = {"target": transfer.pair.target, "initiator": transfer.pair.initiator}
         transfer.result.evidence["unproven"] = next(
-            (reason for rank in ends.values() if (reason := reasons.get(rank, "counters_missing"))), ""
+            (reason for rank in rank_by_role.values() if (reason := reasons.get(rank, "counters_missing"))), ""
         )
         transfer.result.evidence["port_growth"] = serialization.to_json_data(
-            {role: growths.get(rank) for role, rank in ends.items()}
+            {role: growths.get(rank) for role, rank in rank_by_role.items()}
         )
         # A port carries its outgoing and its incoming pair, in both directions of each.
         transfer.result.evidence["port_bytes_expected"] = {
-            role: incoming[rank] + outgoing[rank] for role, rank in ends.items()
+            role: incoming_bytes[rank] + outgoing_bytes[rank] for role, rank in rank_by_role.items()
         }
 
 

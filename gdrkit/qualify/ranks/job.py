@@ -224,8 +224,8 @@ class _Job:
         self._progress.print_line(f"{len(ranks)} of {count} ranks; the report will be {self.folder.index}")
         names = [pair_name(pair) for pair in pairs]
         names += [pair_name(pair, f"balance/{plan.name}") for plan in rounds for pair in plan.pairs]
-        planned = tuple(PlannedCase(name, "", (), ()) for name in names)
-        self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned))
+        planned_cases = tuple(PlannedCase(name, "", (), ()) for name in names)
+        self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned_cases))
         try:
             for rank, reason in self._missing_ranks(admitted, count):
                 recorder.record_missing_rank(rank, reason)

@@ -150,7 +150,7 @@ class PairRecorder:
         )
         if target.rank_facts.host == self._rank0_facts.host and not result.failure:
             # The table of routes in the report describes only the machine of rank 0.
-            way, path = str(result.evidence["way"]), _path_of(pair, target, initiator)
+            way, path = str(result.evidence["way"]), _find_path(pair, target, initiator)
             unproven = str(result.evidence["unproven"]) or None
             claim = ClaimedRoute(pair.device, pair.target_nic, way, None, path.value, pair.initiator_nic, unproven)
             result.routes = (claim,)
@@ -179,7 +179,7 @@ class PairRecorder:
             {"nic": pair.initiator_nic, "endpoint": target_reply.endpoint, "length_bytes": memory_bytes},
         )
         target.request("connect", endpoint)
-        before, moved_bytes = _port_counters(target, initiator), []
+        counters_before, moved_bytes = _port_counters(target, initiator), []
         for direction in ("write", "read"):
             # READ transfers other data than WRITE, so that data left over from the WRITE is detected.
             transfer_seed = seed + (direction == "read")
@@ -194,17 +194,17 @@ class PairRecorder:
             result.numbers[f"{direction}_gb_per_s_median"] = rate.median
             result.numbers[f"{direction}_spread_percent"] = rate.spread_percent
             moved_bytes.append(rate.moved_bytes)
-        path, deadline_s = _path_of(pair, target, initiator), time.monotonic() + COUNTERS_TIMEOUT_S
+        path, deadline_s = _find_path(pair, target, initiator), time.monotonic() + COUNTERS_TIMEOUT_S
         while True:
-            after = _port_counters(target, initiator)
-            growths = [port_growth(first, last) for first, last in zip(before, after, strict=True)]
+            counters_after = _port_counters(target, initiator)
+            growths = [port_growth(first, last) for first, last in zip(counters_before, counters_after, strict=True)]
             unproven = unproven_reason(path, min(moved_bytes), *growths)
             # Some drivers update their counters late.
             if unproven in {"", "counters_missing"} or time.monotonic() > deadline_s:
                 break
-        growth_of = dict(zip(("target", "initiator"), growths, strict=True))
+        growth_by_role = dict(zip(("target", "initiator"), growths, strict=True))
         result.evidence["path"], result.evidence["unproven"] = path.value, unproven
-        result.evidence["port_growth"] = serialization.to_json_data(growth_of)
+        result.evidence["port_growth"] = serialization.to_json_data(growth_by_role)
 
     def _check_numbers(self, result: PairResult) -> str:
         """Compare rates of hardware with the profile. Return a text about unexpected rates, or an empty text."""
@@ -244,7 +244,7 @@ class PairRecorder:
         self._progress.show_record(record)
 
 
-def _path_of(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferPath:
+def _find_path(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferPath:
     """Return the path between the NICs of a pair: loopback, if both ends are the same NIC of the same machine."""
     ends = ((target.rank_facts.host, pair.target_nic), (initiator.rank_facts.host, pair.initiator_nic))
     return TransferPath.LOOPBACK if ends[0] == ends[1] else TransferPath.WIRE
