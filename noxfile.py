@@ -273,8 +273,8 @@ def wheels(session: nox.Session) -> None:
     if option != "--arch" or not names or not set(names) <= release.ARCHITECTURES.keys():
         say(f"usage: nox -s wheels -- [--arch {'|'.join(release.ARCHITECTURES)}]")
         sys.exit(WRONG_USAGE)
-    finished = release.build_release(names)
-    release.print_table(finished)
+    release_wheels = release.build_release(names)
+    release.print_table(release_wheels)
     codes = release.check_wheels() if "x86_64" in names else []
     codes += release.check_native_in_emulator() if "aarch64" in names else []
     fail_unless_zero(session, codes)

@@ -117,8 +117,8 @@ def ensure_axe() -> Path:
     tools = ENVIRONMENTS / "pages"
     axe = tools / "node_modules" / "axe-core"
     with lock_environments():
-        installed = json.loads((axe / "package.json").read_text())["version"] if axe.exists() else None
-        if installed != AXE_PACKAGE.rpartition("@")[2]:
+        installed_version = json.loads((axe / "package.json").read_text())["version"] if axe.exists() else None
+        if installed_version != AXE_PACKAGE.rpartition("@")[2]:
             if not shutil.which("npm"):
                 stop(f"npm is needed to install axe-core: {system_install('npm')}")
             require(["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix", str(tools), AXE_PACKAGE])
@@ -142,7 +142,7 @@ def ensure_pyverbs_wheel(tools: Path, *, tag: str) -> Path:
 def build_bench_programs() -> Path:
     """Build the native benchmark programs, and return their folder."""
     tools = ensure_build_tools()
-    configure, build = _preset_steps(tools, "release", testing=True)
+    configure, build = _read_preset_steps(tools, "release", testing=True)
     with lock_environments():
         for step in (configure, [*build, "--target", *BENCH_PROGRAMS]):
             require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
@@ -184,7 +184,7 @@ def build_defects(run_bin: Path) -> Path:
 def check_native(tree: Path, preset: str) -> int:
     """Configure, build and test one CMake preset of a native project. Return 0, or the exit code of the failed step."""
     tools = ensure_build_tools()
-    configure, build = _preset_steps(tools, preset, testing=True)
+    configure, build = _read_preset_steps(tools, preset, testing=True)
     if tree == NATIVE:
         # The product's native tests load the twins that were built with the same preset.
         twins = ROOT / "build" / "twins" / preset / "lib"
@@ -198,8 +198,8 @@ def check_native(tree: Path, preset: str) -> int:
 
 def _install_twins(run: Path) -> None:
     """Build the wheel of the twins and install it, if their sources have changed."""
-    sources = [path for path in _source_files(TWINS) if "tests" not in path.relative_to(TWINS).parts]
-    sources += _source_files(NATIVE / "common")
+    sources = [path for path in _list_source_files(TWINS) if "tests" not in path.relative_to(TWINS).parts]
+    sources += _list_source_files(NATIVE / "common")
     stamp = run.parent / "twins-made-from"
     expected_digest = digest([], sources)
     tools = ensure_build_tools()
@@ -222,7 +222,7 @@ def _install_native() -> None:
     python = find_interpreter()[0]
     sources = [
         path
-        for path in _source_files(NATIVE)
+        for path in _list_source_files(NATIVE)
         if TWINS not in path.parents and "tests" not in path.relative_to(NATIVE).parts
     ]
     expected_digest = digest([python, str(python_version(python)), *BUILD_REQUIREMENTS], sources)
@@ -236,18 +236,18 @@ def _install_native() -> None:
         say("building the native parts")
         stamp.unlink(missing_ok=True)
         install_step = ["cmake", "--install", "../build/native/release", "--prefix", str(ROOT), "--component", "python"]
-        for step in (*_preset_steps(tools, "release", testing=False), install_step):
+        for step in (*_read_preset_steps(tools, "release", testing=False), install_step):
             require([str(tools / step[0]), *step[1:]], environ=prepend_to_path(tools), folder=NATIVE)
         stamp.write_text(expected_digest)
 
 
-def _source_files(tree: Path) -> list[Path]:
+def _list_source_files(tree: Path) -> list[Path]:
     """Return the files of a native project that a build reads, including the files of its tests."""
     files = (path for path in sorted(tree.rglob("*")) if path.is_file() and path.suffix != ".md")
     return [path for path in files if "__pycache__" not in path.parts]
 
 
-def _preset_steps(tools: Path, preset: str, *, testing: bool) -> list[list[str]]:
+def _read_preset_steps(tools: Path, preset: str, *, testing: bool) -> list[list[str]]:
     """Return the commands that configure and build one CMake preset."""
     options = [f"-DBUILD_TESTING={'ON' if testing else 'OFF'}", f"-DPython_EXECUTABLE={tools / 'python'}"]
     # --no-warn-unused-cli: the twins have no Python modules, so CMake would warn about the unused Python_EXECUTABLE.

@@ -74,9 +74,9 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
 
 def _copy_sources() -> None:
     """Copy the sources without built modules, because the modules in this tree may be for another Python."""
-    sources, ignored = BUNDLE_CACHE / "tree", shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
+    sources, ignore = BUNDLE_CACHE / "tree", shutil.ignore_patterns(".*", "build", "runs", "*.so", "__pycache__")
     shutil.rmtree(sources, ignore_errors=True)
-    shutil.copytree(ROOT, sources, ignore=ignored)
+    shutil.copytree(ROOT, sources, ignore=ignore)
 
 
 def _collect_wheels(tools: Path, *, tag: str, output: Path) -> None:

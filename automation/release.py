@@ -175,7 +175,7 @@ def check_wheels() -> list[int]:
             environment = Path(folder, "venv")
             require([_find_python(version), "-m", "venv", str(environment)])
             pip_install = [str(environment / "bin" / "pip"), "install", "--quiet"]
-            require([*pip_install, *_requirements_of(version)])
+            require([*pip_install, *_read_requirements(version)])
             command = [str(environment / "bin" / "gdrkit"), "qualify", "--software"]
             codes.append(call([*command, "--output", str(Path(folder, "report"))], folder=Path(folder)))
             say(f"Python 3.{version[1]}: gdrkit qualify --software, from the wheels alone, ended with {codes[-1]}")
@@ -198,13 +198,13 @@ def check_native_in_emulator() -> list[int]:
         require([str(tools / "cmake"), "--build", str(build)], environ=environ)
         test = [str(tools / "ctest"), "--test-dir", str(build), "--output-on-failure", "--timeout", "600"]
         test += ["--exclude-regex", f"^({'|'.join(map(re.escape, _NOT_EMULATED))})$"]
-        with _registered_emulator():
+        with _find_registered_emulator():
             codes.append(call([*test, "-j", str(os.cpu_count() or 1)], environ=environ))
     return codes
 
 
 @contextlib.contextmanager
-def _registered_emulator() -> Iterator[None]:
+def _find_registered_emulator() -> Iterator[None]:
     """Let the kernel start programs for aarch64 by QEMU, because tests start themselves as child processes.
 
     A rule that the machine did not have is removed at the end. Exit from nox if the kernel has no such rules, or if
@@ -231,8 +231,8 @@ def _find_python(version: tuple[int, int]) -> str:
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv"), "versions").expanduser()
     candidates = [shutil.which(name), *sorted(map(str, pyenv.glob(f"{version[0]}.{version[1]}.*/bin/python3")))]
     # A program on PATH may be a shim of pyenv that fails for this version, so each candidate is started.
-    found = (path for path in candidates if path is not None and python_version(path) == version)
-    python = next(found, None)
+    matching_pythons = (path for path in candidates if path is not None and python_version(path) == version)
+    python = next(matching_pythons, None)
     if python is None:
         stop(f"{name} is needed to build or run the wheels. Install it, or install it by pyenv.")
     return output_of([python, "-c", "import sys; print(sys.executable)"])
@@ -282,40 +282,40 @@ def _finish_wheel(tools: Path, wheel: Path, architecture: Architecture) -> Wheel
     with tempfile.TemporaryDirectory(dir=_WORK) as name:
         folder = Path(name)
         require([str(tools / "python"), "-m", "wheel", "unpack", "--dest", name, str(wheel)])
-        (unpacked,) = folder.iterdir()
-        debug = split_debug(unpacked, folder / "debug", architecture)
-        require([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked)])
-        (stripped,) = folder.glob("*.whl")
-        excluded = [f"--exclude={library}" for library in _EXCLUDED]
+        (unpacked_folder,) = folder.iterdir()
+        debug = split_debug(unpacked_folder, folder / "debug", architecture)
+        require([str(tools / "python"), "-m", "wheel", "pack", "--dest-dir", name, str(unpacked_folder)])
+        (stripped_wheel,) = folder.glob("*.whl")
+        exclude_options = [f"--exclude={library}" for library in _EXCLUDED]
         # auditwheel accepts a tag of its own machine only, and determines the tag of a wheel for another one.
-        repair = ["repair", "--plat=auto", *excluded, "--wheel-dir", str(folder / "wheel")]
-        require([str(tools / "auditwheel"), *repair, str(stripped)], environ=prepend_to_path(tools))
-        (repaired,) = (folder / "wheel").glob("*.whl")
-        if not any(int(minor) <= _GLIBC_MINOR_MAX for minor in re.findall(r"manylinux_2_(\d+)", repaired.name)):
-            stop(f"{repaired.name} needs a newer C library than glibc 2.{_GLIBC_MINOR_MAX}, which RHEL 9 has.")
-        finished = Path(shutil.move(repaired, DIST))
+        repair = ["repair", "--plat=auto", *exclude_options, "--wheel-dir", str(folder / "wheel")]
+        require([str(tools / "auditwheel"), *repair, str(stripped_wheel)], environ=prepend_to_path(tools))
+        (repaired_wheel,) = (folder / "wheel").glob("*.whl")
+        if not any(int(minor) <= _GLIBC_MINOR_MAX for minor in re.findall(r"manylinux_2_(\d+)", repaired_wheel.name)):
+            stop(f"{repaired_wheel.name} needs a newer C library than glibc 2.{_GLIBC_MINOR_MAX}, which RHEL 9 has.")
+        release_wheel = Path(shutil.move(repaired_wheel, DIST))
         archive = None
         if debug:
-            archive = DIST / "debug" / f"{finished.stem}-debug.tar.xz"
+            archive = DIST / "debug" / f"{release_wheel.stem}-debug.tar.xz"
             archive.parent.mkdir(exist_ok=True)
             with tarfile.open(archive, "w:xz") as symbols:
                 symbols.add(debug, arcname=".build-id")
-    return Wheel(finished, archive)
+    return Wheel(release_wheel, archive)
 
 
-def split_debug(unpacked: Path, debug: Path, architecture: Architecture) -> Path | None:
-    """Strip the libraries and programs below `unpacked`. Return the folder of their symbols, by build id, or None.
+def split_debug(unpacked_folder: Path, debug: Path, architecture: Architecture) -> Path | None:
+    """Strip the libraries and programs below a folder. Return the folder of their symbols, by build id, or None.
 
     A debugger finds the symbols if the folder is below its debug-file-directory. The build ids remain in the libraries.
     """
-    for path in (path for path in sorted(unpacked.rglob("*")) if path.is_file()):
+    for path in (path for path in sorted(unpacked_folder.rglob("*")) if path.is_file()):
         with path.open("rb") as file:
             if file.read(len(_ELF_MAGIC)) != _ELF_MAGIC:
                 continue
         notes = output_of([f"{architecture.program_prefix}readelf", "-n", str(path)])
         match = re.search(r"Build ID: ([0-9a-f]{2})([0-9a-f]+)", notes)
         if match is None:
-            stop(f"{path.relative_to(unpacked)} has no build id, so its symbols could not be found again.")
+            stop(f"{path.relative_to(unpacked_folder)} has no build id, so its symbols could not be found again.")
         symbols = debug / match[1] / f"{match[2]}.debug"
         symbols.parent.mkdir(parents=True, exist_ok=True)
         objcopy = f"{architecture.program_prefix}objcopy"
@@ -332,7 +332,7 @@ def _extract_libibverbs(twins: Path) -> None:
         library.write_bytes(wheel.read("gdrkit_twins/lib/ibverbs/libibverbs.so.1"))
 
 
-def _requirements_of(version: tuple[int, int]) -> list[str]:
+def _read_requirements(version: tuple[int, int]) -> list[str]:
     """Return the arguments of ``pip install`` for the wheels that this Python runs. No index has gdrkit."""
     tag = f"cp3{version[1]}-cp3{version[1]}" if version < (3, 12) else "cp312-abi3"
     (product,) = DIST.glob(f"gdrkit-*-{tag}-*_x86_64.whl")

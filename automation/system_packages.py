@@ -180,7 +180,7 @@ def find_vendor_stack() -> str | None:
         if name != "libibverbs.so.1":
             continue
         path = os.path.realpath(path.rpartition("=> ")[2])
-        owner = _owner_of(path)
+        owner = _find_owner(path)
         if not owner:
             return f"{path} belongs to no package"
         if "mlnx" in owner or not DISTRIBUTORS.search(owner):
@@ -270,7 +270,7 @@ def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
         say(f"Continuing without {' '.join(packages)}: {consequence}.")
 
 
-def _owner_of(path: str) -> str:
+def _find_owner(path: str) -> str:
     """Return name, version and vendor of the package that owns a file, or an empty text."""
     if shutil.which("dpkg-query"):
         package = output_of(["dpkg-query", "-S", path]).partition(":")[0]

@@ -301,19 +301,19 @@ class MemoryResource(Resource):
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy bytes to the host and return them. A length of None means up to the end."""
-        data = bytearray(self._checked_length(offset_bytes, length_bytes))
+        data = bytearray(self._resolve_length(offset_bytes, length_bytes))
         self.read_into(data, offset_bytes=offset_bytes)
         return bytes(data)
 
     def read_into(self, buffer: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Fill a host buffer from this memory. The copy is complete on return."""
-        view = self._checked_view(buffer, offset_bytes)
+        view = self._make_checked_view(buffer, offset_bytes)
         if view.nbytes:
             self._copy_to_host(self.address + offset_bytes, view)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Copy bytes from the host into this memory. The copy is complete on return."""
-        view = self._checked_view(data, offset_bytes)
+        view = self._make_checked_view(data, offset_bytes)
         if view.nbytes:
             self._copy_from_host(self.address + offset_bytes, view)
 
@@ -334,7 +334,7 @@ class MemoryResource(Resource):
             An action failed. The error of the first failed action is raised, and the errors of the other actions are
             its notes. The memory is *not* freed then, because a NIC may still access it. The next close tries again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._release_actions.run()
         with self.current():
@@ -348,7 +348,7 @@ class MemoryResource(Resource):
     def _copy_from_host(self, address: int, view: memoryview) -> None:
         """Copy `view`, which has at least one byte, to the memory at `address`."""
 
-    def _checked_length(self, offset_bytes: int, length_bytes: int | None) -> int:
+    def _resolve_length(self, offset_bytes: int, length_bytes: int | None) -> int:
         """Return the length of a range of this memory. A length of None means up to the end of the memory.
 
         Raises
@@ -360,7 +360,7 @@ class MemoryResource(Resource):
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.length_bytes)
         return length_bytes
 
-    def _checked_view(self, data: bytes | bytearray | memoryview, offset_bytes: int) -> memoryview:
+    def _make_checked_view(self, data: bytes | bytearray | memoryview, offset_bytes: int) -> memoryview:
         """Return the bytes of a host buffer, and raise UsageError if they do not fit into this memory at the offset."""
         self._check_open()
         view = memoryview(data)
@@ -371,7 +371,7 @@ class MemoryResource(Resource):
         return view.cast("B") if view.nbytes else view
 
     def __repr__(self) -> str:
-        address_text = "closed" if self._closed else f"{self.address:#x}"
+        address_text = "closed" if self._is_closed else f"{self.address:#x}"
         return f"{type(self).__name__}({address_text}, length_bytes={self.length_bytes}, kind={self.kind.value})"
 
 

@@ -48,7 +48,7 @@ def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, time
         An empty string if the child has ended. Otherwise a text for an error message, with the process id, the time
         and the process state.
     """
-    _abandoned_children[:] = [abandoned for abandoned in _abandoned_children if abandoned.poll() is None]
+    _abandoned_children[:] = [child for child in _abandoned_children if child.poll() is None]
     if leads_group:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)

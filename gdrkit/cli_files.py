@@ -87,20 +87,20 @@ def copy(
 
     with (
         _interruptible(),
-        _progress("copy", unit_is_bytes=True, is_visible=not as_json) as update,
+        _show_progress("copy", unit_is_bytes=True, is_visible=not as_json) as update,
         _no_fallback_warning(),
     ):
         copy_result = gds.copy_file(
             source,
             destination,
-            device_index=_device_index(device, host=host),
+            device_index=_parse_device_index(device, host=host),
             access=access,
             direct=direct,
             durable=sync,
             check=check,
             on_progress=update,
         )
-    substrate = _cuda_substrates()
+    substrate = _find_cuda_substrates()
     if as_json:
         click.echo(json.dumps({**dataclasses.asdict(copy_result), "substrate": substrate}, indent=2))
         return 0
@@ -179,11 +179,11 @@ def storage(
     plan = speed.BenchmarkPlan(
         folder=folder,
         file_bytes=size_mib * MIB,
-        device_index=_device_index(device, host=host),
+        device_index=_parse_device_index(device, host=host),
         seconds=seconds,
         direct=direct,
     )
-    with _progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update, _no_fallback_warning():
+    with _show_progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update, _no_fallback_warning():
         points_so_far: list[BenchmarkPoint] = []
 
         def on_point(point: BenchmarkPoint, total: int) -> None:
@@ -191,9 +191,9 @@ def storage(
             update(len(points_so_far), total)
 
         points = speed.measure(plan, on_point=on_point)
-    substrate = _cuda_substrates()
+    substrate = _find_cuda_substrates()
     if plot is not None:
-        write_plot(plot, _plot(points, plan, substrate))
+        write_plot(plot, _make_plot(points, plan, substrate))
     if as_json:
         result = {
             "file_bytes": plan.file_bytes,
@@ -209,7 +209,7 @@ def storage(
     return 0
 
 
-def _device_index(device: int | None, *, host: bool) -> int:
+def _parse_device_index(device: int | None, *, host: bool) -> int:
     from gdrkit import gds
 
     if host and device is not None:
@@ -218,7 +218,7 @@ def _device_index(device: int | None, *, host: bool) -> int:
     return gds.HOST if host else device or 0
 
 
-def _cuda_substrates() -> dict[str, str]:
+def _find_cuda_substrates() -> dict[str, str]:
     """Return the names of the substrates on which CUDA and cuFile of this process run, by API."""
     from gdrkit import evidence, inventory
     from gdrkit.report.substrate import substrate_of
@@ -228,7 +228,7 @@ def _cuda_substrates() -> dict[str, str]:
     return {api: substrate.value for api, substrate in sorted(substrates.items()) if api in {"cuda", "cufile"}}
 
 
-def _caveat(substrate: dict[str, str]) -> str:
+def _make_caveat(substrate: dict[str, str]) -> str:
     """Return the reason why measured rates do not describe this machine, or an empty text if they do."""
     from gdrkit.report.substrate import Substrate, describe
 
@@ -239,19 +239,19 @@ def _caveat(substrate: dict[str, str]) -> str:
 def _describe_copy(copy_result: CopyResult, substrate: dict[str, str]) -> Iterator[str]:
     from gdrkit.units import format_bytes
 
-    caveat = _caveat(substrate)
+    caveat = _make_caveat(substrate)
     rate = caveat or f"{copy_result.bytes / max(copy_result.duration_s, 1e-9) / 1e9:.2f} GB/s"
-    checked = ", every byte compared" if copy_result.is_checked else ""
+    check_text = ", every byte compared" if copy_result.is_checked else ""
     size = format_bytes(copy_result.bytes)
-    yield f"{copy_result.destination}: {size} in {copy_result.duration_s:.2f} s ({rate}){checked}"
-    yield f"  read by {_routes(copy_result.read)}"
-    yield f"  written by {_routes(copy_result.write)}"
+    yield f"{copy_result.destination}: {size} in {copy_result.duration_s:.2f} s ({rate}){check_text}"
+    yield f"  read by {_find_routes(copy_result.read)}"
+    yield f"  written by {_find_routes(copy_result.write)}"
     for reason in dict.fromkeys((copy_result.read.why_not_direct, copy_result.write.why_not_direct)):
         if reason:
             yield f"  not direct: {reason}"
 
 
-def _routes(totals: CopyTotals) -> str:
+def _find_routes(totals: CopyTotals) -> str:
     return ", ".join(sorted(totals.routes)) or "no route, because the file is empty"
 
 
@@ -261,7 +261,7 @@ def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> No
 
     from gdrkit.units import format_bytes
 
-    caveat = _caveat(substrate)
+    caveat = _make_caveat(substrate)
     table = Table("operation", "transfer size", "GB/s", "median us", "CPU s/GiB", "route", box=None)
     for point in points:
         numbers = ["-"] * 3
@@ -274,13 +274,13 @@ def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> No
             click.echo(line)
 
 
-def _plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - the types are imported in the function.
+def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str]) -> Any:  # noqa: ANN401 - the types are imported in the function.
     from gdrkit.report.plot import Line, Plot
     from gdrkit.units import format_bytes
 
     kinds = dict.fromkeys(point.kind for point in points)
     notes = [f"{point.kind}: {point.note}" for point in points if point.note]
-    note = "; ".join(dict.fromkeys(filter(None, [_caveat(substrate), *notes])))
+    note = "; ".join(dict.fromkeys(filter(None, [_make_caveat(substrate), *notes])))
     return Plot(
         title=f"Files of {format_bytes(plan.file_bytes)}: GB/s by the size of a transfer",
         note=note,
@@ -333,7 +333,7 @@ def _no_fallback_warning() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _progress(title: str, *, unit_is_bytes: bool, is_visible: bool) -> Iterator[Callable[[int, int], None]]:
+def _show_progress(title: str, *, unit_is_bytes: bool, is_visible: bool) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal, and nothing elsewhere; yield the function that updates it."""
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -162,9 +162,9 @@ def reach(as_json: bool, balance_s: float) -> int:
     if not results:
         return int(ExitCode.NOTHING_PROVEN)
     pairs = {(result.gpu_uuid, result.nic) for result in results}
-    reached = {(result.gpu_uuid, result.nic) for result in results if result.moved}
+    reached_pairs = {(result.gpu_uuid, result.nic) for result in results if result.moved}
     is_slow = balance is not None and bool(balance.slow_nics)
-    return int(ExitCode.PROVEN if reached == pairs and not is_slow else ExitCode.FAILED)
+    return int(ExitCode.PROVEN if reached_pairs == pairs and not is_slow else ExitCode.FAILED)
 
 
 @click.command(epilog="\b\nExamples:\n  gdrkit explain\n  gdrkit explain acs-redirect")

@@ -30,7 +30,7 @@ _metrics_option = click.option(
 )
 
 
-def _exporter(
+def _make_exporter(
     kind: str, metrics: str | None
 ) -> Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]]:
     """Return the function that exports the counters of the command, or does nothing without --metrics."""
@@ -77,7 +77,7 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     """
     from gdrkit.storage.command import serve as serve_store
 
-    export = _exporter("server", metrics)
+    export = _make_exporter("server", metrics)
     return serve_store(root, listen=listen, nic_names=nics, chunk_bytes=chunk_bytes, export=export)
 
 
@@ -157,7 +157,7 @@ def agent(
         message = "--user-memory-mib needs --shared"
         raise UsageError(message)
     user_memory_bytes_max = None if user_memory_mib is None else user_memory_mib * MIB
-    export = _exporter("agent", metrics)
+    export = _make_exporter("agent", metrics)
     block_signals()
     limit_arenas()
     raise_open_files_limit()

@@ -45,7 +45,7 @@ def tiers() -> None:
     """
 
 
-def _with_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
+def _add_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
     """Add the options --config, --tier, --catalogue and --json to a command.
 
     The command gets one Configuration, made from the first three options, in place of these options.
@@ -87,12 +87,12 @@ def _with_tier_options(command: Callable[_P, int]) -> Callable[..., int]:
 
 
 @tiers.command(epilog="\b\nExit codes:\n  0 every tier is available\n  1 a tier is not available")
-@_with_tier_options
+@_add_tier_options
 def status(configuration: Configuration, as_json: bool) -> int:
     """Show the capacity and the usage of each tier."""
     from gdrkit.tiers.tables import make_status_table, print_table
 
-    with _manager(configuration) as manager:
+    with _open_manager(configuration) as manager:
         statuses = manager.status()
     if as_json:
         _print_json(statuses)
@@ -107,7 +107,7 @@ def status(configuration: Configuration, as_json: bool) -> int:
     "--to", "destination", metavar="TIER", help="Move the files NAMES to this tier, whatever the policy says."
 )
 @click.option("--dry-run", is_flag=True, help="List the files that would be moved, and move none.")
-@_with_tier_options
+@_add_tier_options
 def migrate(
     configuration: Configuration, names: tuple[str, ...], destination: str | None, dry_run: bool, as_json: bool
 ) -> int:
@@ -122,7 +122,7 @@ def migrate(
     if bool(names) != (destination is not None):
         message = "NAMES and --to TIER must be given together"
         raise click.UsageError(message)
-    with _manager(configuration) as manager:
+    with _open_manager(configuration) as manager:
         if dry_run:
             print_plan(manager, names, destination, as_json=as_json, stream=sys.stdout)
             return 0
@@ -133,11 +133,11 @@ def migrate(
     if as_json:
         _print_json(result)
     else:
-        for refused in result.refused:
-            click.echo(f"not moved: {refused.text}")
+        for refused_move in result.refused:
+            click.echo(f"not moved: {refused_move.text}")
         click.echo(f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved")
     # A file in use is not a failure: a later migration moves it.
-    return int(ExitCode.FAILED) if any(refused.reason is not Reason.BUSY for refused in result.refused) else 0
+    return int(ExitCode.FAILED) if any(refused_move.reason is not Reason.BUSY for refused_move in result.refused) else 0
 
 
 @tiers.command(epilog="\b\nExit codes:\n  0 the run was stopped by SIGTERM or SIGINT\n  1 the run cannot continue")
@@ -154,7 +154,7 @@ def migrate(
     type=click.Choice(["preferred", "required", "never"]),
     help="Whether a file also counts as used when another program opens it, which needs root. Default: preferred.",
 )
-@_with_tier_options
+@_add_tier_options
 def run(
     configuration: Configuration,
     *,
@@ -184,12 +184,15 @@ def run(
 @click.argument("names", nargs=-1, required=True)
 @click.option("--in", "tier", metavar="TIER", help="The tier to keep the files in. Default: the tier of each file.")
 @click.option("--dry-run", is_flag=True, help="Print the tier of each file, and pin no file.")
-@_with_tier_options
+@_add_tier_options
 def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, dry_run: bool, as_json: bool) -> int:
     """Keep files in a tier, independent of their use."""
-    with _manager(configuration) as manager:
-        target = configuration.tier(tier).name if tier else None
-        pins = {name: (target or manager.find(name).tier) if dry_run else manager.pin(name, target) for name in names}
+    with _open_manager(configuration) as manager:
+        target_tier = configuration.tier(tier).name if tier else None
+        pins = {
+            name: (target_tier or manager.find(name).tier) if dry_run else manager.pin(name, target_tier)
+            for name in names
+        }
     _print_pins(pins, as_json=as_json)
     return 0
 
@@ -197,10 +200,10 @@ def pin(configuration: Configuration, names: tuple[str, ...], tier: str | None, 
 @tiers.command()
 @click.argument("names", nargs=-1, required=True)
 @click.option("--dry-run", is_flag=True, help="Print the tier to which each file is pinned, and unpin no file.")
-@_with_tier_options
+@_add_tier_options
 def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, as_json: bool) -> int:
     """Unpin files, so that the policy can move them again."""
-    with _manager(configuration) as manager:
+    with _open_manager(configuration) as manager:
         pins = {name: manager.find(name).pinned or "" for name in names}
         for name in names if not dry_run else ():
             manager.unpin(name)
@@ -211,12 +214,12 @@ def unpin(configuration: Configuration, names: tuple[str, ...], dry_run: bool, a
 @tiers.command(epilog="\b\nExit codes:\n  0 catalogue and disks agree, also after --repair\n  1 they do not agree")
 @click.option("--repair", is_flag=True, help="Correct the catalogue, and complete or undo interrupted migrations.")
 @click.option("--dry-run", is_flag=True, help="Override --repair: change nothing.")
-@_with_tier_options
+@_add_tier_options
 def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bool) -> int:
     """Compare the catalogue with the disks."""
     from gdrkit.tiers.tables import make_findings_table, print_table
 
-    with _manager(configuration) as manager:
+    with _open_manager(configuration) as manager:
         findings = [*manager.recovery_findings, *manager.check(repair=repair and not dry_run)]
     if as_json:
         _print_json(findings)
@@ -229,7 +232,7 @@ def check(configuration: Configuration, repair: bool, dry_run: bool, as_json: bo
 
 @tiers.command()
 @click.option("--size", "size_text", default="256MiB", show_default=True, metavar="SIZE", help="Size of the test file.")
-@_with_tier_options
+@_add_tier_options
 def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
     """Measure the read and write rates of each tier."""
     from gdrkit.tiers.bench import measure
@@ -237,7 +240,7 @@ def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
     from gdrkit.tiers.tables import make_speeds_table, print_table
 
     file_bytes = parse_size(size_text)
-    with _manager(configuration) as manager:
+    with _open_manager(configuration) as manager:
         available = [tier.name for tier in manager.status() if not tier.absent]
         speeds = [measure(manager.folder(name), length_bytes=file_bytes) for name in available]
         for speed in speeds:
@@ -250,7 +253,7 @@ def bench(configuration: Configuration, size_text: str, as_json: bool) -> int:
     return 0
 
 
-def _manager(configuration: Configuration) -> TierManager:
+def _open_manager(configuration: Configuration) -> TierManager:
     from gdrkit.tiers import TierManager
 
     return TierManager(configuration)

@@ -140,7 +140,7 @@ def errno_name(errno_value: int | None) -> str:
     return _errno.errorcode.get(errno_value, f"errno {errno_value}")
 
 
-def _status_text(status: int | None, status_name: str, errno_value: int | None) -> str:
+def _describe_status(status: int | None, status_name: str, errno_value: int | None) -> str:
     """Return ``Bad address (EFAULT)`` for an errno, and ``CUDA_ERROR_INVALID_VALUE (1)`` for another status."""
     if errno_value is not None and errno_value in _errno.errorcode:
         return f"{os.strerror(errno_value)} ({status_name})"
@@ -181,16 +181,16 @@ class GdrkitError(Exception):
         Each raise of an error object adds stack frames to its traceback, and the frames keep all local variables of
         their functions alive. So code that stores an error stores a clone, and raises another clone each time.
         """
-        copy = cast("Self", _restore(*self._fields()))
+        copy = cast("Self", _restore(*self._describe_fields()))
         if hasattr(self, "__notes__"):
             copy.__notes__ = list(self.__notes__)
         return copy
 
     def __reduce__(self) -> tuple[object, ...]:
         """Support pickle and copy. ``Exception.__reduce__`` would call the constructor with `args` alone."""
-        return _restore, self._fields()
+        return _restore, self._describe_fields()
 
-    def _fields(self) -> _ErrorFields:
+    def _describe_fields(self) -> _ErrorFields:
         cls = type(self)
         # An OSError keeps its own fields outside of __dict__. A read-only mapping cannot be pickled, a dict can.
         os_error_fields = {name: getattr(self, name) for name in _OS_ERROR_FIELDS} if isinstance(self, OSError) else {}
@@ -227,7 +227,7 @@ class ApiError(GdrkitError):
         """Construct an object of `cls`, or of its subclass that is also the built-in exception of the errno."""
         errno_value = fields.get("errno")
         if errno_value is not None and (fields.get("api") is Api.KERNEL or issubclass(cls, OSError)):
-            cls = cast("type[Self]", _os_error_class(cast("Any", cls), errno_value))  # noqa: PLW0642
+            cls = cast("type[Self]", _find_os_error_class(cast("Any", cls), errno_value))  # noqa: PLW0642
         return super().__new__(cls)
 
     def __init__(
@@ -254,7 +254,7 @@ class ApiError(GdrkitError):
         has_detail = detail and (errno is None or detail != os.strerror(errno))
         suffix = f": {detail}" if has_detail else ""
         super().__init__(
-            f"{api.value}: {call} failed: {_status_text(status, status_name, errno)}{suffix}",
+            f"{api.value}: {call} failed: {_describe_status(status, status_name, errno)}{suffix}",
             reason=reason,
             what_to_do=what_to_do,
         )
@@ -265,7 +265,7 @@ class ApiError(GdrkitError):
             _set_os_fields(self, strerror=detail if errno is None else os.strerror(errno), arguments=self.arguments)
 
     @classmethod
-    def _builtin_class(cls, errno_value: int) -> type[OSError]:
+    def _find_builtin_class(cls, errno_value: int) -> type[OSError]:
         """Return the built-in exception class for this errno. An error of the kernel is also an instance of it."""
         return type(OSError(errno_value, ""))
 
@@ -280,12 +280,12 @@ def _set_os_fields(error: OSError, *, strerror: str, arguments: Mapping[str, obj
 
 
 @functools.cache
-def _os_error_class(cls: type[ApiError], errno_value: int) -> type[ApiError]:
+def _find_os_error_class(cls: type[ApiError], errno_value: int) -> type[ApiError]:
     """Return a class derived from `cls` and from the built-in exception for an errno (FileNotFoundError for ENOENT).
 
     The new class has the name of `cls`, because reports and the messages between test processes contain the name.
     """
-    builtin = cls._builtin_class(errno_value)
+    builtin = cls._find_builtin_class(errno_value)
     if issubclass(cls, builtin):
         return cls
     namespace = {
@@ -303,7 +303,7 @@ def _restore(
     """Return an error with these fields, without calling its constructor."""
     errno_value = os_error_fields.get("errno")
     if errno_value is not None:
-        cls = _os_error_class(cast("Any", cls), errno_value)
+        cls = _find_os_error_class(cast("Any", cls), errno_value)
     error = cls.__new__(cls)
     error.args = args
     vars(error).update(

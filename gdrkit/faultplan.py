@@ -158,7 +158,7 @@ def parse_plan(text: str, *, name: str = "plan") -> tuple[FaultRule, ...]:
 
 def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
     point = words[0]
-    key = _code_key(point)
+    key = _find_code_key(point)
     if key is None:
         apis = (
             "verbs (ibv_), librdmacm (rdma_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), "
@@ -172,7 +172,7 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
         if not equals or word_key in values or word_key not in allowed_keys:
             raise _malformed(name, line_number, f"'{word}' is not expected here")
         if word_key == "status":
-            minimum, maximum = _status_limits(point)
+            minimum, maximum = _find_status_limits(point)
             values[word_key] = _parse_bounded(text, minimum=minimum, maximum=maximum)
             expected = f"a number from {minimum} to {maximum} after status="
         else:
@@ -198,7 +198,7 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
     )
 
 
-def _code_key(point: str) -> str | None:
+def _find_code_key(point: str) -> str | None:
     """Return the key of a rule that sets the result of `point`: errno, status or route.
 
     The result is None if the name of the point has no known prefix.
@@ -212,7 +212,7 @@ def _code_key(point: str) -> str | None:
     return "status" if point.startswith("cu") else None
 
 
-def _status_limits(point: str) -> tuple[int, int]:
+def _find_status_limits(point: str) -> tuple[int, int]:
     """Return the smallest and the largest status that a plan can set for the function or point."""
     return _STATUS_MIN_BY_POINT.get(point, 1), _CUFILE_STATUS_MAX if point.startswith(
         ("cuFile", "cufile.")

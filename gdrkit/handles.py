@@ -199,14 +199,14 @@ class Resource(Closeable):
         size_bytes: int = 0,
     ) -> None:
         self._name = name
-        self._closed = False
+        self._is_closed = False
         self._handle = Handle(kind, size_bytes=size_bytes)
         self._remove_from_owner = None if on_close is None else on_close(self.close)
 
     @property
     def closed(self) -> bool:
         """Whether the object was closed."""
-        return self._closed
+        return self._is_closed
 
     def close(self) -> None:
         """Release the resource. A second close does nothing.
@@ -216,10 +216,10 @@ class Resource(Closeable):
         Exception
             The release failed. The object stays open, and another close tries again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._release()
-        self._closed = True
+        self._is_closed = True
         if self._remove_from_owner is not None:
             self._remove_from_owner()
         self._handle.release()
@@ -229,5 +229,5 @@ class Resource(Closeable):
         """Call the driver to release the resource."""
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise ClosedResource(self._name)

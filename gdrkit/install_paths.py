@@ -94,10 +94,14 @@ class InstallPaths:
             return commit
         if not self.is_checkout or not (self.root / ".git").exists():
             return None
-        head = _git(self.root, "rev-parse", "--verify", "--quiet", "HEAD")
-        if not head:
+        head_commit = _run_git(self.root, "rev-parse", "--verify", "--quiet", "HEAD")
+        if not head_commit:
             return None
-        return f"{head}-dirty" if _git(self.root, "status", "--porcelain", "--untracked-files=no") else head
+        return (
+            f"{head_commit}-dirty"
+            if _run_git(self.root, "status", "--porcelain", "--untracked-files=no")
+            else head_commit
+        )
 
 
 @cache
@@ -110,7 +114,7 @@ def install_paths() -> InstallPaths:
     return InstallPaths(root=package / "_data", is_checkout=False)
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def _run_git(root: Path, *arguments: str) -> str | None:
     """Run git in the folder `root`, and return its output, or None if git failed or is not installed."""
     try:
         completed = subprocess.run(

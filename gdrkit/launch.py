@@ -132,7 +132,7 @@ def parse_apis(text: str) -> frozenset[Api]:
 
 def twins_available() -> frozenset[Api]:
     """Return the APIs whose twin is installed."""
-    return frozenset(api for api in TWINNED if _twin_folder(api) is not None)
+    return frozenset(api for api in TWINNED if _find_twin_folder(api) is not None)
 
 
 def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -161,7 +161,7 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     child_environment = dict(os.environ if base is None else base)
     folders = [_require_twin_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
     _set_paths(child_environment, "LD_LIBRARY_PATH", folders)
-    audit = _loader_file(_AUDIT_LIBRARY) if launch.software else None
+    audit = _find_loader_file(_AUDIT_LIBRARY) if launch.software else None
     _set_paths(child_environment, "LD_AUDIT", [] if audit is None else [audit])
     child_environment.pop(_LIBRARIES_VARIABLE, None)
     _set_paths(child_environment, "LD_PRELOAD", [])
@@ -169,7 +169,7 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     if not launch.software:
         child_environment.pop(USAGE_VARIABLE, None)
         return child_environment
-    child_environment[_LIBRARIES_VARIABLE] = os.pathsep.join(_twin_files(launch.software))
+    child_environment[_LIBRARIES_VARIABLE] = os.pathsep.join(_list_twin_files(launch.software))
     if launch.isolated:
         child_environment["GDRKIT_TWINS_DOMAIN"] = f"run-{os.getpid()}-{secrets.token_hex(6)}"
     elif launch.domain is not None:
@@ -218,29 +218,29 @@ def with_state(
     usage_file : Path
         The file into which the twins of the child and its descendants write.
     """
-    extended = {**child_environment, USAGE_VARIABLE: str(usage_file)}
+    reporting_environment = {**child_environment, USAGE_VARIABLE: str(usage_file)}
     # A domain is like a machine of its own, so what gdrkit learns about it must not mix with this machine.
-    extended.setdefault(STATE_VARIABLE, str(state / "gdrkit"))
-    _set_paths(extended, "LD_PRELOAD", [])
-    _show_devices(extended, launch, str(state))
-    return extended
+    reporting_environment.setdefault(STATE_VARIABLE, str(state / "gdrkit"))
+    _set_paths(reporting_environment, "LD_PRELOAD", [])
+    _show_devices(reporting_environment, launch, str(state))
+    return reporting_environment
 
 
 def device_writer() -> Path | None:
     """Return the program that writes the tree of device files of the verbs twin, or None if it is not installed."""
-    return _loader_file(_DEVICE_WRITER)
+    return _find_loader_file(_DEVICE_WRITER)
 
 
 def api_of_library(path: str) -> Api | None:
     """Return the API that a library with this name has, for example VERBS for ``/usr/lib/libibverbs.so.1``, or None."""
     stem = _stem(path)
-    folders = {api: folder for api in _TWINS if (folder := _twin_folder(api)) is not None}
-    return next((api for api, folder in folders.items() if stem in map(_stem, _libraries_in(folder))), None)
+    folders = {api: folder for api in _TWINS if (folder := _find_twin_folder(api)) is not None}
+    return next((api for api, folder in folders.items() if stem in map(_stem, _list_libraries(folder))), None)
 
 
 def is_twin(path: str) -> bool:
     """Return whether the file is in a folder of the twins."""
-    return any(Path(path).is_relative_to(folder) for root in _twin_roots() for folder in (root, root.resolve()))
+    return any(Path(path).is_relative_to(folder) for root in _list_twin_roots() for folder in (root, root.resolve()))
 
 
 def present_hardware(tree: HostTree) -> dict[Api, str]:
@@ -291,20 +291,20 @@ def twin_control() -> TwinControl:
         module = importlib.import_module(f"{_TWINS_PACKAGE}.control")
     except ModuleNotFoundError as error:
         detail = f"No module named {error.name!r}"
-        raise _twins_missing(_TWINS_PACKAGE, detail) from error
+        raise _make_twins_missing_error(_TWINS_PACKAGE, detail) from error
     return cast("TwinControl", module)
 
 
-def _twin_folder(api: Api) -> Path | None:
+def _find_twin_folder(api: Api) -> Path | None:
     """Return the folder of the twin of `api`, or None if the twin is not installed."""
     folder, file = _TWINS[api]
-    for root in _twin_roots():
+    for root in _list_twin_roots():
         if (root / folder / file).is_file():
             return root / folder
     return None
 
 
-def _twin_roots() -> list[Path]:
+def _list_twin_roots() -> list[Path]:
     """Return the folders whose subfolders are the folders of the twins."""
     override = os.environ.get(_TWINS_FOLDER_VARIABLE)
     if override:
@@ -315,13 +315,15 @@ def _twin_roots() -> list[Path]:
 
 
 def _require_twin_folder(api: Api) -> Path:
-    folder = _twin_folder(api)
+    folder = _find_twin_folder(api)
     if folder is None:
-        raise _twins_missing(_TWINS[api][1], f"searched {', '.join(map(str, _twin_roots())) or 'no folder'}")
+        raise _make_twins_missing_error(
+            _TWINS[api][1], f"searched {', '.join(map(str, _list_twin_roots())) or 'no folder'}"
+        )
     return folder
 
 
-def _twins_missing(library: str, detail: str) -> SetupMissing:
+def _make_twins_missing_error(library: str, detail: str) -> SetupMissing:
     return SetupMissing(
         api=Api.TWINS,
         operation="find the software twins",
@@ -336,28 +338,28 @@ def _twins_missing(library: str, detail: str) -> SetupMissing:
 
 def _show_devices(child_environment: dict[str, str], launch: Launch, state: str) -> None:
     """Let the child see the devices of the verbs twin, if verbs runs on it. The library is the last in LD_PRELOAD."""
-    devices = _loader_file(_DEVICES_LIBRARY)
+    devices = _find_loader_file(_DEVICES_LIBRARY)
     if Api.VERBS in launch.software and devices is not None:
         child_environment[_STATE_VARIABLE] = state
         other_libraries = filter(None, [child_environment.get("LD_PRELOAD")])
         child_environment["LD_PRELOAD"] = ":".join([*other_libraries, str(devices)])
 
 
-def _twin_files(software: frozenset[Api]) -> list[str]:
+def _list_twin_files(software: frozenset[Api]) -> list[str]:
     """Return the paths of the libraries of these twins. Verbs has two: the second one is librdmacm."""
     folders = [_require_twin_folder(api) for api in sorted(software, key=lambda api: api.value)]
-    return [path for folder in folders for path in _libraries_in(folder)]
+    return [path for folder in folders for path in _list_libraries(folder)]
 
 
 @functools.cache
-def _libraries_in(folder: Path) -> tuple[str, ...]:
+def _list_libraries(folder: Path) -> tuple[str, ...]:
     """Return the libraries in a folder of the twins, without links: a build folder has links for the linker."""
     return tuple(sorted(str(path) for path in folder.glob("lib*.so*") if not path.is_symlink()))
 
 
-def _loader_file(name: str) -> Path | None:
+def _find_loader_file(name: str) -> Path | None:
     """Return the path of a file that native/twins/loader builds, or None if it is not installed."""
-    return next((path for root in _twin_roots() if (path := root / _LOADER_FOLDER / name).is_file()), None)
+    return next((path for root in _list_twin_roots() if (path := root / _LOADER_FOLDER / name).is_file()), None)
 
 
 def _stem(path: str) -> str | None:
@@ -367,6 +369,6 @@ def _stem(path: str) -> str | None:
 
 def _set_paths(child_environment: dict[str, str], variable: str, paths: list[Path]) -> None:
     """Put `paths` at the front of a variable, and remove all other paths of the twins from it."""
-    others = [path for path in child_environment.pop(variable, "").split(":") if path and not is_twin(path)]
-    if paths or others:
-        child_environment[variable] = ":".join([*map(str, paths), *others])
+    other_paths = [path for path in child_environment.pop(variable, "").split(":") if path and not is_twin(path)]
+    if paths or other_paths:
+        child_environment[variable] = ":".join([*map(str, paths), *other_paths])

@@ -125,7 +125,9 @@ def find_library(soname: str) -> Path | None:
 
     The function uses ``LD_LIBRARY_PATH`` as it was at the start of this process, because the loader read it then.
     """
-    return next((path for path in map(Path, search_paths(soname, search_path=_loader_path())) if path.exists()), None)
+    return next(
+        (path for path in map(Path, search_paths(soname, search_path=_read_loader_path())) if path.exists()), None
+    )
 
 
 def search_paths(soname: str, *, search_path: Iterable[str], cached: Iterable[str] = ()) -> Iterator[str]:
@@ -300,7 +302,7 @@ def _find_fault(path: Path) -> tuple[int, str] | None:
     return None
 
 
-def _loader_path() -> list[str]:
+def _read_loader_path() -> list[str]:
     """Return the folders of LD_LIBRARY_PATH as they were at the start of this process."""
     name = b"LD_LIBRARY_PATH="
     try:

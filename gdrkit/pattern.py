@@ -47,7 +47,7 @@ def payload(length_bytes: int, *, seed: int, offset_bytes: int = 0) -> bytes:
     missing_bytes = skipped_bytes + length_bytes
     while missing_bytes > 0:
         # The last block is generated only up to the needed length, so that small payloads are cheap.
-        blocks.append(_block_content(seed, block_number, min(missing_bytes, _BLOCK_BYTES)))
+        blocks.append(_make_block(seed, block_number, min(missing_bytes, _BLOCK_BYTES)))
         missing_bytes -= _BLOCK_BYTES
         block_number += 1
     return b"".join(blocks)[skipped_bytes:]
@@ -92,5 +92,5 @@ def check(actual: bytes | bytearray | memoryview, *, seed: int, offset_bytes: in
         )
 
 
-def _block_content(seed: int, block_number: int, length_bytes: int) -> bytes:
+def _make_block(seed: int, block_number: int, length_bytes: int) -> bytes:
     return hashlib.shake_128(seed.to_bytes(8, "little") + block_number.to_bytes(8, "little")).digest(length_bytes)

@@ -52,7 +52,7 @@ def receive(connection: socket.socket, *, length_bytes: int, descriptors_max: in
     # kernel would otherwise drop it.
     ancillary_bytes = socket.CMSG_SPACE((descriptors_max + 1) * _DESCRIPTOR_BYTES)
     data, ancillary, flags, _address = connection.recvmsg(length_bytes, ancillary_bytes, socket.MSG_CMSG_CLOEXEC)
-    descriptors = [descriptor for control_message in ancillary for descriptor in _descriptors_of(*control_message)]
+    descriptors = [descriptor for control_message in ancillary for descriptor in _parse_descriptors(*control_message)]
     if len(descriptors) <= descriptors_max and not flags & (socket.MSG_CTRUNC | socket.MSG_TRUNC):
         return data, descriptors
     close_all(descriptors)
@@ -73,7 +73,7 @@ def close_all(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-def _descriptors_of(level: int, message_type: int, content: bytes) -> list[int]:
+def _parse_descriptors(level: int, message_type: int, content: bytes) -> list[int]:
     """Return the descriptors in one control message of recvmsg. Control messages of other types have none."""
     if (level, message_type) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
         return []

@@ -96,9 +96,9 @@ def parse_versioned(expected_type: type[_T], text: str | bytes, *, version: int,
         MALFORMED: the text is not JSON, its version is not `version`, or it has an invalid field.
     """
     data = parse_json(text, where=where)
-    found = data.get("schema_version") if isinstance(data, dict) else None
-    if found != version:
-        message = f"{where}: expected schema_version {version}, found {found!r}"
+    found_version = data.get("schema_version") if isinstance(data, dict) else None
+    if found_version != version:
+        message = f"{where}: expected schema_version {version}, found {found_version!r}"
         raise UsageError(message, reason=Reason.MALFORMED, what_to_do="read it with the gdrkit that wrote it")
     return from_json_data(expected_type, data, where=where)
 
@@ -167,7 +167,7 @@ def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object
 
 
 def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
-    fields, hints = _fields_and_types(expected_type)
+    fields, hints = _list_fields_and_types(expected_type)
     unknown = pairs.keys() - fields.keys()
     if unknown:
         raise _malformed(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown)))
@@ -182,7 +182,7 @@ def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) ->
 
 
 @functools.cache
-def _fields_and_types(expected_type: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
+def _list_fields_and_types(expected_type: Any) -> tuple[dict[str, dataclasses.Field[Any]], dict[str, Any]]:  # noqa: ANN401 - a dataclass.
     """Return the fields and types of a dataclass.
 
     The result is cached, because ``get_type_hints`` takes longer than reading a value.

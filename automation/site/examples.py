@@ -38,29 +38,31 @@ def programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]]:
             value = getattr(module, name)
             objects[id(value)] = value
             names_by_object.setdefault(id(value), []).append(f"{module_name}.{name}")
-    producers = {number: set(_producers(value)) for number, value in objects.items() if inspect.isclass(value)}
-    shown: dict[int, set[str]] = {number: set() for number in objects}
+    producers = {number: set(_find_producers(value)) for number, value in objects.items() if inspect.isclass(value)}
+    shown_names: dict[int, set[str]] = {number: set() for number in objects}
     for path, texts in programs.items():
-        used = {name for text in texts for name in used_names(text)}
-        called = {name.rpartition(".")[2] for name in used} | {name for text in texts for name in _attributes(text)}
-        packages = {".".join(name.split(".")[:2]) for name in used}
-        calls = {(package, name) for package in packages for name in called}
+        all_names = {name for text in texts for name in used_names(text)}
+        called_names = {name.rpartition(".")[2] for name in all_names} | {
+            name for text in texts for name in _find_attributes(text)
+        }
+        packages = {".".join(name.split(".")[:2]) for name in all_names}
+        calls = {(package, name) for package in packages for name in called_names}
         for number, names in names_by_object.items():
-            if used & set(names) or calls & producers.get(number, set()):
-                shown[number].add(path)
+            if all_names & set(names) or calls & producers.get(number, set()):
+                shown_names[number].add(path)
     # A program that shows a class also shows its bases.
     for number, value in objects.items():
         for base in value.__mro__[1:] if inspect.isclass(value) else ():
-            if id(base) in shown:
-                shown[id(base)] |= shown[number]
-    return {name: sorted(shown[number]) for number, names in names_by_object.items() for name in names}
+            if id(base) in shown_names:
+                shown_names[id(base)] |= shown_names[number]
+    return {name: sorted(shown_names[number]) for number, names in names_by_object.items() for name in names}
 
 
-def _attributes(source: str) -> set[str]:
+def _find_attributes(source: str) -> set[str]:
     return {node.attr for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)}
 
 
-def _producers(value: type) -> Iterator[tuple[str, str]]:
+def _find_producers(value: type) -> Iterator[tuple[str, str]]:
     """Yield the functions and methods that return objects of the class: the package, and the name."""
     package = ".".join(value.__module__.split(".")[:2])
     word = re.compile(rf"\b{value.__name__}\b")

@@ -57,26 +57,26 @@ def api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
 
     `examples` has, for the full name of an object, links to programs that use it.
     """
-    pages, documented = {}, dict[int, str]()
+    pages, page_by_object = {}, dict[int, str]()
     modules = public_modules()
     for module_name, module in modules.items():
-        parts = [f"# {module_name}\n", _directive("automodule", module_name, "no-members")]
+        parts = [f"# {module_name}\n", _make_directive("automodule", module_name, "no-members")]
         for name in module.__all__:
             value, full_name = getattr(module, name), f"{module_name}.{name}"
             parts.append(f"## {name}\n")
             if inspect.ismodule(value):
                 parts.append(f"The module [{value.__name__}]({value.__name__}.md).\n")
-            elif id(value) in documented and (inspect.isclass(value) or inspect.isfunction(value)):
-                parts.append(f"The same as {{py:obj}}`{documented[id(value)]}`.\n")
+            elif id(value) in page_by_object and (inspect.isclass(value) or inspect.isfunction(value)):
+                parts.append(f"The same as {{py:obj}}`{page_by_object[id(value)]}`.\n")
             else:
-                documented[id(value)] = full_name
-                parts.append(_directive(*_object_directive(full_name, value)))
+                page_by_object[id(value)] = full_name
+                parts.append(_make_directive(*_make_object_directive(full_name, value)))
             links = examples.get(full_name, [])
             if links:
                 parts.append(f"Used in {', '.join(links)}.\n")
         pages[f"{API_FOLDER}/{module_name}.md"] = "\n".join(parts)
     listing = "\n".join(f"{name}" for name in modules)
-    rows = [f"| [{name}]({name}.md) | {_first_paragraph(module)} |" for name, module in modules.items()]
+    rows = [f"| [{name}]({name}.md) | {_take_first_paragraph(module)} |" for name, module in modules.items()]
     table = "\n".join(["| module | contents |", "|---|---|", *rows])
     toctree = f"```{{toctree}}\n:hidden:\n\n{listing}\n```\n"
     names_count = sum(len(module.__all__) for module in modules.values())
@@ -85,25 +85,25 @@ def api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
     return pages
 
 
-def _object_directive(full_name: str, value: object) -> tuple[str, ...]:
+def _make_object_directive(full_name: str, value: object) -> tuple[str, ...]:
     if inspect.isclass(value):
         is_enum = issubclass(value, enum.Enum)
         return ("autoclass", full_name, "members", "show-inheritance", *(["undoc-members"] if is_enum else []))
     # autodoc would describe a constant by the docstring of its type.
-    return ("autofunction", full_name) if callable(value) else ("py:data", full_name, f"value: {_shortened(value)}")
+    return ("autofunction", full_name) if callable(value) else ("py:data", full_name, f"value: {_shorten(value)}")
 
 
-def _shortened(value: object) -> str:
+def _shorten(value: object) -> str:
     text = " ".join(repr(value).split())
     return text if len(text) <= _VALUE_CHARACTERS_MAX else f"{text[:_VALUE_CHARACTERS_MAX]} ..."
 
 
-def _directive(name: str, argument: str, *options: str) -> str:
+def _make_directive(name: str, argument: str, *options: str) -> str:
     lines = [f".. {name}:: {argument}", *(f"   :{option}:" for option in options)]
     return "\n".join(["```{eval-rst}", *lines, "```", ""])
 
 
-def _first_paragraph(value: object) -> str:
+def _take_first_paragraph(value: object) -> str:
     """Return the first paragraph of a docstring for the cell of a table."""
     text = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split()).replace("|", "\\|")
     return re.sub(r":\w+:`~?([^`]+)`", r"`\1`", text).replace("``", "`").removesuffix("::")
@@ -116,11 +116,11 @@ def commands(command: click.Command, context: click.Context) -> list[tuple[str, 
         for name in command.list_commands(context):
             subcommand = command.get_command(context, name)
             if subcommand is not None and not subcommand.hidden:
-                found += commands(subcommand, _context(subcommand, name, parent=context))
+                found += commands(subcommand, _make_context(subcommand, name, parent=context))
     return found
 
 
-def _context(command: click.Command, name: str, *, parent: click.Context | None = None) -> click.Context:
+def _make_context(command: click.Command, name: str, *, parent: click.Context | None = None) -> click.Context:
     """Return the context in which click makes the help text of a command, 100 columns wide."""
     return click.Context(command, info_name=name, parent=parent, terminal_width=100, **command.context_settings)
 
@@ -130,7 +130,7 @@ def commands_page() -> str:
     # cli.py has no public name except `main`, which runs the program.
     group: click.Group = importlib.import_module("gdrkit.cli").cli
     parts = ["# Commands\n", "This page has the help text of every command: `gdrkit COMMAND --help` prints the same.\n"]
-    for name, help_text in commands(group, _context(group, "gdrkit")):
+    for name, help_text in commands(group, _make_context(group, "gdrkit")):
         parts.append(f"## {name}\n\n```text\n{help_text.rstrip()}\n```\n")
     return "\n".join(parts)
 
@@ -144,8 +144,8 @@ def reasons() -> dict[errors.Reason, str]:
 
 def errors_page() -> str:
     """Return the page of exceptions, reasons and exit codes."""
-    exported = [getattr(errors, name) for name in errors.__all__]
-    classes = [value for value in exported if inspect.isclass(value) and issubclass(value, errors.GdrkitError)]
+    error_classes = [getattr(errors, name) for name in errors.__all__]
+    classes = [value for value in error_classes if inspect.isclass(value) and issubclass(value, errors.GdrkitError)]
     parts = [
         "# Errors and exit codes\n",
         (
@@ -164,7 +164,7 @@ def errors_page() -> str:
         ),
         "## Exceptions\n",
         "| class | base | when | exit code |\n|---|---|---|---|",
-        "\n".join(_exception_row(value) for value in classes) + "\n",
+        "\n".join(_make_exception_row(value) for value in classes) + "\n",
         "## Reasons\n",
         "| `reason` | meaning |\n|---|---|",
         "\n".join(f"| `Reason.{reason.name}` | {meaning} |" for reason, meaning in reasons().items()) + "\n",
@@ -172,8 +172,8 @@ def errors_page() -> str:
     return "\n".join(parts)
 
 
-def _exception_row(error_class: type[errors.GdrkitError]) -> str:
+def _make_exception_row(error_class: type[errors.GdrkitError]) -> str:
     # ExitCode.of reads only the class of the error.
     code = ExitCode.of(BaseException.__new__(error_class))
     link = f"[{error_class.__name__}](api/gdrkit.errors.md#{error_class.__name__.lower()})"
-    return f"| {link} | `{error_class.__mro__[1].__name__}` | {_first_paragraph(error_class)} | {int(code)} |"
+    return f"| {link} | `{error_class.__mro__[1].__name__}` | {_take_first_paragraph(error_class)} | {int(code)} |"

@@ -84,17 +84,17 @@ def used_names(source: str) -> set[str]:
             full_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
             full_names |= {alias.name.partition(".")[0]: "gdrkit" for alias in node.names if "gdrkit" in alias.name}
-    used = set()
+    used_names_in_text = set()
     for node in ast.walk(tree):
-        words = _dotted(node)
+        words = _make_dotted_name(node)
         if words and words[0] in full_names:
-            used.add(".".join([full_names[words[0]], *words[1:]]))
-    return used
+            used_names_in_text.add(".".join([full_names[words[0]], *words[1:]]))
+    return used_names_in_text
 
 
-def _dotted(node: ast.AST) -> list[str]:
+def _make_dotted_name(node: ast.AST) -> list[str]:
     """Return the parts of a dotted name, or an empty list for any other expression."""
     if isinstance(node, ast.Attribute):
-        words = _dotted(node.value)
+        words = _make_dotted_name(node.value)
         return [*words, node.attr] if words else []
     return [node.id] if isinstance(node, ast.Name) else []

@@ -38,24 +38,24 @@ _REFERENCE_PAGES = [f"{API_FOLDER}/README.md", "docs/reference/commands.md", "do
 def stage(folder: Path) -> int:
     """Fill the folder, and return the number of its pages."""
     shutil.rmtree(folder, ignore_errors=True)
-    pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _linked_documents()}
+    pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _find_linked_documents()}
     pages = {name: _FLOWCHART.sub(_picture, text) for name, text in pages.items()}
-    pages |= _generated_pages()
-    listed = {name for names in navigation().values() for name in names}
+    pages |= _generate_pages()
+    listed_documents = {name for names in navigation().values() for name in names}
     for name, text in pages.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         is_in_navigation = (
-            name in listed or name == "README.md" or name.startswith(("docs/reference/", "docs/examples/"))
+            name in listed_documents or name == "README.md" or name.startswith(("docs/reference/", "docs/examples/"))
         )
         # Sphinx warns about a page that no list of contents has, unless the page says that this is intended.
         path.write_text(text if is_in_navigation else f"---\norphan: true\n---\n{text}")
-        for target in _link_targets(ROOT / name, text):
-            if target.is_file() and target.suffix != ".md":
-                copy = folder / target.relative_to(ROOT)
+        for link_target in _link_targets(ROOT / name, text):
+            if link_target.is_file() and link_target.suffix != ".md":
+                copy = folder / link_target.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(target, copy)
-    contents = [_toctree(caption, names) for caption, names in navigation().items()]
+                shutil.copyfile(link_target, copy)
+    contents = [_make_toctree(caption, names) for caption, names in navigation().items()]
     start = folder / "README.md"
     start.write_text("\n".join([start.read_text(), *contents]))
     return len(pages)
@@ -75,7 +75,7 @@ def check_external_links() -> list[str]:
     """Return a line for each external link of the documents that is not a valid address. No address is fetched."""
     return [
         f"{path.relative_to(ROOT)}: {link} is not a valid https address"
-        for path in _linked_documents()
+        for path in _find_linked_documents()
         for link in invalid_links(path.read_text())
     ]
 
@@ -84,15 +84,15 @@ def dead_links() -> list[str]:
     """Return a line for each link of the documents to a file that does not exist. Sphinx also checks the headings."""
     return [
         f"{path.relative_to(ROOT)}: {link}"
-        for path in _linked_documents()
-        for link in _LINK.findall(_without_code(path.read_text()))
+        for path in _find_linked_documents()
+        for link in _LINK.findall(_remove_code(path.read_text()))
         if not urlsplit(link).scheme and not (path.parent / link.partition("#")[0]).exists()
     ]
 
 
 def invalid_links(text: str) -> Iterator[str]:
     """Yield the external links of a document that are no https address of a named host."""
-    for link in _LINK.findall(_without_code(text)):
+    for link in _LINK.findall(_remove_code(text)):
         parts = urlsplit(link)
         if (parts.scheme or parts.netloc) and (parts.scheme != "https" or "." not in parts.netloc):
             yield link
@@ -102,12 +102,12 @@ def _picture(flowchart: re.Match[str]) -> str:
     return f"<div>{draw(parse(flowchart[1]))}</div>"
 
 
-def _toctree(caption: str, names: list[str]) -> str:
+def _make_toctree(caption: str, names: list[str]) -> str:
     entries = "\n".join(name.removesuffix(".md") for name in names)
     return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{entries}\n```\n"
 
 
-def _linked_documents() -> list[Path]:
+def _find_linked_documents() -> list[Path]:
     """Return the documents that can be reached from the start by links."""
     found: dict[Path, None] = {}
     to_read = [*_START, *guides()]
@@ -115,36 +115,38 @@ def _linked_documents() -> list[Path]:
         path = to_read.pop(0)
         if path not in found:
             found[path] = None
-            to_read += [target for target in _link_targets(path, path.read_text()) if target.suffix == ".md"]
+            to_read += [
+                link_target for link_target in _link_targets(path, path.read_text()) if link_target.suffix == ".md"
+            ]
     return [path for path in found if path.is_file()]
 
 
 def _link_targets(path: Path, text: str) -> Iterator[Path]:
     """Yield the files of this tree that a document links to."""
-    for link in _LINK.findall(_without_code(text)):
-        target = Path(os.path.normpath(path.parent / link.partition("#")[0]))
-        if not urlsplit(link).scheme and target.is_relative_to(ROOT) and target.is_file():
-            yield target
+    for link in _LINK.findall(_remove_code(text)):
+        link_target = Path(os.path.normpath(path.parent / link.partition("#")[0]))
+        if not urlsplit(link).scheme and link_target.is_relative_to(ROOT) and link_target.is_file():
+            yield link_target
 
 
-def _without_code(text: str) -> str:
+def _remove_code(text: str) -> str:
     return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def _generated_pages() -> dict[str, str]:
-    pages = {f"docs/reference/{name}.md": text for name, text in _reference_pages().items()}
-    pages |= api_pages(_examples_by_name())
+def _generate_pages() -> dict[str, str]:
+    pages = {f"docs/reference/{name}.md": text for name, text in _make_reference_pages().items()}
+    pages |= api_pages(_group_examples_by_name())
     for path in example_files():
         pages[f"docs/examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
-    pages[_EXAMPLES_PAGE] = _examples_page()
+    pages[_EXAMPLES_PAGE] = _make_examples_page()
     return pages
 
 
-def _reference_pages() -> dict[str, str]:
+def _make_reference_pages() -> dict[str, str]:
     return {"commands": commands_page(), "errors": errors_page()}
 
 
-def _examples_page() -> str:
+def _make_examples_page() -> str:
     """Return the list of the examples, with the first sentence of each docstring."""
     rows = []
     for path in example_files():
@@ -156,7 +158,7 @@ def _examples_page() -> str:
     return f"{about}\n{table}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
 
-def _examples_by_name() -> dict[str, list[str]]:
+def _group_examples_by_name() -> dict[str, list[str]]:
     """Return, for the full name of a public object, links from its page to the programs that show it."""
     return {
         name: [f"[{Path(path).name}]({_link_to_program(path)})" for path in paths]

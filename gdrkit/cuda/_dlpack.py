@@ -106,18 +106,18 @@ def consume(capsule: Any) -> Tensor:
         message = f"{type(capsule).__name__} is not a DLPack capsule, or the capsule was consumed before"
         raise UsageError(message, reason=Reason.MALFORMED)
     address = _capsule_pointer(capsule, name)
-    managed = _STRUCTURES[name].from_address(address)
-    if name == b"dltensor_versioned" and managed.major != 1:
+    managed_tensor = _STRUCTURES[name].from_address(address)
+    if name == b"dltensor_versioned" and managed_tensor.major != 1:
         # The capsule is not consumed. It still belongs to its producer, whose destructor deletes it.
-        message = f"the version of DLPack must be 1, not {managed.major}.{managed.minor}"
+        message = f"the version of DLPack must be 1, not {managed_tensor.major}.{managed_tensor.minor}"
         raise UsageError(message, reason=Reason.MALFORMED)
     _rename_capsule(capsule, _CONSUMED_NAMES[name])
-    tensor, dimension_count = managed.tensor, managed.tensor.ndim
+    tensor, dimension_count = managed_tensor.tensor, managed_tensor.tensor.ndim
     release_calls = itertools.count()
 
     def release() -> None:
-        if next(release_calls) == 0 and managed.deleter:
-            _AddressCallback(managed.deleter)(address)
+        if next(release_calls) == 0 and managed_tensor.deleter:
+            _AddressCallback(managed_tensor.deleter)(address)
 
     return Tensor(
         address=(tensor.data or 0) + tensor.byte_offset,
@@ -126,7 +126,7 @@ def consume(capsule: Any) -> Tensor:
         shape=tuple(tensor.shape[:dimension_count]),
         strides=tuple(tensor.strides[:dimension_count]) if tensor.strides else None,
         item_bits=tensor.bits * tensor.lanes,
-        read_only=bool(name == b"dltensor_versioned" and managed.flags & _READ_ONLY),
+        read_only=bool(name == b"dltensor_versioned" and managed_tensor.flags & _READ_ONLY),
         release=release,
     )
 
@@ -137,7 +137,7 @@ _exported: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
 
 
 def _delete_export(address: int) -> None:
-    _managed, _shape, on_release = _exported.pop(address)
+    _managed_tensor, _shape, on_release = _exported.pop(address)
     on_release()
 
 
@@ -182,15 +182,15 @@ def export(
         Type code, bits and lanes of an element.
     """
     name = b"dltensor_versioned" if is_versioned else b"dltensor"
-    managed = _STRUCTURES[name]()
+    managed_tensor = _STRUCTURES[name]()
     sizes = (ctypes.c_int64 * len(shape))(*shape)
     sizes_pointer = ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64))
-    managed.tensor = _Tensor(address, *device, len(shape), *element, sizes_pointer, None, 0)
-    managed.deleter = ctypes.cast(_DELETER, ctypes.c_void_p)
+    managed_tensor.tensor = _Tensor(address, *device, len(shape), *element, sizes_pointer, None, 0)
+    managed_tensor.deleter = ctypes.cast(_DELETER, ctypes.c_void_p)
     if is_versioned:
-        managed.major, managed.minor = 1, 0
-    structure_address = ctypes.addressof(managed)
-    _exported[structure_address] = (managed, sizes, on_release)
+        managed_tensor.major, managed_tensor.minor = 1, 0
+    structure_address = ctypes.addressof(managed_tensor)
+    _exported[structure_address] = (managed_tensor, sizes, on_release)
     return _new_capsule(
         structure_address,
         ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p),

@@ -118,7 +118,7 @@ def initialize() -> None:
         api=Api.CUDA,
         operation="cuInit",
         status=status,
-        status_name=_result_name(result),
+        status_name=_find_result_name(result),
         errno=error_number,
         arguments={"Flags": 0},
         reason=reason,
@@ -151,8 +151,8 @@ def call(operation: str, /, **arguments: Any) -> Any:
         raise _results.error_of(
             operation=operation,
             status=int(result),
-            status_name=_result_name(result),
-            arguments={name: _argument_text(value) for name, value in arguments.items()},
+            status_name=_find_result_name(result),
+            arguments={name: _describe_argument(value) for name, value in arguments.items()},
         )
     if not values:
         return None
@@ -175,7 +175,7 @@ def buffer_id(address: int) -> int:
         raise _results.error_of(
             operation="cuPointerGetAttribute",
             status=int(result),
-            status_name=_result_name(result),
+            status_name=_find_result_name(result),
             arguments={"attribute": attribute.name, "ptr": address},
         )
     return int(value)
@@ -242,10 +242,10 @@ def new_structure(name: str, /, **fields: Any) -> object:
     instance = getattr(_bindings(), name)()
     for field, value in fields.items():
         *outer_names, inner_name = field.split("__")
-        target = instance
+        patched_object = instance
         for outer_name in outer_names:
-            target = getattr(target, outer_name)
-        setattr(target, inner_name, value)
+            patched_object = getattr(patched_object, outer_name)
+        setattr(patched_object, inner_name, value)
     return instance
 
 
@@ -320,11 +320,11 @@ def _permission_error_of_device_nodes() -> OSError | None:
     return None
 
 
-def _result_name(result: Any) -> str:
+def _find_result_name(result: Any) -> str:
     return str(getattr(result, "name", f"CUresult {int(result)}"))
 
 
-def _argument_text(value: Any) -> object:
+def _describe_argument(value: Any) -> object:
     if hasattr(value, "name"):
         return value.name  # A member of an enumeration of the bindings.
     if isinstance(value, bytes | bytearray | memoryview):

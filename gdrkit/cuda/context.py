@@ -82,7 +82,7 @@ class PrimaryContext(Closeable):
         self._handle: Handle | None = None
         self._releases = ReleaseStack()
         self._retain_lock = threading.Lock()
-        self._closed = False
+        self._is_closed = False
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ class PrimaryContext(Closeable):
     @property
     def closed(self) -> bool:
         """Whether the device was closed."""
-        return self._closed
+        return self._is_closed
 
     def attribute(self, attribute: DeviceAttribute) -> int:
         """Return the value of one attribute. A flag is 0 or 1."""
@@ -138,10 +138,10 @@ class PrimaryContext(Closeable):
         Unsupported
             The device does not support the call; see :data:`DeviceAttribute.GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS`.
         """
-        target = _driver.enum_member("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
+        flush_target = _driver.enum_member("CUflushGPUDirectRDMAWritesTarget", _FLUSH_CURRENT_CONTEXT)
         scope = _driver.enum_member("CUflushGPUDirectRDMAWritesScope", _FLUSH_TO_OWNER)
         with self.current():
-            _driver.call("cuFlushGPUDirectRDMAWrites", target=target, scope=scope)
+            _driver.call("cuFlushGPUDirectRDMAWrites", flush_target=flush_target, scope=scope)
 
     def memory_info(self) -> MemoryInfo:
         """Return the size of the device's memory, and how much of it is free (cuMemGetInfo)."""
@@ -167,7 +167,7 @@ class PrimaryContext(Closeable):
             Some objects could not be closed (the error of the first one). The device stays open and can be closed
             again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._releases.run()
         if self._cu_context is not None:
@@ -175,10 +175,10 @@ class PrimaryContext(Closeable):
             self._cu_context = None
         if self._handle is not None:
             self._handle.release()
-        self._closed = True
+        self._is_closed = True
 
     def _retain(self) -> int:
-        if self._closed:
+        if self._is_closed:
             resource = f"CUDA device {self.index}"
             raise ClosedResource(resource)
         if self._cu_context is None:
@@ -195,4 +195,4 @@ class PrimaryContext(Closeable):
         return self._cu_context
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.index}{', closed' if self._closed else ''})"
+        return f"{type(self).__name__}({self.index}{', closed' if self._is_closed else ''})"

@@ -151,9 +151,9 @@ def describe(array: object) -> ForeignArray:
     ``__cuda_array_interface__`` is preferred, because it names a stream. Otherwise ``__dlpack__`` is used.
     """
     if isinstance(array, _HasInterface):
-        return _from_interface(array.__cuda_array_interface__)
+        return _parse_interface(array.__cuda_array_interface__)
     if isinstance(array, _HasDlpack):
-        return _from_dlpack(array)
+        return _parse_dlpack(array)
     message = f"{type(array).__name__} has neither __cuda_array_interface__ nor __dlpack__"
     raise UsageError(message)
 
@@ -169,7 +169,7 @@ def _release_owner(_owner: object) -> None:
     return
 
 
-def _from_interface(interface: dict[str, Any]) -> ForeignArray:
+def _parse_interface(interface: dict[str, Any]) -> ForeignArray:
     version, data, shape, typestr = (interface.get(name) for name in ("version", "data", "shape", "typestr"))
     if version not in _INTERFACE_VERSIONS:
         raise _malformed("version", version)
@@ -184,13 +184,13 @@ def _from_interface(interface: dict[str, Any]) -> ForeignArray:
     stream = interface.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
         raise _malformed("stream", stream)  # 0 is forbidden, because it could mean two different streams.
-    length_bytes = _contiguous_bytes(
+    length_bytes = _count_contiguous_bytes(
         shape, interface.get("strides"), item_bytes=int(typestr_match[1]), has_byte_strides=True
     )
     return ForeignArray(data[0], length_bytes, data[1], stream, lambda: None)
 
 
-def _from_dlpack(array: _HasDlpack) -> ForeignArray:
+def _parse_dlpack(array: _HasDlpack) -> ForeignArray:
     device_type, _index = array.__dlpack_device__()
     if device_type == _dlpack.CUDA_MANAGED:
         raise Unsupported(
@@ -213,14 +213,16 @@ def _from_dlpack(array: _HasDlpack) -> ForeignArray:
         if extra_bits:
             message = f"elements of {tensor.item_bits} bits are not whole bytes"
             raise UsageError(message)  # noqa: TRY301 - the except clause releases the tensor.
-        length_bytes = _contiguous_bytes(tensor.shape, tensor.strides, item_bytes=item_bytes, has_byte_strides=False)
+        length_bytes = _count_contiguous_bytes(
+            tensor.shape, tensor.strides, item_bytes=item_bytes, has_byte_strides=False
+        )
     except BaseException:
         tensor.release()
         raise
     return ForeignArray(tensor.address, length_bytes, tensor.read_only, _LEGACY_DEFAULT_STREAM, tensor.release)
 
 
-def _contiguous_bytes(shape: object, strides: object, *, item_bytes: int, has_byte_strides: bool) -> int:
+def _count_contiguous_bytes(shape: object, strides: object, *, item_bytes: int, has_byte_strides: bool) -> int:
     """Return the size of an array in bytes, or raise UsageError if the array is not contiguous or is empty.
 
     The strides count bytes if `has_byte_strides` is true, otherwise elements.

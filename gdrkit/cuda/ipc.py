@@ -71,7 +71,7 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
         undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
             _check_device(address, device)
-            used_bytes = _checked_length(address, length_bytes)
+            used_bytes = _resolve_length(address, length_bytes)
             # SYNC_MEMOPS that the owner has set does not apply in this process.
             pointer.synchronize_copies(address)
         except BaseException as error:
@@ -133,7 +133,7 @@ def _check_device(address: int, device: PrimaryContext) -> None:
         raise UsageError(message, reason=Reason.NO_DEVICE)
 
 
-def _checked_length(address: int, length_bytes: int | None) -> int:
+def _resolve_length(address: int, length_bytes: int | None) -> int:
     """Return the number of bytes to use, or raise UsageError if the allocation at `address` does not have so many."""
     allocation = pointer.address_range(address)
     available_bytes = allocation.base + allocation.length_bytes - address

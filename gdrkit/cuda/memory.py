@@ -95,7 +95,7 @@ class CudaMemory(MemoryResource):
             The part is not inside the memory.
         """
         self._check_open()
-        length_bytes = self._checked_length(offset_bytes, length_bytes)
+        length_bytes = self._resolve_length(offset_bytes, length_bytes)
         if length_bytes == 0:
             message = "an empty range has no dma-buf"
             raise UsageError(message)
@@ -109,7 +109,7 @@ class CudaMemory(MemoryResource):
                     "cuMemGetHandleForAddressRange", dptr=base, size=end - base, handleType=kind, flags=0
                 )
             except ApiError as error:
-                clearer = self._clearer_error(error)
+                clearer = self._explain_export_error(error)
                 if clearer is error:
                     raise  # `raise error from error` would make the error its own cause.
                 raise clearer from error
@@ -117,7 +117,7 @@ class CudaMemory(MemoryResource):
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy bytes to the host and return them. A length of None means up to the end."""
-        data = _driver.uninitialized_bytes(self._checked_length(offset_bytes, length_bytes))
+        data = _driver.uninitialized_bytes(self._resolve_length(offset_bytes, length_bytes))
         self.read_into(data, offset_bytes=offset_bytes)
         return data
 
@@ -132,7 +132,7 @@ class CudaMemory(MemoryResource):
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
         """Set every byte of the range to `byte` (0 to 255), and wait for it. A length of None means up to the end."""
         self._check_open()
-        length_bytes = self._checked_length(offset_bytes, length_bytes)
+        length_bytes = self._resolve_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
             message = f"byte must be from 0 to 255, not {byte}"
             raise UsageError(message)
@@ -195,7 +195,7 @@ class CudaMemory(MemoryResource):
         message = "a consumer of DLPack still uses the memory"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="delete the tensors that were made from it")
 
-    def _clearer_error(self, error: ApiError) -> ApiError:
+    def _explain_export_error(self, error: ApiError) -> ApiError:
         """Return an error that names the kind of memory as the cause. If that is not the cause, return `error`."""
         if error.status != _results.INVALID_VALUE or self.kind in _EXPORTABLE_KINDS:
             return error

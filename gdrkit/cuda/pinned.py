@@ -87,4 +87,6 @@ class PinnedMemory(Resource):
             _driver.call("cuMemFreeHost", p=self._address)
 
     def __repr__(self) -> str:
-        return f"PinnedMemory({'closed' if self._closed else f'{self._address:#x}'}, length_bytes={self.length_bytes})"
+        return (
+            f"PinnedMemory({'closed' if self._is_closed else f'{self._address:#x}'}, length_bytes={self.length_bytes})"
+        )

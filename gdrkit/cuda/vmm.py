@@ -34,7 +34,7 @@ def granularity_bytes(device: PrimaryContext) -> int:
     """Return the granularity in bytes. The size of a chunk must be a multiple of it (2 MiB on an H200)."""
     option = _driver.enum_member("CUmemAllocationGranularity_flags", _GRANULARITY_MINIMUM)
     with device.current():
-        return _driver.call_int("cuMemGetAllocationGranularity", prop=_properties(device), option=option)
+        return _driver.call_int("cuMemGetAllocationGranularity", prop=_make_properties(device), option=option)
 
 
 class VmmMemory(CudaMemory):
@@ -88,7 +88,7 @@ class VmmMemory(CudaMemory):
             raise UsageError(message)
         rounded_bytes = align_up(chunk_bytes or length_bytes, alignment_bytes=granularity_bytes(device))
         create_chunk = functools.partial(
-            _driver.call_int, "cuMemCreate", size=rounded_bytes, prop=_properties(device), flags=0
+            _driver.call_int, "cuMemCreate", size=rounded_bytes, prop=_make_properties(device), flags=0
         )
         chunk_count = -(-length_bytes // rounded_bytes)  # The quotient is rounded up.
         return cls(device, chunk_bytes=rounded_bytes, creators=[create_chunk] * chunk_count)
@@ -164,7 +164,7 @@ class VmmMemory(CudaMemory):
         self._undo.run()
 
 
-def _properties(device: PrimaryContext) -> object:
+def _make_properties(device: PrimaryContext) -> object:
     return _driver.new_structure(
         "CUmemAllocationProp",
         type=_driver.enum_member("CUmemAllocationType", _ALLOCATION_PINNED),

@@ -158,7 +158,7 @@ class KvikioFile:
         self.path = str(path)
         self._file = _call("kvikio.CuFile", lambda: kvikio.CuFile(self.path, mode))
         self._handle = Handle("cufile.kvikio_file")
-        self._closed = False
+        self._is_closed = False
 
     def read(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
@@ -176,10 +176,10 @@ class KvikioFile:
 
     def close(self) -> None:
         """Close the file; a second close does nothing."""
-        if self._closed:
+        if self._is_closed:
             return
         self._file.close()
-        self._closed = True
+        self._is_closed = True
         self._handle.release()
 
     def _start(self, operation: str, function: Callable[..., Any], transfer: TransferRange) -> KvikioTransfer:
@@ -188,7 +188,7 @@ class KvikioFile:
         return KvikioTransfer(future, operation, (array, transfer.memory, self))
 
     def _open_file(self) -> Any:
-        if self._closed:
+        if self._is_closed:
             resource = "the kvikio file"
             raise ClosedResource(resource)
         return self._file
@@ -210,10 +210,10 @@ def _call(operation: str, function: Callable[[], Any]) -> Any:
         error_number = error.errno or errno.EIO
         raise _results.errno_error(operation=operation, error_number=error_number, arguments={}) from error
     except RuntimeError as error:
-        raise _error_of_text(operation, str(error)) from error
+        raise _parse_error_text(operation, str(error)) from error
 
 
-def _error_of_text(operation: str, text: str) -> ApiError:
+def _parse_error_text(operation: str, text: str) -> ApiError:
     """Return the exception for a RuntimeError of kvikio.
 
     kvikio has no error numbers. The text of its exception contains the numbers of cuFile, and the names of some errnos.

@@ -148,7 +148,7 @@ _HISTOGRAM_COUNTERS = 32
 _GPUS_MAX = 16
 
 
-def _basic_names(version: int) -> Iterator[str]:
+def _list_basic_names(version: int) -> Iterator[str]:
     """Yield the names of the counters of the first level in their order."""
     groups = [(_PAIRS_FIRST, _SINGLES_FIRST), (_PAIRS_BATCH, _SINGLES_BATCH)]
     if version >= VECTORS_SINCE:
@@ -165,7 +165,7 @@ def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
 
     A counter X of successes and errors becomes two entries, ``X`` and ``X_err``.
     """
-    names = tuple(_basic_names(version))
+    names = tuple(_list_basic_names(version))
     return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
 
 
@@ -189,4 +189,4 @@ def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str
 
 def _basic_bytes(version: int) -> int:
     """Return the size of the first level."""
-    return len(tuple(_basic_names(version))) * _COUNTER_BYTES
+    return len(tuple(_list_basic_names(version))) * _COUNTER_BYTES

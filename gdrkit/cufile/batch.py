@@ -118,7 +118,7 @@ class IoBatch:
         self._requests: dict[int, BatchRequest] = {}
         # The arrays that were submitted. libcufile may read an array until all of its transfers have ended.
         self._submitted_arrays: list[object] = []
-        self._closed = False
+        self._is_closed = False
 
     @property
     def outstanding(self) -> int:
@@ -140,7 +140,7 @@ class IoBatch:
             message = "requests must have at least one request"
             raise UsageError(message)
         by_cookie = {next(self._cookies): request for request in requests}
-        parameters = _cufile.io_parameters([_parameters_of(cookie, request) for cookie, request in by_cookie.items()])
+        parameters = _cufile.io_parameters([_pack_parameters(cookie, request) for cookie, request in by_cookie.items()])
         with requests[0].part.memory.current():
             _cufile.submit_batch(self._batch_id, parameters)
         self._requests |= by_cookie
@@ -175,7 +175,7 @@ class IoBatch:
         results = _cufile.batch_events(
             self._batch_id, count_min=count_min, count_max=max(self.capacity, 1), timeout_s=timeout_s
         )
-        events = [_event(self._requests.pop(cookie), status, result) for cookie, status, result in results]
+        events = [_parse_event(self._requests.pop(cookie), status, result) for cookie, status, result in results]
         if not self._requests:
             self._submitted_arrays.clear()
         return events
@@ -190,17 +190,17 @@ class IoBatch:
 
         A second close does nothing.
         """
-        if self._closed:
+        if self._is_closed:
             return
         _cufile.call("cuFileBatchIODestroy", "batch_io_destroy", batch_idp=self._batch_id)
-        self._closed = True
+        self._is_closed = True
         self._requests.clear()
         self._submitted_arrays.clear()
         self._remove_close_callback()
         self._handle.release()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             resource = "the batch"
             raise ClosedResource(resource)
 
@@ -213,7 +213,7 @@ class IoBatch:
         self.close()
 
 
-def _parameters_of(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
+def _pack_parameters(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
     """Return the fields of CUfileIOParams_t; see :func:`gdrkit.cufile._cufile.io_parameters`."""
     transfer = request.part.at(request.file_offset_bytes)
     return (
@@ -227,7 +227,7 @@ def _parameters_of(cookie: int, request: BatchRequest) -> tuple[int, int, int, i
     )
 
 
-def _event(request: BatchRequest, status: int, result: int) -> BatchEvent:
+def _parse_event(request: BatchRequest, status: int, result: int) -> BatchEvent:
     state = BatchStatus(status)
     operation = f"batch {request.opcode.name.lower()}"
     arguments = {"file_offset": request.file_offset_bytes}

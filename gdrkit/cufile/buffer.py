@@ -153,12 +153,12 @@ class RegisteredBuffer:
         # Counts this buffer in :func:`gdrkit.handles.live` until it is closed.
         self._handle = Handle("cufile.buffer")
         self._remove_close_callback = driver.on_close(self.close)
-        self._closed = False
+        self._is_closed = False
 
     @property
     def closed(self) -> bool:
         """Whether the memory was deregistered."""
-        return self._closed
+        return self._is_closed
 
     @contextlib.contextmanager
     def use_stream(self, stream: CudaStream, operation: str) -> Iterator[None]:
@@ -194,11 +194,11 @@ class RegisteredBuffer:
 
     def close(self) -> None:
         """Deregister the memory; a second close does nothing."""
-        if self._closed:
+        if self._is_closed:
             return
         with self.memory.current():
             _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
-        self._closed = True
+        self._is_closed = True
         _registrations.pop(self._address, None)
         self._remove_close_callback()
         self._handle.release()
@@ -236,7 +236,7 @@ class BufferCache:
         # The registrations by the address of their first byte.
         self._entries: dict[int, _CacheEntry] = {}
         # Memory that cuFile refused to register. The cache tries again after other memory was deregistered.
-        self._refused: weakref.WeakSet[Memory] = weakref.WeakSet()
+        self._refused_memories: weakref.WeakSet[Memory] = weakref.WeakSet()
         forks.register(self)
 
     @property
@@ -277,7 +277,7 @@ class BufferCache:
         if entry is not None and not entry.buffer.closed:
             # cuFile accepts no second registration of an address.
             return entry if entry.buffer.memory.length_bytes >= memory.length_bytes else None
-        if memory.closed or memory in self._refused:
+        if memory.closed or memory in self._refused_memories:
             return None
         try:
             try:
@@ -287,7 +287,7 @@ class BufferCache:
                     raise
                 buffer = RegisteredBuffer(self._driver, memory)
         except ApiError:
-            self._refused.add(memory)
+            self._refused_memories.add(memory)
             return None
         entry = self._entries[memory.address] = _CacheEntry(buffer)
         if isinstance(memory, OwnedMemory) and memory.owned:
@@ -315,7 +315,7 @@ class BufferCache:
         entry.buffer.close()
         self._entries.pop(entry.buffer.memory.address, None)
         entry.stop_watching()
-        self._refused.clear()
+        self._refused_memories.clear()
 
 
 @dataclass(eq=False, slots=True)

@@ -88,13 +88,13 @@ class Driver:
         _cufile.call("cuFileDriverOpen", "driver_open")
         self._open_objects = ReleaseStack()
         self._handle = Handle("cufile.driver")
-        self._closed = False
+        self._is_closed = False
         self.statistics = Statistics()
 
     @property
     def closed(self) -> bool:
         """Whether the driver was closed."""
-        return self._closed
+        return self._is_closed
 
     def properties(self) -> Properties:
         """Return the properties of the library and of nvidia-fs.
@@ -122,7 +122,7 @@ class Driver:
 
     def check_open(self) -> None:
         """Raise :class:`~gdrkit.errors.ClosedResource` if the driver is closed."""
-        if self._closed:
+        if self._is_closed:
             resource = "the cuFile driver"
             raise ClosedResource(resource)
 
@@ -134,11 +134,11 @@ class Driver:
         ApiError
             An object or the driver could not be closed. The driver stays open and may be closed again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._open_objects.run()
         _cufile.call("cuFileDriverClose", "driver_close")
-        self._closed = True
+        self._is_closed = True
         self._handle.release()
 
     def __enter__(self) -> Self:

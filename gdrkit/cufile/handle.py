@@ -55,17 +55,17 @@ class FileHandle:
         self._remove_close_callback = driver.on_close(self.close)
         # A stream reads and writes the arguments of its transfers after the call, so they must be kept alive.
         self._pending: set[PendingTransfer] = set()
-        self._closed = False
+        self._is_closed = False
 
     @property
     def closed(self) -> bool:
         """Whether the file was deregistered."""
-        return self._closed
+        return self._is_closed
 
     @property
     def number(self) -> int:
         """The CUfileHandle_t of the file."""
-        if self._closed:
+        if self._is_closed:
             resource = "the cuFile handle"
             raise ClosedResource(resource)
         return self._native_handle
@@ -152,7 +152,7 @@ class FileHandle:
         UsageError
             ``BUSY``: a transfer of a stream is not complete.
         """
-        if self._closed:
+        if self._is_closed:
             return
         unfinished_count = sum(not pending.done for pending in self._pending)
         if unfinished_count:
@@ -160,7 +160,7 @@ class FileHandle:
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the streams first")
         self._pending.clear()
         _cufile.call("cuFileHandleDeregister", "handle_deregister", fh=self._native_handle)
-        self._closed = True
+        self._is_closed = True
         self._remove_close_callback()
         self._handle.release()
 

@@ -89,7 +89,7 @@ def file_storage(tree: Tree, fd: int) -> FileStorage:
     """
     device = os.fstat(fd).st_dev
     major, minor = os.major(device), os.minor(device)
-    return FileStorage(major, minor, _file_system(tree, f"{major}:{minor}"))
+    return FileStorage(major, minor, _find_file_system(tree, f"{major}:{minor}"))
 
 
 def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obstacle, ...]:
@@ -104,7 +104,7 @@ def obstacles(tree: Tree, fd: int, *, compat_forced: bool = False) -> tuple[Obst
     compat_forced : bool
         Value of force_compat_mode in libcufile (:data:`gdrkit.cufile.parameters.Flag.FORCE_COMPAT_MODE`).
     """
-    return tuple(_file_obstacles(tree, fd, compat_forced=compat_forced))
+    return tuple(_find_file_obstacles(tree, fd, compat_forced=compat_forced))
 
 
 def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[Obstacle, ...]:
@@ -131,7 +131,7 @@ def request_obstacles(*, offset_bits: int, host_memory: bool = False) -> tuple[O
     return tuple(found_obstacles)
 
 
-def _file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
+def _find_file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obstacle]:
     storage = file_storage(tree, fd)
     if storage.file_system in _MEMORY_FILE_SYSTEMS:
         yield Obstacle(
@@ -141,19 +141,19 @@ def _file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterator[Obs
             refuses=True,
         )
     else:
-        yield from _storage_obstacles(tree, storage)
+        yield from _find_storage_obstacles(tree, storage)
     if compat_forced:
         yield Obstacle(
             Cause.COMPAT_FORCED,
             "the settings of libcufile force compat mode (force_compat_mode)",
             "remove CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json",
         )
-    yield from _driver_obstacles(tree)
+    yield from _find_driver_obstacles(tree)
     if not _open_flags(fd) & os.O_DIRECT:
         yield Obstacle(Cause.NOT_O_DIRECT, "the file was opened without O_DIRECT", "open it with O_DIRECT")
 
 
-def _storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstacle]:
+def _find_storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstacle]:
     udev_text = tree.text(storage.udev_entry)
     if udev_text is None or "E:ID_FS_USAGE=filesystem" not in udev_text.splitlines():
         yield Obstacle(
@@ -171,7 +171,7 @@ def _storage_obstacles(tree: Tree, storage: FileStorage) -> Iterator[Obstacle]:
         )
 
 
-def _driver_obstacles(tree: Tree) -> Iterator[Obstacle]:
+def _find_driver_obstacles(tree: Tree) -> Iterator[Obstacle]:
     if not tree.exists("/proc/driver/nvidia-fs"):
         yield Obstacle(
             Cause.NO_NVIDIA_FS,
@@ -188,7 +188,7 @@ def _driver_obstacles(tree: Tree) -> Iterator[Obstacle]:
         )
 
 
-def _file_system(tree: Tree, device_number: str) -> str | None:
+def _find_file_system(tree: Tree, device_number: str) -> str | None:
     """Return the type of the file system on the device ``major:minor``, or None if mountinfo does not list it."""
     # A line of mountinfo (proc(5)): 36 35 98:0 /mnt1 /mnt2 rw,noatime master:1 - ext3 /dev/root rw
     for line in (tree.text("/proc/self/mountinfo") or "").splitlines():

@@ -74,7 +74,7 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
         detail = _exit_text(child.returncode) + (f"; it printed: {error_text}" if error_text else "")
         raise _probe_error(detail, Reason.OTHER)
     if "failure" in result:
-        raise _error_of_child(result["failure"])
+        raise _make_child_error(result["failure"])
     return ProbeResult(version=int(result["version"]))
 
 
@@ -149,7 +149,7 @@ def _kill(child: subprocess.Popen[bytes]) -> str:
     return kill_child(child)
 
 
-def _error_of_child(failure: dict[str, Any]) -> SetupMissing:
+def _make_child_error(failure: dict[str, Any]) -> SetupMissing:
     api, reason = Api(failure.pop("api")), Reason(failure.pop("reason"))
     return SetupMissing(api=api, reason=reason, **failure)
 

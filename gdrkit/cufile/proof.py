@@ -169,7 +169,7 @@ class RouteMonitor:
         self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=request, statistics_error=statistics_error)
         if self.proof.state is not RouteState.PROVEN:
             # Only these proofs need the causes. Finding them reads several files, which would delay short transfers.
-            causes = (*request, *obstacles(self._tree, fd, compat_forced=_compat_forced()))
+            causes = (*request, *obstacles(self._tree, fd, compat_forced=_is_compat_forced()))
             self.proof = proof_from_counters(delta=delta, nvfs=nvfs, causes=causes, statistics_error=statistics_error)
 
     def _read_statistics(self) -> tuple[StatisticsSnapshot | None, str]:
@@ -200,13 +200,13 @@ def proof_from_counters(
     statistics_error : str
         The error if libcufile returned no statistics.
     """
-    counts = _transfers_by_route(delta) if delta is not None else {}
+    counts = _count_transfers_by_route(delta) if delta is not None else {}
     direct_counts = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
     increases = _transfer_counters(delta)
     if counts.get(Route.POSIX):
         return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED,))
-    if uncounted := _transfers_without_route(delta):
-        text = f"libcufile does not count the route of {uncounted} transfers"
+    if uncounted_transfers := _count_transfers_without_route(delta):
+        text = f"libcufile does not count the route of {uncounted_transfers} transfers"
         advice = "use FileHandle.read and write instead of batches and vectors, because libcufile counts their routes"
         return Proof(
             Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)
@@ -225,13 +225,13 @@ def proof_from_counters(
 
 def failed_registration_proof(tree: Tree, fd: int, error: ApiError) -> Proof:
     """Return the proof for a file that libcufile refused to register: an unknown route, with the causes."""
-    causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_compat_forced()) if cause.refuses)
+    causes = tuple(cause for cause in obstacles(tree, fd, compat_forced=_is_compat_forced()) if cause.refuses)
     if not causes:
         causes = (Obstacle(Cause.UNEXPLAINED, str(error), error.what_to_do, refuses=True),)
     return Proof(Route.UNKNOWN, RouteState.NOT_POSSIBLE, f"{error.operation} failed: {error.status_name}", {}, causes)
 
 
-def _transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
+def _count_transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
     """Return the number of transfers on each route that libcufile counts."""
     counts = {
         route: delta.total(f"n_{route.value}_reads") + delta.total(f"n_{route.value}_writes")
@@ -249,7 +249,7 @@ def _transfers_by_route(delta: StatisticsSnapshot) -> dict[Route, int]:
     return counts | {Route.POSIX: max(counts[Route.POSIX], batch_counts[Route.POSIX])}
 
 
-def _transfers_without_route(delta: StatisticsSnapshot | None) -> int:
+def _count_transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     """Return the number of batch transfers whose route libcufile does not report.
 
     libcufile does not count the route of transfers that it submits to the kernel's asynchronous I/O. In compat mode,
@@ -257,8 +257,8 @@ def _transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     """
     if delta is None:
         return 0
-    counted = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
-    return max(0, delta.basic.get("batch_total_submit_ops", 0) - counted)
+    counted_batches = sum(delta.basic.get(f"batch_{route}_submit_ops", 0) for route in ("p2p", "nvfs"))
+    return max(0, delta.basic.get("batch_total_submit_ops", 0) - counted_batches)
 
 
 def _transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
@@ -279,7 +279,7 @@ def _is_nvfs_proven(before: NvidiaFs, after: NvidiaFs) -> bool:
     return after.counting and is_only_process and has_increased
 
 
-def _compat_forced() -> bool:
+def _is_compat_forced() -> bool:
     """Return whether the environment or the settings of libcufile force compat mode."""
     if os.environ.get("CUFILE_FORCE_COMPAT_MODE", "").lower() in {"1", "true"}:
         return True

@@ -79,13 +79,13 @@ class StatisticsSnapshot:
         """
         gpus_before = {gpu.uuid: gpu.counters for gpu in before.gpus}
         return StatisticsSnapshot(
-            basic=_increases(self.basic, before.basic),
+            basic=_compute_increases(self.basic, before.basic),
             read_sizes=_subtract(self.read_sizes, before.read_sizes),
             write_sizes=_subtract(self.write_sizes, before.write_sizes),
             gpus=tuple(
                 GpuCounters(gpu.uuid, increases)
                 for gpu in self.gpus
-                if (increases := _increases(gpu.counters, gpus_before.get(gpu.uuid, {})))
+                if (increases := _compute_increases(gpu.counters, gpus_before.get(gpu.uuid, {})))
             ),
         )
 
@@ -159,7 +159,7 @@ class Statistics:
             raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.version_text(), since="1.15")
 
 
-def _increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def _compute_increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     """Return the increase of each counter that has changed; see :meth:`StatisticsSnapshot.since`."""
     increases: dict[str, int] = {}
     for name, value in now.items():
@@ -174,4 +174,6 @@ def _increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, i
 
 
 def _subtract(now: tuple[int, ...], before: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(new - old for new, old in zip(now, before, strict=True)) if before else now
+    return (
+        tuple(count_now - count_before for count_now, count_before in zip(now, before, strict=True)) if before else now
+    )

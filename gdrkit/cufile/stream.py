@@ -123,14 +123,14 @@ class RegisteredStream:
         _cufile.call("cuFileStreamRegister", "stream_register", stream=stream, flags=int(flags))
         self._handle = Handle("cufile.stream")
         self._remove_close_callback = driver.on_close(self.close)
-        self._closed = False
+        self._is_closed = False
 
     def close(self) -> None:
         """Deregister the stream; a second close does nothing."""
-        if self._closed:
+        if self._is_closed:
             return
         _cufile.call("cuFileStreamDeregister", "stream_deregister", stream=self.stream)
-        self._closed = True
+        self._is_closed = True
         self._remove_close_callback()
         self._handle.release()
 

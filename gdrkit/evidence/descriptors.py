@@ -74,7 +74,7 @@ def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
     targets : dict
         The result of :func:`descriptors` for the process.
     """
-    found = {}
+    dmabuf_by_inode = {}
     for number, target in targets.items():
         if not target.startswith(_DMABUF):
             continue
@@ -83,8 +83,8 @@ def held_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple
         if values.get("size", "").isdecimal() and "exp_name" in values:
             inode = int(values["ino"]) if values.get("ino", "").isdecimal() else 0
             # Without an inode number, two descriptors of one dma-buf cannot be told from two dma-bufs.
-            found[inode or -number] = HeldDmabuf(inode, values["exp_name"], int(values["size"]))
-    return tuple(found.values())
+            dmabuf_by_inode[inode or -number] = HeldDmabuf(inode, values["exp_name"], int(values["size"]))
+    return tuple(dmabuf_by_inode.values())
 
 
 def device_nodes() -> tuple[DeviceNode, ...]:

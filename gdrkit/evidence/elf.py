@@ -120,17 +120,17 @@ def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> El
             raise _damaged_error(name, f"{description} was cut off while it was read")
         return data
 
-    segments = tuple(_segments(read, name))
+    segments = tuple(_read_segments(read, name))
     for segment in segments:
         if segment.segment_type == _PT_LOAD and segment.offset + segment.length_bytes > size_bytes:
             end = segment.offset + segment.length_bytes
             raise _damaged_error(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
-    notes = tuple(_notes(read, segments, name))
+    notes = tuple(_read_notes(read, segments, name))
     build_id = next((note.content for note in notes if (note.owner, note.kind) == ("GNU", _NT_GNU_BUILD_ID)), None)
-    return ElfFile(soname=_soname(read, segments, name), build_id=build_id, notes=notes)
+    return ElfFile(soname=_read_soname(read, segments, name), build_id=build_id, notes=notes)
 
 
-def _segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Segment]:
+def _read_segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Segment]:
     header = _HEADER.unpack(read(0, _HEADER.size, "the ELF header"))
     # The fields e_ident, e_phoff, e_phentsize and e_phnum.
     ident, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
@@ -146,7 +146,7 @@ def _segments(read: Callable[[int, int, str], bytes], name: str) -> Iterator[_Se
         yield _Segment(segment_type, offset, address, length_bytes, alignment_bytes)
 
 
-def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> Iterator[ElfNote]:
+def _read_notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> Iterator[ElfNote]:
     for segment in segments:
         if segment.segment_type != _PT_NOTE:
             continue
@@ -154,7 +154,7 @@ def _notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...
             raise _damaged_error(name, f"a note segment of {segment.length_bytes} bytes")
         data = read(segment.offset, segment.length_bytes, "a note segment")
         for owner, kind, content in _parse_notes(data, segment, name):
-            yield ElfNote(owner=owner, kind=kind, content=_content_text(owner, content))
+            yield ElfNote(owner=owner, kind=kind, content=_describe_content(owner, content))
 
 
 def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[str, int, bytes]]:
@@ -172,7 +172,7 @@ def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[st
         offset = _align_up(content_offset + content_bytes, padding)
 
 
-def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
+def _read_soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ...], name: str) -> str | None:
     dynamic = next((segment for segment in segments if segment.segment_type == _PT_DYNAMIC), None)
     if dynamic is None:
         return None
@@ -188,7 +188,7 @@ def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ..
         return None
     if _DT_STRTAB not in entries or entries[_DT_SONAME] >= entries.get(_DT_STRSZ, 0):
         raise _damaged_error(name, "the SONAME lies outside of the string table")
-    begin = _file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
+    begin = _find_file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
     length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _LARGEST_NAME_BYTES)
     text, end, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
     if not end:
@@ -196,7 +196,7 @@ def _soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segment, ..
     return text.decode("utf-8", "backslashreplace")
 
 
-def _file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int:
+def _find_file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int:
     """Return the offset in the file of a byte that is loaded at `address`."""
     for segment in segments:
         if segment.segment_type == _PT_LOAD and segment.address <= address < segment.address + segment.length_bytes:
@@ -204,7 +204,7 @@ def _file_offset(segments: tuple[_Segment, ...], address: int, name: str) -> int
     raise _damaged_error(name, f"address {address:#x} lies in no loaded segment")
 
 
-def _content_text(owner: str, content: bytes) -> str:
+def _describe_content(owner: str, content: bytes) -> str:
     text = content.rstrip(b"\0")
     # GNU notes are binary numbers. A build id that happens to be printable is still a number.
     if owner != "GNU" and text.isascii() and text.decode("ascii", "replace").isprintable():

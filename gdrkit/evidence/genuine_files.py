@@ -68,16 +68,16 @@ def open_node(path: str, majors: dict[int, set[str]], driver_names: frozenset[st
     `majors` is the result of :func:`read_majors`.
     """
     with open_checked(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOCTTY) as descriptor:
-        yield descriptor, _device_node(path, os.fstat(descriptor), majors, driver_names)
+        yield descriptor, _read_device_node(path, os.fstat(descriptor), majors, driver_names)
 
 
 def stat_node(path: str, majors: dict[int, set[str]], driver_names: frozenset[str]) -> DeviceNode:
     """Return the character device at `path`, checked like in :func:`open_node`. The device itself is not opened."""
     with open_checked(path, os.O_PATH) as descriptor:
-        return _device_node(path, os.fstat(descriptor), majors, driver_names)
+        return _read_device_node(path, os.fstat(descriptor), majors, driver_names)
 
 
-def _device_node(
+def _read_device_node(
     path: str, status: os.stat_result, majors: dict[int, set[str]], driver_names: frozenset[str]
 ) -> DeviceNode:
     """Return the device that `status` describes, if it is a character device of one of the drivers `driver_names`."""

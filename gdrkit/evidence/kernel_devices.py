@@ -170,7 +170,7 @@ def kernel_evidence() -> KernelEvidence:
         return KernelEvidence(nvidia_missing=(str(error),), rdma_missing=(str(error),))
     version, control, gpus, nvidia_missing = _query_nvidia(majors)
     try:
-        rdma = tuple(_rdma_evidence(device, majors) for device in rdma_netlink_devices())
+        rdma = tuple(_collect_rdma_evidence(device, majors) for device in rdma_netlink_devices())
         rdma_missing: tuple[str, ...] = ()
     except OSError as error:
         rdma, rdma_missing = (), (failure_text("the list of RDMA devices over netlink", error),)
@@ -198,9 +198,9 @@ def _query_nvidia(
     except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing = []
-    _command, recognized, text = _RM_VERSION.unpack(reply)
+    _command, is_recognized, text = _RM_VERSION.unpack(reply)
     version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
-    if recognized != _RM_VERSION_RECOGNIZED or not version:
+    if is_recognized != _RM_VERSION_RECOGNIZED or not version:
         missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
     # A container runtime mounts a copy of /proc/driver/nvidia/version, so the file system type of that file proves
     # nothing. The version in the file must agree with the reply to the ioctl.
@@ -211,13 +211,13 @@ def _query_nvidia(
             f"but the NVIDIA driver reports {version}"
         )
     # The first field says whether the entry describes a card.
-    gpus = tuple(_gpu_evidence(card, majors) for card in _CARD_INFO.iter_unpack(card_table) if card[0])
+    gpus = tuple(_collect_gpu_evidence(card, majors) for card in _CARD_INFO.iter_unpack(card_table) if card[0])
     if not gpus:
         missing.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
     return version or None, control, gpus, tuple(missing)
 
 
-def _gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
+def _collect_gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
     minor = card[_CARD_MINOR_FIELD]
     address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
@@ -232,7 +232,7 @@ def _gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvid
             )
     except MissingEvidence as error:
         missing.append(str(error))
-    driver, pci_missing = _pci_driver(address, vendor_id=vendor_id, device_id=device_id)
+    driver, pci_missing = _read_pci_driver(address, vendor_id=vendor_id, device_id=device_id)
     missing += pci_missing
     if vendor_id != _NVIDIA_VENDOR_ID:
         missing.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
@@ -241,20 +241,20 @@ def _gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvid
     return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing))
 
 
-def _rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
+def _collect_rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
     missing = []
     node: DeviceNode | None = None
     driver_id = device.driver_id
     try:
-        node, driver_id = _uverbs_node(device, majors)
+        node, driver_id = _find_uverbs_node(device, majors)
     except MissingEvidence as error:
         missing.append(str(error))
     driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
     address, pci_driver = None, None
     if driver not in SOFTWARE_DRIVERS:
         try:
-            address = _rdma_pci_address(device)
-            pci_driver, pci_missing = _pci_driver(address)
+            address = _read_rdma_pci_address(device)
+            pci_driver, pci_missing = _read_pci_driver(address)
             missing += pci_missing
         except MissingEvidence as error:
             missing.append(str(error))
@@ -269,7 +269,7 @@ def _rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEv
     )
 
 
-def _uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
+def _find_uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[DeviceNode, int]:
     """Return the character device of an RDMA device, and the id of the driver that responds on it."""
     if device.uverbs_name is None or device.uverbs_number is None:
         message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
@@ -280,14 +280,14 @@ def _uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tuple[De
             major, minor = device.uverbs_number
             message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {major}:{minor} over netlink"
             raise MissingEvidence(message)
-        driver_id = _uverbs_driver(descriptor)
+        driver_id = _read_uverbs_driver(descriptor)
     if device.driver_id not in {None, driver_id}:
         message = f"netlink reports driver {device.driver_id}, but {path} is of driver {driver_id}"
         raise MissingEvidence(message)
     return node, driver_id
 
 
-def _uverbs_driver(descriptor: int) -> int:
+def _read_uverbs_driver(descriptor: int) -> int:
     """Return the ``enum rdma_driver_id`` of the driver of an open uverbs device.
 
     The kernel refuses a header with the id of another driver (EINVAL) before it checks anything else. With the right id
@@ -306,7 +306,7 @@ def _uverbs_driver(descriptor: int) -> int:
     raise MissingEvidence(message)
 
 
-def _rdma_pci_address(device: NetlinkDevice) -> str:
+def _read_rdma_pci_address(device: NetlinkDevice) -> str:
     """Return the address of the PCI function of an RDMA device according to sysfs.
 
     The path of the device in sysfs contains also the bridges above the function. The function is the last one.
@@ -324,7 +324,7 @@ def _rdma_pci_address(device: NetlinkDevice) -> str:
     return str(functions[-1])
 
 
-def _pci_driver(
+def _read_pci_driver(
     address: str, *, vendor_id: int | None = None, device_id: int | None = None
 ) -> tuple[str | None, list[str]]:
     """Return the driver that is bound to a PCI function, and one sentence for each piece of evidence that is missing.

@@ -62,7 +62,8 @@ def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[Lo
     """
     tree = HostTree() if tree is None else tree
     return [
-        describe_library(path) for path in dict.fromkeys(_executable_paths(tree.text(f"/proc/{process}/maps") or ""))
+        describe_library(path)
+        for path in dict.fromkeys(_list_executable_paths(tree.text(f"/proc/{process}/maps") or ""))
     ]
 
 
@@ -92,7 +93,7 @@ def _library_with_error(path: str, error: str) -> LoadedLibrary:
     return LoadedLibrary(path=path, soname=None, build_id=None, notes=(), error=error)
 
 
-def _executable_paths(text: str) -> Iterator[str]:
+def _list_executable_paths(text: str) -> Iterator[str]:
     for line in text.splitlines():
         mapping = _MAPPING.match(line)
         if mapping and "x" in mapping["permissions"] and mapping["inode"] != "0":

@@ -192,10 +192,10 @@ def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
             number=_required(entry, _LOCAL_NUMBER),
             remote_number=_integer_attribute(entry, _REMOTE_NUMBER) or None,
             type=_TYPE_NAMES.get(_required(entry, _TYPE), f"type {_required(entry, _TYPE)}"),
-            state=_state_name(_required(entry, _STATE)),
+            state=_find_state_name(_required(entry, _STATE)),
             process_id=_integer_attribute(entry, _PROCESS_ID),
         )
-        for device, entry in _resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
+        for device, entry in _parse_resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
     )
 
 
@@ -214,7 +214,7 @@ def rdma_regions() -> tuple[RdmaRegion, ...]:
             length_bytes=_required(entry, _LENGTH_BYTES),
             process_id=_integer_attribute(entry, _PROCESS_ID),
         )
-        for device, entry in _resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
+        for device, entry in _parse_resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
     )
 
 
@@ -232,7 +232,7 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
             extensions = 1 << (_TCP_INFO - 1)
             request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
             for reply in _request(netlink, _SOCKETS_GET, request, dump=True):
-                data = _checked_slice(reply, 0, _SOCKET.size, 0)
+                data = _slice_checked(reply, 0, _SOCKET.size, 0)
                 *_, source, destination, inode = _SOCKET.unpack(data)
                 information = _parse_attributes(reply[_SOCKET.size :]).get(_TCP_INFO, b"")
                 # A listening or closed socket has moved nothing, and a kernel before 4.1 does not count bytes.
@@ -242,7 +242,7 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
     return tuple(sockets)
 
 
-def _resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
+def _parse_resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
     """Yield the device name and the attributes of each object that a dump of `command` reports."""
     with _open_netlink(_NETLINK_RDMA) as netlink:
         devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
@@ -262,7 +262,7 @@ def _required(attributes: dict[int, bytes], attribute_type: int) -> int:
     return value
 
 
-def _state_name(state: int) -> str:
+def _find_state_name(state: int) -> str:
     return _STATE_NAMES[state] if state < len(_STATE_NAMES) else f"state {state}"
 
 
@@ -306,11 +306,11 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, dump: b
         data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
         if sender != 0:
             continue  # Another process can also send to this socket. The kernel has port 0.
-        for message_type, payload in _messages(data):
+        for message_type, payload in _split_messages(data):
             if message_type == _NLMSG_DONE:
                 return
             if message_type == _NLMSG_ERROR:
-                error_number = -_ERROR.unpack(_checked_slice(payload, 0, _ERROR.size, 0))[0]
+                error_number = -_ERROR.unpack(_slice_checked(payload, 0, _ERROR.size, 0))[0]
                 if error_number:
                     raise OSError(error_number, os.strerror(error_number), "NETLINK_RDMA")
                 return
@@ -318,11 +318,11 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, dump: b
                 yield payload
 
 
-def _messages(data: bytes) -> Iterator[tuple[int, bytes]]:
+def _split_messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _HEADER.size <= len(data):
         length, message_type, _flags, _sequence, _port = _HEADER.unpack_from(data, offset)
-        yield message_type, _checked_slice(data, offset, length, _HEADER.size)
+        yield message_type, _slice_checked(data, offset, length, _HEADER.size)
         offset += (length + 3) & ~3
 
 
@@ -334,11 +334,11 @@ def _list_attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _ATTRIBUTE.size <= len(data):
         length, attribute_type = _ATTRIBUTE.unpack_from(data, offset)
-        yield attribute_type & _TYPE_MASK, _checked_slice(data, offset, length, _ATTRIBUTE.size)
+        yield attribute_type & _TYPE_MASK, _slice_checked(data, offset, length, _ATTRIBUTE.size)
         offset += (length + 3) & ~3
 
 
-def _checked_slice(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:
+def _slice_checked(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:
     """Return the payload of a message or an attribute whose header begins at `offset`. A wrong length is EBADMSG."""
     if not header_bytes <= length <= len(data) - offset:
         raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")

@@ -68,7 +68,7 @@ class Copies:
     def write(self, address: int, view: memoryview) -> None:
         """Copy from the host to the device. The copy is complete on return."""
         with self._lock:
-            staging = self._staging_buffer()
+            staging = self._allocate_staging_buffer()
             for begin in range(0, view.nbytes, _STAGING_BYTES):
                 chunk = view[begin : begin + _STAGING_BYTES]
                 staging[: chunk.nbytes] = bytes(chunk)
@@ -77,7 +77,7 @@ class Copies:
     def read_into(self, address: int, view: memoryview) -> None:
         """Copy from the device to the host. The copy is complete on return."""
         with self._lock:
-            staging = self._staging_buffer()
+            staging = self._allocate_staging_buffer()
             for begin in range(0, view.nbytes, _STAGING_BYTES):
                 length_bytes = min(_STAGING_BYTES, view.nbytes - begin)
                 self._copy(_hlthunk.DMA_UP_QUEUE, address + begin, self._staging_address, length_bytes)
@@ -102,7 +102,7 @@ class Copies:
             self._release_stack.run()
             self._staging = self._mapped_command_buffer = None
 
-    def _staging_buffer(self) -> mmap.mmap:
+    def _allocate_staging_buffer(self) -> mmap.mmap:
         """Return the staging buffer. The first call allocates the buffers."""
         if self._staging is None:
             try:
@@ -142,9 +142,9 @@ class Copies:
             self._command_buffer = self._staging_address + _STAGING_BYTES
         return staging
 
-    def _copy(self, queue: int, source: int, target: int, length_bytes: int) -> None:
+    def _copy(self, queue: int, source: int, destination: int, length_bytes: int) -> None:
         control = _LINEAR_DMA | _MESSAGE_BARRIER | (_GAUDI1_REQUIRED_BITS if self._is_gaudi1 else 0)
-        packet = _PACKET.pack(length_bytes, control, source, target)
+        packet = _PACKET.pack(length_bytes, control, source, destination)
         if self._mapped_command_buffer is not None:
             self._mapped_command_buffer[: len(packet)] = packet
         elif self._staging is not None:

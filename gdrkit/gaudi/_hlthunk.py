@@ -124,7 +124,7 @@ class HardwareInfo(NamedTuple):
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     reported_error: OSError | None = None
     for soname in _SONAMES:
         loader.check_library(soname, operation=f"dlopen {soname}")
@@ -141,9 +141,9 @@ def _library() -> ctypes.CDLL:
 
 
 @functools.cache
-def _function(operation: str) -> Any:
+def _find_function(operation: str) -> Any:
     try:
-        function = getattr(_library(), operation)
+        function = getattr(_load_library(), operation)
     except AttributeError as error:
         raise SetupMissing(
             api=Api.HLTHUNK,
@@ -162,7 +162,7 @@ def _function(operation: str) -> Any:
 
 def _has_function(operation: str) -> bool:
     """Return whether the library exports a function."""
-    return hasattr(_library(), operation)
+    return hasattr(_load_library(), operation)
 
 
 def require_page_size() -> None:
@@ -200,7 +200,7 @@ def call(operation: str, /, **arguments: Any) -> int:
 
 
 def _call(operation: str, arguments: Mapping[str, Any], *, error_arguments: Mapping[str, object]) -> int:
-    function = _function(operation)
+    function = _find_function(operation)
     ctypes.set_errno(0)
     result = int(function(*arguments.values()))
     if operation in _VALUE_FUNCTIONS:
@@ -222,7 +222,7 @@ def device_count() -> int:
     """Return the number of devices. If the library has no function for that, try to open each device number."""
     if _has_function("hlthunk_get_device_count"):
         return call("hlthunk_get_device_count", device_name=DONT_CARE)
-    function = _function("hlthunk_open_control")
+    function = _find_function("hlthunk_open_control")
     opened_fds = [fd for fd in (int(function(minor, None)) for minor in range(_MINOR_COUNT_MAX)) if fd >= 0]
     for fd in opened_fds:
         close(fd)

@@ -71,18 +71,18 @@ class GaudiContext(Closeable):
         self._copies = Copies(self._fd, is_gaudi1=not self.generation.maps_memory)
         self._physical_allocator: FirstFit | None = None
         self._mapped_ranges: dict[int, MappedRange] = {}
-        self._closed = False
+        self._is_closed = False
         self._handle = Handle("gaudi.device")
 
     @property
     def closed(self) -> bool:
         """Whether the device was closed."""
-        return self._closed
+        return self._is_closed
 
     @property
     def fd(self) -> int:
         """The file descriptor, for other calls of hl-thunk. The caller must not close it."""
-        if self._closed:
+        if self._is_closed:
             resource = f"Gaudi device {self.pci_bus_id}"
             raise ClosedResource(resource)
         return self._fd
@@ -126,12 +126,12 @@ class GaudiContext(Closeable):
         """Return all memory that :meth:`query` can find."""
         return tuple(self._mapped_ranges.copy().values())
 
-    def add_mapped_range(self, mapped: MappedRange) -> Callable[[], None]:
+    def add_mapped_range(self, mapped_range: MappedRange) -> Callable[[], None]:
         """Add memory that :meth:`query` can find. Return a function that removes it."""
-        self._mapped_ranges[mapped.base] = mapped
+        self._mapped_ranges[mapped_range.base] = mapped_range
 
         def remove() -> None:
-            self._mapped_ranges.pop(mapped.base, None)
+            self._mapped_ranges.pop(mapped_range.base, None)
 
         return remove
 
@@ -146,13 +146,15 @@ class GaudiContext(Closeable):
             An object could not be closed; if several fail, the first error is raised. The device stays open,
             and close can be called again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._releases.run()
         self._copies.close()
         _hlthunk.close(self._fd)
-        self._closed = True
+        self._is_closed = True
         self._handle.release()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.pci_bus_id}, {self.generation.value}{', closed' if self._closed else ''})"
+        return (
+            f"{type(self).__name__}({self.pci_bus_id}, {self.generation.value}{', closed' if self._is_closed else ''})"
+        )

@@ -228,7 +228,7 @@ class GaudiMemory(MemoryResource):
             The part is empty or not inside the memory.
         """
         self._check_open()
-        length_bytes = self._checked_length(offset_bytes, length_bytes)
+        length_bytes = self._resolve_length(offset_bytes, length_bytes)
         if length_bytes == 0:
             message = "length_bytes must be at least 1, not 0"
             raise UsageError(message)
@@ -292,8 +292,8 @@ class DeviceMemory(GaudiMemory):
     def __init__(self, device: GaudiContext, length_bytes: int) -> None:
         allocation = Allocation(device, length_bytes)
         super().__init__(allocation, offset_bytes=0, length_bytes=length_bytes)
-        mapped = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_from_allocation)
-        self._remove_mapped_range = device.add_mapped_range(mapped)
+        mapped_range = MappedRange(self.kind, allocation.address, allocation.length_bytes, self._export_from_allocation)
+        self._remove_mapped_range = device.add_mapped_range(mapped_range)
 
     def _release(self) -> None:
         self._allocation.close()

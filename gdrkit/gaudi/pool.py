@@ -147,7 +147,7 @@ class MemoryPool(Resource):
         return self.export(offset_bytes=begin, length_bytes=length_bytes)
 
     def __repr__(self) -> str:
-        return f"MemoryPool({'closed' if self._closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"
+        return f"MemoryPool({'closed' if self._is_closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"
 
 
 class PoolMemory(GaudiMemory):

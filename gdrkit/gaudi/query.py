@@ -77,11 +77,17 @@ def query(device: GaudiContext, address: int, *, length_bytes: int = 1) -> Addre
     if length_bytes <= 0:
         message = f"length_bytes must be at least 1, not {length_bytes}"
         raise UsageError(message)
-    for mapped in device.mapped_ranges():
-        if mapped.base <= address and address + length_bytes <= mapped.base + mapped.length_bytes:
-            dmabuf = None if mapped.export is None else mapped.export(address - mapped.base, length_bytes)
+    for mapped_range in device.mapped_ranges():
+        if mapped_range.base <= address and address + length_bytes <= mapped_range.base + mapped_range.length_bytes:
+            dmabuf = (
+                None if mapped_range.export is None else mapped_range.export(address - mapped_range.base, length_bytes)
+            )
             return AddressInfo(
-                kind=mapped.kind, device=device, base=mapped.base, length_bytes=mapped.length_bytes, dmabuf=dmabuf
+                kind=mapped_range.kind,
+                device=device,
+                base=mapped_range.base,
+                length_bytes=mapped_range.length_bytes,
+                dmabuf=dmabuf,
             )
     foreign = _query_driver(device, address, length_bytes) if device.generation.maps_memory else None
     if foreign is not None:
@@ -99,7 +105,7 @@ def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> Addr
         offset_bytes = align_down(address - base, alignment_bytes=HOST_PAGE_BYTES)
         end_bytes = align_up(address - base + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         if _is_exported(device, base, offset_bytes, end_bytes - offset_bytes):
-            size_bytes = _mapping_bytes(
+            size_bytes = _count_mapping_bytes(
                 device, base, align_up(end_bytes, alignment_bytes=alignment_bytes), alignment_bytes
             )
             dmabuf = DmabufRange(
@@ -112,7 +118,7 @@ def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> Addr
     return None
 
 
-def _mapping_bytes(device: GaudiContext, base: int, minimum_bytes: int, unit_bytes: int) -> int:
+def _count_mapping_bytes(device: GaudiContext, base: int, minimum_bytes: int, unit_bytes: int) -> int:
     """Return the size of the mapping at `base`, a multiple of `unit_bytes`. The size is at least `minimum_bytes`."""
 
     def has_page_before(end_bytes: int) -> bool:

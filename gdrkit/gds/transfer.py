@@ -92,8 +92,8 @@ class TransferFailed(ApiError):
     transferred: Transferred
 
     @classmethod
-    def _builtin_class(cls, number: int) -> type[OSError]:
-        return OSError if number == errno.ETIMEDOUT else super()._builtin_class(number)
+    def _find_builtin_class(cls, number: int) -> type[OSError]:
+        return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
 
 
 class TransferJob(Protocol):

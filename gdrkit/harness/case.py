@@ -113,10 +113,10 @@ class Case:
             for need, reason in unmet
         )
 
-    def record_refusal(self, observed: tuple[ObservedRefusal, ...]) -> None:
+    def record_refusal(self, observed_refusals: tuple[ObservedRefusal, ...]) -> None:
         """Record that the expected refusal has occurred."""
-        self.refused = observed
-        self.evidence[REFUSED] = observed
+        self.refused = observed_refusals
+        self.evidence[REFUSED] = observed_refusals
 
     def record_failure(self, phase: str, text: str, details: str) -> None:
         """Record the failure of a phase (``setup``, ``call``, ``teardown``).
@@ -140,15 +140,15 @@ class Case:
         """Record why the case proves nothing about the hardware about which it claims something."""
         if self.evidence.hardware_apis:
             apis = [api.value for api in self.evidence.hardware_apis]
-            cause = why_not_hardware(self._substrates(session, self._processes()), apis)
+            cause = why_not_hardware(self._find_substrates(session, self._list_processes()), apis)
             if cause:
                 self.evidence.unproven(cause)
 
-    def _processes(self) -> list[tuple[str, tuple[LoadedLibrary, ...]]]:
+    def _list_processes(self) -> list[tuple[str, tuple[LoadedLibrary, ...]]]:
         """Return the name and the libraries of this process and of each peer process."""
         return [("case", tuple(identifying_libraries(evidence.libraries()))), *self.peers]
 
-    def _substrates(
+    def _find_substrates(
         self, session: Session, processes: Iterable[tuple[str, tuple[LoadedLibrary, ...]]]
     ) -> dict[str, str]:
         """Return the substrate of each API that these processes have loaded."""
@@ -158,8 +158,8 @@ class Case:
     def make_record(self, session: Session) -> Record:
         """Return the record of the case."""
         is_not_run = self.verdict is Verdict.NOT_RUN
-        processes = [] if is_not_run and not self.refused else self._processes()
-        substrates = self._substrates(session, processes)
+        processes = [] if is_not_run and not self.refused else self._list_processes()
+        substrates = self._find_substrates(session, processes)
         reasons = {
             Verdict.FAIL: tuple(self.failures),
             Verdict.NOT_RUN: (
@@ -190,10 +190,10 @@ class Case:
             version=session.version,
             command=session.command,
             files=() if is_not_run else tuple(self.evidence.files),
-            uses=self._declared_apis(substrates),
+            uses=self._list_declared_apis(substrates),
         )
 
-    def _declared_apis(self, loaded_apis: Iterable[str]) -> tuple[str, ...]:
+    def _list_declared_apis(self, loaded_apis: Iterable[str]) -> tuple[str, ...]:
         """Return the loaded APIs that a need of the case names, as in ``cuda.vmm`` or ``software(verbs)``."""
         return tuple(sorted({api for need in self.needs for api in apis(need)} & set(loaded_apis)))
 

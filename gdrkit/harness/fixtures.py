@@ -121,7 +121,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def evidence(request: pytest.FixtureRequest) -> Evidence:
     """The evidence that the case records."""
-    return _case_of_request(request).evidence
+    return _find_case(request).evidence
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def gaudi(request: pytest.FixtureRequest) -> Iterator[Gaudi]:
 @pytest.fixture
 def peers(request: pytest.FixtureRequest) -> Iterator[Callable[[], Peer]]:
     """A function that returns a further peer process at each call."""
-    pool, case = request.config.stash[POOL], _case_of_request(request)
+    pool, case = request.config.stash[POOL], _find_case(request)
     acquired_peers: list[Peer] = []
 
     def acquire() -> Peer:
@@ -195,7 +195,7 @@ def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iter
     _require_need(request, "verbs")
     from gdrkit import verbs
 
-    case = _case_of_request(request)
+    case = _find_case(request)
     with contextlib.ExitStack() as stack:
         nics = verbs.open_active_nics(count_max=count_max)
         for nic in nics:
@@ -205,11 +205,11 @@ def _open_nics(request: pytest.FixtureRequest, *, count_max: int | None) -> Iter
 
 
 def _require_need(request: pytest.FixtureRequest, api: str) -> None:
-    if not any(need.name.startswith(f"{api}.") for need in _case_of_request(request).needs):
+    if not any(need.name.startswith(f"{api}.") for need in _find_case(request).needs):
         message = f"{request.node.nodeid} uses the fixture {request.fixturename} and declares no need of {api}"
         raise UsageError(message, what_to_do=f"add @needs({api}.{'nic' if api == 'verbs' else 'device'}()) to the case")
 
 
-def _case_of_request(request: pytest.FixtureRequest) -> Case:
+def _find_case(request: pytest.FixtureRequest) -> Case:
     case: Case = request.node.stash[CASE]
     return case

@@ -178,7 +178,7 @@ def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest
 ) -> Generator[None, object, object]:
     """Exclude objects that a fixture of module or session scope opens from the leak check of the running case."""
-    case = None if fixturedef.scope == "function" else _running_case(request)
+    case = None if fixturedef.scope == "function" else _find_running_case(request)
     if case is None or case.baseline is None:
         return (yield)
     pool = request.config.stash[POOL]
@@ -339,6 +339,6 @@ def _has_unforeseen_absence(config: pytest.Config) -> bool:
     )
 
 
-def _running_case(request: pytest.FixtureRequest) -> Case | None:
+def _find_running_case(request: pytest.FixtureRequest) -> Case | None:
     # The request of a fixture of module or session scope does not refer to the case.
     return request.config.stash.get(_RUNNING_CASE, None)

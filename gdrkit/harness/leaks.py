@@ -73,7 +73,9 @@ def open_objects(*, harness_descriptors: Collection[int] = ()) -> OpenObjects:
 def ledger_handles() -> dict[str, int]:
     """Return the counts of open handles in all loaded twins by type, e.g. ``{"verbs twin: ibv_mr": 1}``."""
     handle_counts: dict[str, int] = {}
-    for api in sorted({_api_of_library(library.path) for library in evidence.libraries() if is_twin(library)} - {""}):
+    for api in sorted(
+        {_find_api_of_library(library.path) for library in evidence.libraries() if is_twin(library)} - {""}
+    ):
         ledger = launch.twin_control().ledger(api) or {}
         counts = ledger.get("handles")
         if isinstance(counts, dict):
@@ -89,8 +91,8 @@ def count_new(before: OpenObjects, after: OpenObjects) -> dict[str, int]:
     closed_targets = [
         target for number, target in before.descriptors.items() if after.descriptors.get(number) != target
     ]
-    descriptors = Counter(_target_type(target) for target in new_targets)
-    descriptors.subtract(_target_type(target) for target in closed_targets)
+    descriptors = Counter(_classify_target(target) for target in new_targets)
+    descriptors.subtract(_classify_target(target) for target in closed_targets)
     growth = {f"descriptor of {type_name}": count for type_name, count in descriptors.items() if count > 0}
     for old_counts, new_counts in ((before.handles, after.handles), (before.ledgers, after.ledgers)):
         growth |= {
@@ -142,12 +144,12 @@ def start_apis(apis: Collection[str]) -> None:
                 nic.queue_pair(nic.completion_queue(depth=1))
 
 
-def _api_of_library(path: str) -> str:
+def _find_api_of_library(path: str) -> str:
     name = path.rpartition("/")[2]
     return next((api for prefix, api in _API_BY_FILE_PREFIX.items() if name.startswith(prefix)), "")
 
 
-def _target_type(target: str) -> str:
+def _classify_target(target: str) -> str:
     # A target such as "socket:[4711]" or "/memfd:gdrkit-gpu:0123 (deleted)" contains a number, which is left out.
     target_name = target.partition(":[")[0]
     return ":".join(target_name.split(":")[:2]) if target_name.startswith("/memfd:") else target_name

@@ -45,20 +45,20 @@ class _Share:
             share.export_memory(
                 source, kind=ShareKind(kind), offset_bytes=offset_bytes, length_bytes=length_bytes
             ) as message,
-            _connection(descriptors) as connection,
+            _connect(descriptors) as connection,
         ):
             message.send(connection)
 
     def import_memory(self, device: int, descriptors: list[int]) -> dict[str, Any]:
         with (
-            _connection(descriptors) as connection,
+            _connect(descriptors) as connection,
             handle_message.receive(connection, timeout_ms=_RECEIVE_TIMEOUT_MS) as message,
         ):
             return self._add_memory(share.import_memory(self._objects.get(device, cuda.Device), message))
 
     def register_dmabuf(self, nic: int, descriptors: list[int]) -> dict[str, Any]:
         with (
-            _connection(descriptors) as connection,
+            _connect(descriptors) as connection,
             handle_message.receive(connection, timeout_ms=_RECEIVE_TIMEOUT_MS) as message,
             share.import_dmabuf(message) as dmabuf,
         ):
@@ -76,7 +76,7 @@ class _Share:
 
 
 @contextlib.contextmanager
-def _connection(descriptors: list[int]) -> Iterator[socket.socket]:
+def _connect(descriptors: list[int]) -> Iterator[socket.socket]:
     """Return the socket that the case passed, as a duplicate, because the caller closes the received descriptor."""
     with socket.socket(fileno=os.dup(descriptors[0])) as connection:
         yield connection

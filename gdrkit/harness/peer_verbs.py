@@ -93,13 +93,13 @@ class _Verbs:
 
     def open_nic(self, name: str | None, port: int | None, gid_index: int | None) -> dict[str, Any]:
         active = [info for info in verbs.list_nics() if info.active]
-        selected = next((info for info in active if name in (None, info.name)), None)
-        if selected is None:
+        selected_info = next((info for info in active if name in (None, info.name)), None)
+        if selected_info is None:
             names = ", ".join(info.name for info in active) or "none"
             subject = "no NIC" if name is None else f"no NIC called {name!r}"
             message = f"{subject} has an active port; the NICs with an active port are: {names}"
             raise UsageError(message, reason=Reason.NO_DEVICE)
-        nic = verbs.Nic.open(selected.name, port=port or selected.active_port or 1, gid_index=gid_index)
+        nic = verbs.Nic.open(selected_info.name, port=port or selected_info.active_port or 1, gid_index=gid_index)
         return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
 
     def buffer(self, nic: int, length_bytes: int, access: int) -> dict[str, Any]:
@@ -120,12 +120,12 @@ class _Verbs:
         self._buffer(buffer).fill(**arguments)
 
     def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
-        data = self._bytes_of(buffer, offset_bytes, length_bytes)
+        data = self._read_bytes(buffer, offset_bytes, length_bytes)
         pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
         return hashlib.sha256(data).hexdigest()
 
     def contents(self, buffer: int, offset_bytes: int, length_bytes: int) -> str:
-        return self._bytes_of(buffer, offset_bytes, length_bytes).hex()
+        return self._read_bytes(buffer, offset_bytes, length_bytes).hex()
 
     def queue_pair(self, nic: int, depth: int | None, limits: dict[str, int]) -> dict[str, Any]:
         pair = _QueuePair(self._nic(nic), depth=depth or _DEFAULT_QUEUE_DEPTH, limits=limits)
@@ -147,7 +147,7 @@ class _Verbs:
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._pair(queue_pair)
-        buffer = self._temporary_buffer(pair, local_offset_bytes + length_bytes)
+        buffer = self._register_temporary_buffer(pair, local_offset_bytes + length_bytes)
         try:
             buffer.fill(
                 seed=seed,
@@ -163,7 +163,7 @@ class _Verbs:
                 length_bytes=length_bytes,
                 immediate=immediate,
             )
-            return _completion_data(pair.queue_pair.wait(timeout_ms))
+            return _make_completion_data(pair.queue_pair.wait(timeout_ms))
         finally:
             buffer.close()
 
@@ -179,7 +179,7 @@ class _Verbs:
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._pair(queue_pair)
-        buffer = self._temporary_buffer(pair, local_offset_bytes + length_bytes)
+        buffer = self._register_temporary_buffer(pair, local_offset_bytes + length_bytes)
         try:
             pair.queue_pair.post_read(
                 buffer.region,
@@ -192,7 +192,7 @@ class _Verbs:
             data = bytes(memoryview(buffer.data)[local_offset_bytes:])
             if completion.status is verbs.Status.SUCCESS and seed is not None:
                 pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
-            return {"completion": _completion_data(completion), "sha256": hashlib.sha256(data).hexdigest()}
+            return {"completion": _make_completion_data(completion), "sha256": hashlib.sha256(data).hexdigest()}
         finally:
             buffer.close()
 
@@ -207,11 +207,11 @@ class _Verbs:
         timeout_ms: float,
     ) -> dict[str, Any]:
         pair = self._pair(queue_pair)
-        buffer = self._temporary_buffer(pair, length_bytes)
+        buffer = self._register_temporary_buffer(pair, length_bytes)
         try:
             buffer.fill(seed=seed, offset_bytes=0, length_bytes=length_bytes, stream_offset_bytes=stream_offset_bytes)
             pair.queue_pair.post_send(buffer.region, work_id=0, length_bytes=length_bytes, immediate=immediate)
-            return _completion_data(pair.queue_pair.wait(timeout_ms))
+            return _make_completion_data(pair.queue_pair.wait(timeout_ms))
         finally:
             buffer.close()
 
@@ -227,23 +227,23 @@ class _Verbs:
         self._pair(queue_pair).queue_pair.post_send(self._buffer(buffer).region, **options)
 
     def post_receive(self, queue_pair: int, buffer: int | None, options: dict[str, Any]) -> None:
-        target = () if buffer is None else self._buffer(buffer).region
-        self._pair(queue_pair).queue_pair.post_receive(target, **options)
+        local_region = () if buffer is None else self._buffer(buffer).region
+        self._pair(queue_pair).queue_pair.post_receive(local_region, **options)
 
     def wait(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
-        return _completion_data(self._pair(queue_pair).queue_pair.wait(timeout_ms))
+        return _make_completion_data(self._pair(queue_pair).queue_pair.wait(timeout_ms))
 
     def wait_received(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
-        return _completion_data(self._pair(queue_pair).queue_pair.wait_received(timeout_ms))
+        return _make_completion_data(self._pair(queue_pair).queue_pair.wait_received(timeout_ms))
 
     def state(self, queue_pair: int) -> str:
         return self._pair(queue_pair).queue_pair.state.name
 
-    def _temporary_buffer(self, pair: _QueuePair, length_bytes: int) -> _Buffer:
+    def _register_temporary_buffer(self, pair: _QueuePair, length_bytes: int) -> _Buffer:
         # A region has at least one byte, but a work request may transfer 0 bytes.
         return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
 
-    def _bytes_of(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
+    def _read_bytes(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
         data = self._buffer(buffer).data
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(data))
         return bytes(memoryview(data)[offset_bytes : offset_bytes + length_bytes])
@@ -261,5 +261,5 @@ class _Verbs:
         return buffer
 
 
-def _completion_data(completion: verbs.Completion) -> dict[str, Any]:
+def _make_completion_data(completion: verbs.Completion) -> dict[str, Any]:
     return asdict(completion)

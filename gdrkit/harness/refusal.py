@@ -42,33 +42,35 @@ class ObservedRefusal:
         return ", ".join(f"{cause.operation} failed: {cause.status_name} ({cause.status})" for cause in self.causes)
 
 
-def matching_refusals(error: BaseException | None, expected: Sequence[RefusalCause]) -> tuple[ObservedRefusal, ...]:
+def matching_refusals(
+    error: BaseException | None, expected_causes: Sequence[RefusalCause]
+) -> tuple[ObservedRefusal, ...]:
     """Return the refusal of each device in `error` if all equal the expected one, else an empty tuple."""
     if type(error) is not RegistrationFailed:
         return ()
-    refusals = tuple(_refusals_of_devices(error))
-    is_match = bool(refusals) and all(_is_expected(refusal, expected) for refusal in refusals)
+    refusals = tuple(_list_device_refusals(error))
+    is_match = bool(refusals) and all(_is_expected(refusal, expected_causes) for refusal in refusals)
     return tuple(map(_make_observed_refusal, refusals)) if is_match else ()
 
 
-def describe(expected: Sequence[RefusalCause]) -> str:
+def describe(expected_causes: Sequence[RefusalCause]) -> str:
     """Return the expected causes as a text."""
-    return " and ".join(map(str, expected))
+    return " and ".join(map(str, expected_causes))
 
 
-def _refusals_of_devices(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
-    nested = [cause for cause in error.causes if isinstance(cause, RegistrationFailed)]
+def _list_device_refusals(error: RegistrationFailed) -> Iterator[RegistrationFailed]:
+    nested_failures = [cause for cause in error.causes if isinstance(cause, RegistrationFailed)]
     # The error of several devices has one RegistrationFailed per device as its causes. An error with other causes is
     # returned unchanged.
-    if nested and len(nested) == len(error.causes):
-        for cause in nested:
-            yield from _refusals_of_devices(cause)
+    if nested_failures and len(nested_failures) == len(error.causes):
+        for cause in nested_failures:
+            yield from _list_device_refusals(cause)
     else:
         yield error
 
 
-def _is_expected(error: RegistrationFailed, expected: Sequence[RefusalCause]) -> bool:
-    if error.reason is not Reason.NO_ROUTE or len(error.causes) != len(expected):
+def _is_expected(error: RegistrationFailed, expected_causes: Sequence[RefusalCause]) -> bool:
+    if error.reason is not Reason.NO_ROUTE or len(error.causes) != len(expected_causes):
         return False
     return all(
         isinstance(cause, ApiError)
@@ -76,7 +78,7 @@ def _is_expected(error: RegistrationFailed, expected: Sequence[RefusalCause]) ->
         and cause.operation == expected_cause.operation
         and cause.errno is not None
         and errno_name(cause.errno) == expected_cause.errno
-        for cause, expected_cause in zip(error.causes, expected, strict=True)
+        for cause, expected_cause in zip(error.causes, expected_causes, strict=True)
     )
 
 

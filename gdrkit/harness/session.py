@@ -57,9 +57,9 @@ class Session:
         self.strict = strict
         # If a user of another project gives no profile, it is unknown which hardware the machine should have.
         self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
-        self.records = _path(config, "records")
-        self.plan = _path(config, "plan")
-        self.cases = _path(config, "cases")
+        self.records = _parse_path(config, "records")
+        self.plan = _parse_path(config, "plan")
+        self.cases = _parse_path(config, "cases")
         self.required_substrates = parse_substrate(config.getoption("gdrkit_substrate", None))
         self.seed: int = config.getoption("gdrkit_seed", None)
         if self.seed is None:
@@ -72,7 +72,7 @@ class Session:
     @cached_property
     def facts(self) -> Facts:
         """The facts in the file of ``--facts``, or the facts about this machine without that option."""
-        path = _path(self._config, "facts")
+        path = _parse_path(self._config, "facts")
         return probe() if path is None else Facts.from_json(path.read_bytes())
 
     @cached_property
@@ -168,6 +168,6 @@ def parse_substrate(text: str | None) -> Mapping[str, Substrate]:
     return substrates
 
 
-def _path(config: pytest.Config, name: str) -> Path | None:
+def _parse_path(config: pytest.Config, name: str) -> Path | None:
     value = config.getoption(f"gdrkit_{name}", None)
     return None if value is None else Path(value).absolute()

@@ -72,7 +72,7 @@ class OpenReports(Closeable):
 
     def __init__(self) -> None:
         flags = _FAN_CLOEXEC | _FAN_NONBLOCK | _FAN_REPORT_DIR_FID | _FAN_REPORT_NAME
-        self._descriptor = _check(_function("fanotify_init")(flags, os.O_RDONLY), "fanotify_init")
+        self._descriptor = _check(_find_function("fanotify_init")(flags, os.O_RDONLY), "fanotify_init")
         self.overflow_count = 0
         self._handle = Handle("host.fanotify")
 
@@ -88,7 +88,7 @@ class OpenReports(Closeable):
         OSError
             EPERM: not permitted. ENODEV, EOPNOTSUPP, EXDEV: the file system has no id or no file handles.
         """
-        result = _function("fanotify_mark")(
+        result = _find_function("fanotify_mark")(
             self._descriptor, _FAN_MARK_ADD | _FAN_MARK_FILESYSTEM, ctypes.c_uint64(_FAN_OPEN), descriptor, None
         )
         _check(result, "fanotify_mark")
@@ -135,7 +135,7 @@ def open_by_handle(handle: bytes, *, mount_descriptor: int) -> int:
     OSError
         ESTALE: the folder was removed. EPERM: this process has no CAP_DAC_READ_SEARCH.
     """
-    result = _function("open_by_handle_at")(mount_descriptor, handle, os.O_PATH | os.O_CLOEXEC)
+    result = _find_function("open_by_handle_at")(mount_descriptor, handle, os.O_PATH | os.O_CLOEXEC)
     return _check(result, "open_by_handle_at")
 
 
@@ -158,7 +158,7 @@ def _check(result: int, function_name: str) -> int:
 
 
 @cache
-def _function(name: str) -> Any:
+def _find_function(name: str) -> Any:
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_int
     return function

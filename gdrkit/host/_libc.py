@@ -117,7 +117,7 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
     OSError
         EPERM: this thread may not do so. The errors of setgroups(2).
     """
-    previous_uid, previous_gid = _file_ids()
+    previous_uid, previous_gid = _hold_file_ids()
     previous_groups = os.getgroups()
     try:
         _set_thread_groups(groups)
@@ -130,7 +130,7 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
         _set_thread_groups(previous_groups)
 
 
-def _file_ids() -> tuple[int, int]:
+def _hold_file_ids() -> tuple[int, int]:
     """Return the user and the group with whose rights this thread uses files."""
     library = ctypes.CDLL(None)
     # A call with an invalid number changes nothing and returns the current number.
@@ -143,7 +143,7 @@ def _set_file_ids(uid: int, gid: int) -> None:
     library.setfsgid(ctypes.c_uint32(gid))
     library.setfsuid(ctypes.c_uint32(uid))
     # The two functions report no errors.
-    if _file_ids() != (uid, gid):
+    if _hold_file_ids() != (uid, gid):
         raise OSError(errno.EPERM, f"this thread may not act as user {uid} and group {gid}")
 
 

@@ -108,12 +108,14 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
     """
     if len(data) < HEADER_BYTES:
         raise _malformed_error(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
-    standard = dict(_standard_capabilities(data, name))
-    extended = dict(_extended_capabilities(data, name))
+    standard = dict(_list_standard_capabilities(data, name))
+    extended_capabilities = dict(_list_extended_capabilities(data, name))
     express_offset = standard.get(_EXPRESS_ID)
     device_control = None if express_offset is None else _read_word(data, express_offset + _DEVICE_CONTROL_OFFSET)
     acs, ats = (
-        _read_word(data, offset + _CONTROL_OFFSET) if (offset := extended.get(capability_id)) is not None else None
+        _read_word(data, offset + _CONTROL_OFFSET)
+        if (offset := extended_capabilities.get(capability_id)) is not None
+        else None
         for capability_id in (_ACS_ID, _ATS_ID)
     )
     return ConfigSpace(
@@ -127,38 +129,38 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
     )
 
 
-def _standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
+def _list_standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each capability in the first 256 bytes."""
     if len(data) <= HEADER_BYTES or not (_read_word(data, _STATUS_OFFSET) or 0) & _STATUS_HAS_CAPABILITIES:
         return
-    visited: set[int] = set()
+    visited_offsets: set[int] = set()
     offset = data[_FIRST_CAPABILITY_OFFSET] & ~3
     while offset:
-        if offset in visited:
+        if offset in visited_offsets:
             raise _malformed_error(name, f"the list of capabilities loops at {offset:#x}")
         if not HEADER_BYTES <= offset < min(len(data), _STANDARD_END) - 1:
             raise _malformed_error(
                 name, f"the list of capabilities leads to {offset:#x}, outside the {len(data)} bytes"
             )
-        visited.add(offset)
+        visited_offsets.add(offset)
         yield data[offset], offset
         offset = data[offset + 1] & ~3
 
 
-def _extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
+def _list_extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, int]]:
     """Yield the id and the offset of each extended capability, which are after the first 256 bytes."""
     if len(data) <= _EXTENDED_BEGIN:
         return
-    visited: set[int] = set()
+    visited_offsets: set[int] = set()
     offset = _EXTENDED_BEGIN
     while offset:
-        if offset in visited:
+        if offset in visited_offsets:
             raise _malformed_error(name, f"the list of extended capabilities loops at {offset:#x}")
         if not _EXTENDED_BEGIN <= offset <= len(data) - 4:
             raise _malformed_error(
                 name, f"the list of extended capabilities leads to {offset:#x}, outside the {len(data)} bytes"
             )
-        visited.add(offset)
+        visited_offsets.add(offset)
         (header,) = struct.unpack_from("<I", data, offset)
         if header in _EMPTY_HEADERS:
             return

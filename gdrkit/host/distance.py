@@ -31,9 +31,9 @@ def pci_path(tree: HostTree, address: str) -> tuple[str, ...]:
 
     The result is empty if there is no such device.
     """
-    target = tree.link_parts(f"{_PCI}/{address}") if address else ()
-    start = next((index for index, part in enumerate(target) if part.startswith("pci") and ":" in part), None)
-    return () if start is None else target[start:]
+    path_parts = tree.link_parts(f"{_PCI}/{address}") if address else ()
+    start = next((index for index, part in enumerate(path_parts) if part.startswith("pci") and ":" in part), None)
+    return () if start is None else path_parts[start:]
 
 
 def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Distance:
@@ -41,9 +41,9 @@ def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Dis
     first_path, second_path = pci_path(tree, first_address), pci_path(tree, second_address)
     if not first_path or not second_path:
         return Distance.UNKNOWN
-    shared_count = _shared_part_count(first_path, second_path)
+    shared_count = _count_shared_parts(first_path, second_path)
     if shared_count == 0:
-        numa_nodes = {_numa_node(tree, first_address), _numa_node(tree, second_address)}
+        numa_nodes = {_read_numa_node(tree, first_address), _read_numa_node(tree, second_address)}
         # On a host with one NUMA node, numa_node of every device is -1.
         return Distance.NODE if len(numa_nodes) == 1 else Distance.SYS
     if shared_count == 1:
@@ -54,12 +54,12 @@ def pci_distance(tree: HostTree, first_address: str, second_address: str) -> Dis
     return Distance.PIX if bridge_count <= 1 else Distance.PXB
 
 
-def _numa_node(tree: HostTree, address: str) -> int:
+def _read_numa_node(tree: HostTree, address: str) -> int:
     numa_node = tree.number(f"{_PCI}/{address}/numa_node")
     return -1 if numa_node is None else numa_node
 
 
-def _shared_part_count(first_path: Sequence[str], second_path: Sequence[str]) -> int:
+def _count_shared_parts(first_path: Sequence[str], second_path: Sequence[str]) -> int:
     """Return the number of parts with which both paths begin, without the devices at their ends."""
     count = 0
     for first_part, second_part in zip(first_path[:-1], second_path[:-1], strict=False):

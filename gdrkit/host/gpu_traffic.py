@@ -93,8 +93,8 @@ class _Gpu:
     handle: Any
     pci_bus_id: str
     minor: int
-    received: WrappingCounter = field(default_factory=WrappingCounter)
-    sent: WrappingCounter = field(default_factory=WrappingCounter)
+    received_counter: WrappingCounter = field(default_factory=WrappingCounter)
+    sent_counter: WrappingCounter = field(default_factory=WrappingCounter)
     has_pcie: bool = False
     nvlink_first: tuple[int, int] | None = None
     process_ids: set[int] = field(default_factory=set)
@@ -163,7 +163,7 @@ class GpuTrafficCounter:
             self._thread.join()
             self._thread = None
         self._read_pcie()
-        return tuple(map(_traffic_of, self._gpus))
+        return tuple(map(_make_traffic, self._gpus))
 
     def _run(self) -> None:
         while not self._stop.wait(_PERIOD_S):
@@ -176,11 +176,11 @@ class GpuTrafficCounter:
                 continue
             now_s = time.monotonic()
             gpu.has_pcie = True
-            gpu.sent.add(sent, now_s)
-            gpu.received.add(received, now_s)
+            gpu.sent_counter.add(sent, now_s)
+            gpu.received_counter.add(received, now_s)
 
 
-def _traffic_of(gpu: _Gpu) -> GpuTraffic:
+def _make_traffic(gpu: _Gpu) -> GpuTraffic:
     nvlink_last = _read_nvlinks(gpu.handle)
     sent_bytes = received_bytes = None
     if gpu.nvlink_first is not None and nvlink_last is not None:
@@ -190,11 +190,11 @@ def _traffic_of(gpu: _Gpu) -> GpuTraffic:
     return GpuTraffic(
         pci_bus_id=gpu.pci_bus_id,
         minor=gpu.minor,
-        pcie_received_bytes=gpu.received.growth if gpu.has_pcie else None,
-        pcie_sent_bytes=gpu.sent.growth if gpu.has_pcie else None,
+        pcie_received_bytes=gpu.received_counter.growth if gpu.has_pcie else None,
+        pcie_sent_bytes=gpu.sent_counter.growth if gpu.has_pcie else None,
         nvlink_received_bytes=received_bytes,
         nvlink_sent_bytes=sent_bytes,
-        late_count=max(gpu.received.late_count, gpu.sent.late_count),
+        late_count=max(gpu.received_counter.late_count, gpu.sent_counter.late_count),
         process_ids=tuple(sorted(gpu.process_ids)),
     )
 

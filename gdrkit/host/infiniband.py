@@ -81,27 +81,27 @@ class RdmaDevice:
 
 def rdma_devices(tree: HostTree) -> tuple[RdmaDevice, ...]:
     """Return every RDMA device of the kernel, by name."""
-    return tuple(_device(tree, name) for name in tree.names(_DEVICES))
+    return tuple(_read_device(tree, name) for name in tree.names(_DEVICES))
 
 
-def _device(tree: HostTree, name: str) -> RdmaDevice:
+def _read_device(tree: HostTree, name: str) -> RdmaDevice:
     folder = f"{_DEVICES}/{name}"
     has_device = tree.exists(f"{folder}/device")
     port_numbers = sorted(int(entry) for entry in tree.names(f"{folder}/ports") if entry.isdecimal())
     numa_node = tree.number(f"{folder}/device/numa_node")
     return RdmaDevice(
         name=name,
-        driver=_software_driver(tree, folder) or tree.link_name(f"{folder}/device/driver"),
+        driver=_find_software_driver(tree, folder) or tree.link_name(f"{folder}/device/driver"),
         has_device=has_device,
         node_guid=tree.text(f"{folder}/node_guid"),
         firmware=tree.text(f"{folder}/fw_ver"),
         pci_address=tree.link_name(f"{folder}/device") if has_device else None,
         numa_node=None if numa_node is None or numa_node < 0 else numa_node,
-        ports=tuple(_port(tree, f"{folder}/ports/{port_number}", port_number) for port_number in port_numbers),
+        ports=tuple(_read_port(tree, f"{folder}/ports/{port_number}", port_number) for port_number in port_numbers),
     )
 
 
-def _software_driver(tree: HostTree, folder: str) -> str | None:
+def _find_software_driver(tree: HostTree, folder: str) -> str | None:
     # The driver link of rxe and siw does not distinguish them from hardware, because it is the link of the network
     # interface that they use. rxe has a file `parent` in sysfs. The node description of both begins with their name. A
     # user can change the description, but no hardware driver sets it to these names.
@@ -111,17 +111,17 @@ def _software_driver(tree: HostTree, folder: str) -> str | None:
     return "siw" if description.startswith(("siw", "Software iWARP")) else None
 
 
-def _port(tree: HostTree, folder: str, port_number: int) -> PortFacts:
+def _read_port(tree: HostTree, folder: str, port_number: int) -> PortFacts:
     return PortFacts(
         number=port_number,
-        state=_enum_name(tree.text(f"{folder}/state")),
-        physical_state=_enum_name(tree.text(f"{folder}/phys_state")),
+        state=_read_enum_name(tree.text(f"{folder}/state")),
+        physical_state=_read_enum_name(tree.text(f"{folder}/phys_state")),
         rate=tree.text(f"{folder}/rate"),
         link_layer=tree.text(f"{folder}/link_layer"),
         lid=tree.number(f"{folder}/lid", base=0),
     )
 
 
-def _enum_name(text: str | None) -> str | None:
+def _read_enum_name(text: str | None) -> str | None:
     # "4: ACTIVE" is the value and the name of the enum.
     return None if text is None else text.partition(":")[2].strip() or text

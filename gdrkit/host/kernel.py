@@ -60,13 +60,13 @@ class KernelFacts:
 def kernel_facts(tree: HostTree) -> KernelFacts:
     """Read the facts about the kernel of `tree`."""
     words = (tree.text("/proc/cmdline") or "").split()
-    loaded = set(tree.names("/sys/module"))
+    loaded_modules = set(tree.names("/sys/module"))
     return KernelFacts(
         release=tree.text("/proc/sys/kernel/osrelease"),
-        distribution=_distribution(tree.text("/etc/os-release") or ""),
+        distribution=_read_distribution(tree.text("/etc/os-release") or ""),
         iommu_arguments=tuple(word for word in words if word.startswith(_IOMMU_ARGUMENT_PREFIXES)),
         iommu_group_count=len(tree.names("/sys/kernel/iommu_groups")),
-        modules=tuple(name for name in _MODULES if name in loaded),
+        modules=tuple(name for name in _MODULES if name in loaded_modules),
     )
 
 
@@ -78,7 +78,7 @@ def nvidia_driver_version(tree: HostTree) -> str | None:
     return match.group() if match else None
 
 
-def _distribution(text: str) -> str | None:
+def _read_distribution(text: str) -> str | None:
     for line in text.splitlines():
         name, _, value = line.partition("=")
         if name == "PRETTY_NAME":

@@ -43,10 +43,11 @@ def find_library(tree: HostTree, soname: str, *, search_path: Iterable[str] = ()
 
 def find_libraries(tree: HostTree, sonames: Iterable[str], *, search_path: Iterable[str] = ()) -> dict[str, str | None]:
     """Return the result of :func:`find_library` for several names, with one read of the loader's cache."""
-    cached, folders = cached_libraries(tree), tuple(search_path)
+    cached_paths, folders = cached_libraries(tree), tuple(search_path)
     return {
         soname: next(
-            filter(tree.exists, loader.search_paths(soname, search_path=folders, cached=cached.get(soname, ()))), None
+            filter(tree.exists, loader.search_paths(soname, search_path=folders, cached=cached_paths.get(soname, ()))),
+            None,
         )
         for soname in sonames
     }

@@ -54,13 +54,13 @@ class Limits:
 def process_limits(tree: HostTree, *, process: str = "self") -> Limits:
     """Read the limits of a process, which is a process ID or ``self``."""
     text = tree.text(f"/proc/{process}/limits") or ""
-    locked_memory = _soft_limit(text, "Max locked memory")
-    open_files = _soft_limit(text, "Max open files")
+    locked_memory = _read_soft_limit(text, "Max locked memory")
+    open_files = _read_soft_limit(text, "Max open files")
     return Limits(
         memlock_bytes=int(locked_memory) if locked_memory is not None and locked_memory.isdecimal() else None,
         memlock_known=locked_memory is not None,
         open_files=int(open_files) if open_files is not None and open_files.isdecimal() else None,
-        capabilities=_capabilities(tree.text(f"/proc/{process}/status") or ""),
+        capabilities=_read_capabilities(tree.text(f"/proc/{process}/status") or ""),
     )
 
 
@@ -76,12 +76,12 @@ def raise_open_files_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted_limit, hard_limit))
 
 
-def _soft_limit(text: str, name: str) -> str | None:
+def _read_soft_limit(text: str, name: str) -> str | None:
     match = re.search(rf"^{re.escape(name)}\s+(\d+|unlimited)\s", text, re.MULTILINE)
     return match.group(1) if match else None
 
 
-def _capabilities(status: str) -> tuple[str, ...]:
+def _read_capabilities(status: str) -> tuple[str, ...]:
     match = re.search(r"^CapEff:\s*([0-9a-fA-F]+)\s*$", status, re.MULTILINE)
     bits = int(match.group(1), 16) if match else 0
     return tuple(name for bit, name in _CAPABILITIES.items() if bits >> bit & 1)

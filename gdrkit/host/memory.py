@@ -78,7 +78,7 @@ class HostBuffer(MemoryResource):
 
     def fill(self, byte: int, *, offset_bytes: int = 0, length_bytes: int | None = None) -> None:
         """Set every byte of the range to `byte` (0 to 255). Without `length_bytes`, fill to the end of the memory."""
-        length_bytes = self._checked_length(offset_bytes, length_bytes)
+        length_bytes = self._resolve_length(offset_bytes, length_bytes)
         if not 0 <= byte <= 0xFF:  # noqa: PLR2004 - the largest byte.
             message = f"byte must be 0 to 255, not {byte}"
             raise UsageError(message)

@@ -103,11 +103,11 @@ def nvml_facts() -> NvmlFacts:
         count = _nvml.call("nvmlDeviceGetCount")
         handles = [_nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
         handle_of = {_nvml.pci_bus_id(handle): handle for handle in handles}
-        gpus = tuple(_gpu_link(address, handle_of) for address in handle_of)
+        gpus = tuple(_query_gpu_link(address, handle_of) for address in handle_of)
         return NvmlFacts(driver_version=_nvml.call("nvmlSystemGetDriverVersion"), gpus=gpus)
 
 
-def _gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
+def _query_gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
     handle = handle_of[address]
     levels = {
         other_address: _nvml.call_if_supported("nvmlDeviceGetTopologyCommonAncestor", handle, other_handle)
@@ -125,11 +125,11 @@ def _gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
         bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
         bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
         common_ancestor={address: int(level) for address, level in levels.items() if level is not None},
-        health=_gpu_health(handle),
+        health=_query_gpu_health(handle),
     )
 
 
-def _gpu_health(handle: object) -> GpuHealth:
+def _query_gpu_health(handle: object) -> GpuHealth:
     ecc_modes = _nvml.call_if_supported("nvmlDeviceGetEccMode", handle)
     # Corrected and uncorrected rows, whether a replacement is pending, and whether one failed.
     rows = _nvml.call_if_supported("nvmlDeviceGetRemappedRows", handle)
@@ -138,15 +138,15 @@ def _gpu_health(handle: object) -> GpuHealth:
         vbios=_nvml.call_if_supported("nvmlDeviceGetVbiosVersion", handle),
         gsp_firmware=_nvml.call_if_supported("nvmlDeviceGetGspFirmwareVersion", handle),
         is_ecc_enabled=None if ecc_modes is None else bool(ecc_modes[0]),
-        corrected_errors=_error_count(handle, _CORRECTED),
-        uncorrected_errors=_error_count(handle, _UNCORRECTED),
+        corrected_errors=_query_error_count(handle, _CORRECTED),
+        uncorrected_errors=_query_error_count(handle, _UNCORRECTED),
         is_remapping_pending=None if rows is None else bool(rows[2]),
         has_remapping_failed=None if rows is None else bool(rows[3]),
         active_nvlinks=_count_active_nvlinks(handle),
     )
 
 
-def _error_count(handle: object, error_type: int) -> int | None:
+def _query_error_count(handle: object, error_type: int) -> int | None:
     count = _nvml.call_if_supported("nvmlDeviceGetTotalEccErrors", handle, error_type, _VOLATILE_ECC)
     return None if count is None else int(count)
 

@@ -52,12 +52,12 @@ def port_counters(tree: HostTree) -> tuple[PortCounters, ...]:
 def port_growth(before: PortCounters, after: PortCounters) -> PortGrowth:
     """Return by how many bytes the counters of a port grew."""
     return PortGrowth(
-        sent_bytes=_difference(before.sent_bytes, after.sent_bytes),
-        received_bytes=_difference(before.received_bytes, after.received_bytes),
+        sent_bytes=_compute_difference(before.sent_bytes, after.sent_bytes),
+        received_bytes=_compute_difference(before.received_bytes, after.received_bytes),
     )
 
 
-def _difference(before: int | None, after: int | None) -> int | None:
+def _compute_difference(before: int | None, after: int | None) -> int | None:
     return None if before is None or after is None else after - before
 
 
@@ -66,17 +66,17 @@ def read_port(tree: HostTree, device: str, port: int) -> PortCounters:
     folder = f"{_DEVICES}/{device}/ports/{port}/counters"
     # The rxe driver counts packets in hw_counters only.
     hw_folder = f"{_DEVICES}/{device}/ports/{port}/hw_counters"
-    sent, received = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
+    sent_words, received_words = tree.number(f"{folder}/port_xmit_data"), tree.number(f"{folder}/port_rcv_data")
     return PortCounters(
         device=device,
         port=port,
-        sent_bytes=None if sent is None else sent * _WORD_BYTES,
-        received_bytes=None if received is None else received * _WORD_BYTES,
-        sent_packets=_first_number(tree, f"{folder}/port_xmit_packets", f"{hw_folder}/sent_pkts"),
-        received_packets=_first_number(tree, f"{folder}/port_rcv_packets", f"{hw_folder}/rcvd_pkts"),
+        sent_bytes=None if sent_words is None else sent_words * _WORD_BYTES,
+        received_bytes=None if received_words is None else received_words * _WORD_BYTES,
+        sent_packets=_parse_first_number(tree, f"{folder}/port_xmit_packets", f"{hw_folder}/sent_pkts"),
+        received_packets=_parse_first_number(tree, f"{folder}/port_rcv_packets", f"{hw_folder}/rcvd_pkts"),
     )
 
 
-def _first_number(tree: HostTree, *paths: str) -> int | None:
+def _parse_first_number(tree: HostTree, *paths: str) -> int | None:
     """Return the number in the first of the files that can be read, or None."""
     return next((count for path in paths if (count := tree.number(path)) is not None), None)

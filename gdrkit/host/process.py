@@ -58,9 +58,9 @@ def this_process(tree: HostTree | None = None) -> ProcessIdentity:
     """Return the identity of this process."""
     tree = HostTree() if tree is None else tree
     return ProcessIdentity(
-        boot_id=_boot_id(tree),
+        boot_id=_read_boot_id(tree),
         process_id=os.getpid(),
-        namespace=_namespace(tree),
+        namespace=_read_namespace(tree),
         started_ticks=_start_time_and_state(tree, "self")[0] or 0,
     )
 
@@ -72,7 +72,7 @@ def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessId
     if started_ticks is None:
         return None
     return ProcessIdentity(
-        boot_id=_boot_id(tree), process_id=process_id, namespace=_namespace(tree), started_ticks=started_ticks
+        boot_id=_read_boot_id(tree), process_id=process_id, namespace=_read_namespace(tree), started_ticks=started_ticks
     )
 
 
@@ -82,10 +82,10 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     A process cannot see processes of another PID namespace, or processes that /proc hides from its user.
     """
     tree = HostTree() if tree is None else tree
-    boot_id = _boot_id(tree)
+    boot_id = _read_boot_id(tree)
     if boot_id != identity.boot_id and any(boot_id) and any(identity.boot_id):
         return False
-    namespace = _namespace(tree)
+    namespace = _read_namespace(tree)
     if not namespace or namespace != identity.namespace:
         return None
     started_ticks, state = _start_time_and_state(tree, str(identity.process_id))
@@ -111,8 +111,8 @@ def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None)
     # A child has a larger process ID than its parent, unless the numbers have wrapped around.
     for name in sorted(filter(str.isdecimal, tree.names("/proc")), key=int):
         text = tree.text(f"/proc/{name}/stat") or ""
-        program, _, rest = text.partition("(")[2].rpartition(")")
-        fields = rest.split()
+        program, _, remaining_fields = text.partition("(")[2].rpartition(")")
+        fields = remaining_fields.split()
         if not fields or int(name) == os.getpid():
             continue
         is_member = int(name) == process_id or int(fields[_PARENT_FIELD - _FIRST_FIELD_AFTER_NAME]) in programs
@@ -148,7 +148,7 @@ def _exists(process_id: int) -> bool | None:
     return None
 
 
-def _boot_id(tree: HostTree) -> bytes:
+def _read_boot_id(tree: HostTree) -> bytes:
     text = tree.text("/proc/sys/kernel/random/boot_id") or ""
     try:
         return uuid.UUID(text).bytes
@@ -156,7 +156,7 @@ def _boot_id(tree: HostTree) -> bytes:
         return bytes(BOOT_ID_BYTES)
 
 
-def _namespace(tree: HostTree) -> int:
+def _read_namespace(tree: HostTree) -> int:
     match = re.fullmatch(r"pid:\[(\d+)\]", tree.link_name("/proc/self/ns/pid") or "")
     return int(match[1]) & 0xFFFF_FFFF if match else 0
 

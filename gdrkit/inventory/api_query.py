@@ -63,7 +63,7 @@ def query_cuda() -> CudaFacts:
     from gdrkit import cuda
 
     major, minor = cuda.driver_version()
-    devices = tuple(_device_facts(cuda.Device(index)) for index in range(cuda.device_count()))
+    devices = tuple(_collect_device_facts(cuda.Device(index)) for index in range(cuda.device_count()))
     return CudaFacts(
         driver_version=f"{major}.{minor}",
         devices=devices,
@@ -83,7 +83,7 @@ def query_verbs() -> VerbsFacts:
     from gdrkit import verbs
 
     nodes: dict[evidence.DeviceNode, None] = {}
-    nics = tuple(_nic_facts(info, nodes) for info in verbs.list_nics())
+    nics = tuple(_collect_nic_facts(info, nodes) for info in verbs.list_nics())
     return VerbsFacts(nics=nics, libraries=identifying_libraries(evidence.libraries()), nodes=tuple(nodes))
 
 
@@ -138,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _device_facts(device: Device) -> CudaDeviceFacts:
+def _collect_device_facts(device: Device) -> CudaDeviceFacts:
     from gdrkit.cuda import DeviceAttribute
 
     with device:
@@ -147,11 +147,11 @@ def _device_facts(device: Device) -> CudaDeviceFacts:
             name=device.name,
             uuid=device.uuid,
             pci_bus_id=device.pci_bus_id,
-            attributes=dict(_supported_attributes(device, DeviceAttribute)),
+            attributes=dict(_query_supported_attributes(device, DeviceAttribute)),
         )
 
 
-def _supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
+def _query_supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[str, int]]:
     for name in _ATTRIBUTE_NAMES:
         try:
             yield name, device.attribute(getattr(enumeration, name))
@@ -162,7 +162,7 @@ def _supported_attributes(device: Device, enumeration: type) -> Iterator[tuple[s
                 raise
 
 
-def _nic_facts(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
+def _collect_nic_facts(info: NicInfo, nodes: dict[evidence.DeviceNode, None]) -> NicFacts:
     """Open one NIC and query it. Add to `nodes` the character devices that this process has open at that time."""
     from gdrkit import verbs
 

@@ -91,7 +91,7 @@ def parse_capture(data: bytes, *, name: str = "capture") -> Capture:
 def _decompress(data: bytes, name: str) -> bytes:
     decompressor = zlib.decompressobj(wbits=31)
     try:
-        decompressed = decompressor.decompress(data, _FILE_BYTES_MAX)
+        decompressed_data = decompressor.decompress(data, _FILE_BYTES_MAX)
     except zlib.error as error:
         message = f"{name}: not gzip: {error}"
         raise UsageError(message, reason=Reason.MALFORMED) from error
@@ -100,7 +100,7 @@ def _decompress(data: bytes, name: str) -> bytes:
         problem = f"more than {_FILE_BYTES_MAX} bytes when decompressed" if is_too_long else "the gzip data is cut off"
         message = f"{name}: {problem}"
         raise UsageError(message, reason=Reason.MALFORMED)
-    return decompressed
+    return decompressed_data
 
 
 def _parse_json(data: bytes, name: str) -> Capture:

@@ -81,11 +81,11 @@ def diagnose(machine: Machine, *, rules: Iterable[Rule] = RULES) -> Diagnosis:
         missing=tuple(_list_missing(machine)),
         findings=findings,
         unreadable=tuple(unreadable.values()),
-        privileges=tuple(_missing_privileges(machine)),
+        privileges=tuple(_list_missing_privileges(machine)),
     )
 
 
-def _missing_privileges(machine: Machine) -> Iterator[str]:
+def _list_missing_privileges(machine: Machine) -> Iterator[str]:
     def rules_that_need(capability: str) -> str:
         return ", ".join(rule.code for rule in RULES if capability in rule.privilege)
 

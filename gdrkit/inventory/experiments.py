@@ -49,7 +49,7 @@ def _try_p2p() -> dict[str, str]:
     from gdrkit import cuda, registration
 
     observations: dict[str, str] = {}
-    for nic_name, port in _active_nics():
+    for nic_name, port in _list_active_nics():
         for index in range(cuda.device_count()):
             with ExitStack() as stack:
                 nic, device = _open_nic_and_device(stack, nic_name, port, index)
@@ -87,7 +87,7 @@ def _try_stale_key() -> dict[str, str]:
     """
     from gdrkit import cuda, registration
 
-    nics = _active_nics()
+    nics = _list_active_nics()
     with ExitStack() as stack:
         nic, device = _open_nic_and_device(stack, *nics[0], 0)
         freed_memory = stack.enter_context(device.allocate(2 * MIB))
@@ -122,7 +122,7 @@ def _try_flush() -> dict[str, str]:
     from gdrkit import cuda, registration
 
     observations: dict[str, str] = {}
-    nics = _active_nics()
+    nics = _list_active_nics()
     for index in range(cuda.device_count()):
         with ExitStack() as stack:
             nic, device = _open_nic_and_device(stack, *nics[0], index)
@@ -217,7 +217,7 @@ def _fill_bounce_buffer_pool() -> dict[str, str]:
     }
 
 
-def _active_nics() -> list[tuple[str, int]]:
+def _list_active_nics() -> list[tuple[str, int]]:
     from gdrkit import verbs
 
     nics = [(info.name, info.active_port) for info in verbs.list_nics() if info.active_port is not None]
@@ -234,7 +234,7 @@ def _open_nic_and_device(stack: ExitStack, nic_name: str, port: int, index: int)
     return nic, stack.enter_context(cuda.Device(index))
 
 
-def _file_of_descriptor_0() -> tuple[int, int] | None:
+def _identify_descriptor_0() -> tuple[int, int] | None:
     """Return what identifies the file of descriptor 0, or None if the descriptor is closed."""
     try:
         status = os.fstat(0)
@@ -267,14 +267,14 @@ def main(arguments: list[str] | None = None) -> int:
     if name not in EXPERIMENTS:
         message = f"the experiment must be one of {', '.join(EXPERIMENTS)}, not {name!r}"
         raise UsageError(message)
-    file_before = _file_of_descriptor_0()
+    file_before = _identify_descriptor_0()
     observations: dict[str, str] = {}
     failure: ApiFailure | None = None
     try:
         observations = EXPERIMENTS[name]()
     except GdrkitError as error:
         failure = ApiFailure.of(error, api=name, operation=name)
-    if _file_of_descriptor_0() != file_before:
+    if _identify_descriptor_0() != file_before:
         observations[DESCRIPTOR_0] = "was closed"
     result = {"facts": serialization.to_json_data(observations), "failure": serialization.to_json_data(failure)}
     with os.fdopen(int(descriptor), "w", encoding="utf-8") as file:

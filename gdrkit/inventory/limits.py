@@ -53,8 +53,11 @@ def path_limit(topology: Topology, facts: Facts, names: Collection[str]) -> Limi
         return None
     devices = [device for device in topology.places if device.name in names]
     return _find_slowest(
-        *(_link_limit(device.name, _best_link(device.address, facts) or device.link) for device in devices),
-        *_port_limits(facts, names),
+        *(
+            _compute_link_limit(device.name, _find_best_link(device.address, facts) or device.link)
+            for device in devices
+        ),
+        *_compute_port_limits(facts, names),
     )
 
 
@@ -66,13 +69,15 @@ def device_limit(facts: Facts, *, devices: Collection[int], nics: Collection[str
     """
     if facts.virtual_machine is not None:
         return None
-    all_limits: list[Limit | None] = [*_port_limits(facts, nics)]
+    all_limits: list[Limit | None] = [*_compute_port_limits(facts, nics)]
     for device in facts.cuda.devices if facts.cuda else ():
         address = device.pci_bus_id.lower()
         function = next((function for function in facts.gpus if function.address.lower() == address), None)
         trained_link = "" if function is None else f"{function.link_speed} x{function.link_width}"
         if device.index in devices:
-            all_limits.append(_link_limit(f"GPU{device.index}", _best_link(address, facts) or trained_link))
+            all_limits.append(
+                _compute_link_limit(f"GPU{device.index}", _find_best_link(address, facts) or trained_link)
+            )
     return _find_slowest(*all_limits)
 
 
@@ -82,7 +87,7 @@ def _find_slowest(*all_limits: Limit | None) -> Limit | None:
     return min(known_limits, key=lambda limit: limit.gb_per_s, default=None)
 
 
-def _best_link(address: str, facts: Facts) -> str:
+def _find_best_link(address: str, facts: Facts) -> str:
     """Return the fastest link that a GPU and its slot support together, as NVML reports it; empty if it is unknown.
 
     The trained speed is not used, because an idle GPU trains its link for a lower speed than a busy one.
@@ -94,7 +99,7 @@ def _best_link(address: str, facts: Facts) -> str:
     return ""
 
 
-def _link_limit(name: str, link: str) -> Limit | None:
+def _compute_link_limit(name: str, link: str) -> Limit | None:
     match = _LINK.fullmatch(link)
     if match is None:
         return None
@@ -103,7 +108,7 @@ def _link_limit(name: str, link: str) -> Limit | None:
     return Limit(gb_per_s=speed * width * efficiency / 8, why=f"the link of {name}, {link}")
 
 
-def _port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
+def _compute_port_limits(facts: Facts, names: Collection[str]) -> Iterator[Limit]:
     for device in facts.rdma_devices:
         for port in device.ports if device.name in names else ():
             match = _RATE.match(port.rate or "")

@@ -69,44 +69,45 @@ def _shorten(texts: Sequence[str]) -> str:
     return ", ".join(texts[:_NAMES_MAX]) + rest_text
 
 
-def _pcie_generations(facts: Facts) -> list[tuple[str, float | None]]:
+def _list_pcie_generations(facts: Facts) -> list[tuple[str, float | None]]:
     # The greatest generation of both ends is compared, because an idle GPU trains its link for a lower speed.
     if facts.nvml is not None:
         return [(gpu.pci_bus_id, gpu.link_generation_max) for gpu in facts.nvml.gpus]
     generations = {speed: generation for generation, speed in PCIE_SPEEDS_GT_PER_S.items()}
     return [
-        (gpu.address, generations.get(_first_number(gpu.link_speed_max or gpu.link_speed) or 0.0)) for gpu in facts.gpus
+        (gpu.address, generations.get(_parse_first_number(gpu.link_speed_max or gpu.link_speed) or 0.0))
+        for gpu in facts.gpus
     ]
 
 
-def _pcie_lanes(facts: Facts) -> list[tuple[str, float | None]]:
+def _list_pcie_lanes(facts: Facts) -> list[tuple[str, float | None]]:
     if facts.nvml is not None:
         return [(gpu.pci_bus_id, gpu.link_width) for gpu in facts.nvml.gpus]
-    return [(gpu.address, _first_number(gpu.link_width)) for gpu in facts.gpus]
+    return [(gpu.address, _parse_first_number(gpu.link_width)) for gpu in facts.gpus]
 
 
-def _nvlinks(facts: Facts) -> list[tuple[str, float | None]]:
+def _list_nvlinks(facts: Facts) -> list[tuple[str, float | None]]:
     gpus = facts.nvml.gpus if facts.nvml else ()
     return [(gpu.pci_bus_id, gpu.health.active_nvlinks if gpu.health else None) for gpu in gpus]
 
 
-def _port_rates(facts: Facts) -> list[tuple[str, float | None]]:
+def _list_port_rates(facts: Facts) -> list[tuple[str, float | None]]:
     return [
-        (f"{device.name} port {port.number}", _first_number(port.rate) if port.state == "ACTIVE" else 0.0)
+        (f"{device.name} port {port.number}", _parse_first_number(port.rate) if port.state == "ACTIVE" else 0.0)
         for device in facts.rdma_devices
         for port in device.ports
     ]
 
 
-def _first_number(text: str | None) -> float | None:
+def _parse_first_number(text: str | None) -> float | None:
     match = _NUMBER.match(text or "")
     return float(match[0]) if match else None
 
 
 # The functions that return the value of each device, or None if it is unknown.
 LINK_QUANTITIES: dict[str, Callable[[Facts], list[tuple[str, float | None]]]] = {
-    "gpu_nvlinks": _nvlinks,
-    "gpu_pcie_generation": _pcie_generations,
-    "gpu_pcie_lanes": _pcie_lanes,
-    "nic_gbit_per_s": _port_rates,
+    "gpu_nvlinks": _list_nvlinks,
+    "gpu_pcie_generation": _list_pcie_generations,
+    "gpu_pcie_lanes": _list_pcie_lanes,
+    "nic_gbit_per_s": _list_port_rates,
 }

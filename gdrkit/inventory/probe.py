@@ -93,8 +93,8 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         gpus=host.nvidia_gpus(tree),
         nvidia_driver_version=host.nvidia_driver_version(tree),
         rdma_devices=host.rdma_devices(tree),
-        libraries=tuple(_library_facts(tree, environment.get("LD_LIBRARY_PATH", ""))),
-        packages=tuple(PackageFacts(name=name, version=_package_version(name)) for name in _PACKAGES)
+        libraries=tuple(_collect_library_facts(tree, environment.get("LD_LIBRARY_PATH", ""))),
+        packages=tuple(PackageFacts(name=name, version=_find_package_version(name)) for name in _PACKAGES)
         if is_on_disk
         else (),
         limits=host.process_limits(tree),
@@ -107,10 +107,10 @@ def _read_files(tree: host.HostTree, environment: Mapping[str, str]) -> Facts:
         routes_failure=None,
         virtual_machine=host.virtual_machine(tree),
         dmi=host.dmi_strings(tree),
-        config=_config_facts(tree),
+        config=_collect_config_facts(tree),
         nvme=host.nvme_controllers(tree),
         mounts=tuple(mount for mount in host.mounts(tree) if not mount.device.startswith("0:")),
-        cufile=_cufile_facts(tree, environment),
+        cufile=_collect_cufile_facts(tree, environment),
         nvml=None,
         nvml_failure=None,
         accelerators=host.habana_accelerators(tree),
@@ -178,7 +178,7 @@ class _ApiQueries:
             query.close()
 
 
-def _config_facts(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
+def _collect_config_facts(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
     """Return the config space of each GPU, NIC and NVMe controller, and of the bridges above them."""
     devices = [
         device
@@ -207,7 +207,7 @@ def _config_facts(tree: host.HostTree) -> tuple[ConfigFacts, ...]:
     return tuple(config_facts)
 
 
-def _cufile_facts(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
+def _collect_cufile_facts(tree: host.HostTree, environment: Mapping[str, str]) -> CufileFacts:
     version = tree.text("/proc/driver/nvidia-fs/version") if tree.exists("/proc/driver/nvidia-fs") else None
     modules = tree.text("/proc/driver/nvidia-fs/modules") if version else None
     return CufileFacts(
@@ -217,7 +217,7 @@ def _cufile_facts(tree: host.HostTree, environment: Mapping[str, str]) -> Cufile
     )
 
 
-def _library_facts(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
+def _collect_library_facts(tree: host.HostTree, search_path: str) -> Iterator[LibraryFacts]:
     for soname, path in host.find_libraries(tree, _SONAMES, search_path=search_path.split(os.pathsep)).items():
         if path is None:
             yield LibraryFacts(soname=soname, path=None, build_id=None, error=None)
@@ -229,7 +229,7 @@ def _library_facts(tree: host.HostTree, search_path: str) -> Iterator[LibraryFac
             yield LibraryFacts(soname=soname, path=path, build_id=library.build_id, error=library.error)
 
 
-def _package_version(package: str) -> str | None:
+def _find_package_version(package: str) -> str | None:
     import importlib.metadata
 
     try:

@@ -336,8 +336,8 @@ def _check_profile(profile: Profile) -> None:
     causes = [cause for entry in profile.refused for cause in entry.causes]
     problems += [f"{cause.errno!r} is not the name of an errno" for cause in causes if not _is_errno(cause.errno)]
     problems += [f"the refusal of {entry.need} has no cause" for entry in profile.refused if not entry.causes]
-    problems += [problem for entry in profile.expected if (problem := _number_problem(entry))]
-    problems += [problem for link in profile.links if (problem := _link_problem(link))]
+    problems += [problem for entry in profile.expected if (problem := _find_number_problem(entry))]
+    problems += [problem for link in profile.links if (problem := _find_link_problem(link))]
     problems += [
         f"match.dmi must be one of {', '.join(DMI_NAMES)}, not {name!r}"
         for name in profile.match.dmi
@@ -348,7 +348,7 @@ def _check_profile(profile: Profile) -> None:
         raise UsageError(message, reason=Reason.MALFORMED)
 
 
-def _number_problem(entry: ExpectedNumber) -> str:
+def _find_number_problem(entry: ExpectedNumber) -> str:
     """Return what is wrong with an expected number, or an empty text."""
     name = f"expected {entry.number} of {entry.case}"
     if (entry.value is None) == (entry.limit_percent is None):
@@ -360,7 +360,7 @@ def _number_problem(entry: ExpectedNumber) -> str:
     return "" if entry.source else f"{name} has no source"
 
 
-def _link_problem(link: ExpectedLink) -> str:
+def _find_link_problem(link: ExpectedLink) -> str:
     """Return what is wrong with an expected link, or an empty text."""
     if link.quantity not in LINK_QUANTITIES:
         return f"quantity must be one of {', '.join(LINK_QUANTITIES)}, not {link.quantity!r}"

@@ -98,7 +98,7 @@ class Topology:
 def topology(machine: Machine) -> Topology:
     """Return the topology of `machine`."""
     tree = host.HostTree.of(machine.files)
-    devices = tuple(_devices(machine, tree))
+    devices = tuple(_list_devices(machine, tree))
     addresses = {device.address for device in devices}
     functions = {function.address: function for function in machine.functions}
     bridges = dict.fromkeys(address for device in devices for address in device.path[1:] if address not in addresses)
@@ -115,45 +115,45 @@ def topology(machine: Machine) -> Topology:
         },
         bridges={address: _describe_bridge(functions[address]) for address in bridges if address in functions},
         virtual_machine=machine.facts.virtual_machine,
-        numa_cpus=_numa_cpus(tree, devices),
+        numa_cpus=_read_numa_cpus(tree, devices),
     )
 
 
-def _numa_cpus(tree: host.HostTree, devices: Iterable[TopologyDevice]) -> dict[str, str]:
+def _read_numa_cpus(tree: host.HostTree, devices: Iterable[TopologyDevice]) -> dict[str, str]:
     nodes = sorted({device.numa_node for device in devices if device.numa_node is not None})
     cpu_lists = {str(node): tree.text(f"/sys/devices/system/node/node{node}/cpulist") for node in nodes}
     return {node: cpus for node, cpus in cpu_lists.items() if cpus}
 
 
-def _devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:
+def _list_devices(machine: Machine, tree: host.HostTree) -> list[TopologyDevice]:
     devices: list[TopologyDevice] = []
     cuda_index_of_address = {
         device.pci_bus_id.lower(): device.index for device in (machine.facts.cuda.devices if machine.facts.cuda else ())
     }
     gpus = [function for function in machine.functions if host.is_gpu(function)]
     for gpu_index, gpu in enumerate(gpus):
-        devices.append(_device(tree, f"GPU{cuda_index_of_address.get(gpu.address, gpu_index)}", "gpu", gpu))
+        devices.append(_make_device(tree, f"GPU{cuda_index_of_address.get(gpu.address, gpu_index)}", "gpu", gpu))
     functions = {function.address: function for function in machine.functions}
     addresses_with_driver: set[str] = set()
     for nic in machine.facts.rdma_devices:
         if nic.pci_address in functions:
-            devices.append(_device(tree, nic.name, "nic", functions[nic.pci_address]))
+            devices.append(_make_device(tree, nic.name, "nic", functions[nic.pci_address]))
             addresses_with_driver.add(nic.pci_address)
     devices += [
-        _device(tree, function.address, "nic", function)
+        _make_device(tree, function.address, "nic", function)
         for function in machine.functions
         if host.is_nic(function) and function.address not in addresses_with_driver
     ]
     controllers = {item.pci_address: item.name for item in machine.facts.nvme if item.pci_address}
     devices += [
-        _device(tree, controllers.get(function.address, function.address), "nvme", function)
+        _make_device(tree, controllers.get(function.address, function.address), "nvme", function)
         for function in machine.functions
         if host.is_nvme(function)
     ]
     return devices
 
 
-def _device(tree: host.HostTree, name: str, kind: str, function: PciDevice) -> TopologyDevice:
+def _make_device(tree: host.HostTree, name: str, kind: str, function: PciDevice) -> TopologyDevice:
     speed, width = function.link_speed, function.link_width
     is_known = speed is not None and speed[:1].isdigit()
     return TopologyDevice(

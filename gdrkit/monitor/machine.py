@@ -36,7 +36,7 @@ _NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
 _KIB = 1024
 _log = logging.getLogger(__name__)
 # The sources that were already logged as not read, with their causes.
-_logged: set[tuple[tuple[str, str], ...]] = set()
+_logged_errors: set[tuple[tuple[str, str], ...]] = set()
 # Value of the labels for the device and for the type of an object that exists only in a software twin.
 _TWIN = "twin"
 
@@ -76,30 +76,30 @@ def machine_metrics(tree: HostTree | None = None) -> tuple[Metric, ...]:
     """
     tree = HostTree() if tree is None else tree
     not_read = Metric("gdrkit_not_read", "Sources that could not be read, by source and cause; see docs/monitor.md.")
-    twin_uses = _twin_uses(tree, not_read)
+    twin_uses = _read_twin_uses(tree, not_read)
     metrics = (
-        *_rdma_metrics(tree, twin_uses, not_read),
-        *_process_metrics(tree, twin_uses, not_read),
-        *_bar1_metrics(not_read),
-        *_port_metrics(tree, not_read),
-        *_nvidia_fs_metrics(tree, not_read),
-        *_twin_metrics(twin_uses),
+        *_make_rdma_metrics(tree, twin_uses, not_read),
+        *_make_process_metrics(tree, twin_uses, not_read),
+        *_make_bar1_metrics(not_read),
+        *_make_port_metrics(tree, not_read),
+        *_make_nvidia_fs_metrics(tree, not_read),
+        *_make_twin_metrics(twin_uses),
         not_read,
     )
     for labels in not_read.values:
-        if labels not in _logged:
-            _logged.add(labels)
+        if labels not in _logged_errors:
+            _logged_errors.add(labels)
             _log.warning("not read: %s", ", ".join(text for _, text in labels))
     return metrics
 
 
-def _owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
+def _find_owner(tree: HostTree, process_id: int | None) -> dict[str, object]:
     if process_id is None:
         return {"pid": "", "program": "kernel"}
     return {"pid": process_id, "program": (tree.text(f"/proc/{process_id}/comm") or "").strip()}
 
 
-def _rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
+def _make_rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
     pairs = Metric("gdrkit_rdma_queue_pairs", "Queue pairs, from RDMA netlink, or from the record of a software twin.")
     regions = Metric(
         "gdrkit_rdma_regions", "Registered memory regions, from RDMA netlink, or from the record of a software twin."
@@ -116,21 +116,23 @@ def _rdma_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_re
             not_read.add({"source": "rdma_netlink", "cause": error.strerror}, 1)
         else:
             for pair in found_pairs:
-                pairs.add({"device": pair.device, "type": pair.type, **_owner(tree, pair.process_id)}, 1)
+                pairs.add({"device": pair.device, "type": pair.type, **_find_owner(tree, pair.process_id)}, 1)
             for region in found_regions:
-                labels = {"device": region.device, **_owner(tree, region.process_id)}
+                labels = {"device": region.device, **_find_owner(tree, region.process_id)}
                 regions.add(labels, 1)
                 region_bytes.add(labels, region.length_bytes)
     _add_twin_objects(twin_uses, pairs, regions, region_bytes)
     return (pairs, regions, region_bytes)
 
 
-def _process_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric) -> tuple[Metric, ...]:
+def _make_process_metrics(
+    tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not_read: Metric
+) -> tuple[Metric, ...]:
     dmabufs = Metric("gdrkit_dmabufs", "dma-bufs that a process holds, from /proc/PID/fdinfo.")
     dmabuf_bytes = Metric("gdrkit_dmabuf_bytes", "Bytes of the dma-bufs that a process holds, from /proc/PID/fdinfo.")
     descriptors = Metric("gdrkit_descriptors", "Open descriptors of a process that has a GPU, a NIC or a dma-buf open.")
     limits = Metric("gdrkit_descriptors_limit", "Soft limit of open descriptors (RLIMIT_NOFILE) of such a process.")
-    pinned = Metric("gdrkit_pinned_bytes", "Memory that RDMA and drivers pinned for such a process (VmPin).")
+    pinned_metric = Metric("gdrkit_pinned_bytes", "Memory that RDMA and drivers pinned for such a process (VmPin).")
     for name in filter(str.isdecimal, tree.names("/proc")):
         try:
             targets = evidence.descriptors(name)
@@ -139,27 +141,27 @@ def _process_metrics(tree: HostTree, twin_uses: dict[int, list[ProcessUse]], not
         except OSError as error:
             not_read.add({"source": "descriptors_of_processes", "cause": error.strerror}, 1)
             continue
-        held = evidence.held_dmabufs(tree, name, targets)
+        held_dmabufs = evidence.held_dmabufs(tree, name, targets)
         if int(name) in twin_uses:
-            held += twin_dmabufs(tree, name, targets)
-        if not held and not any(target.startswith(_NODES) for target in targets.values()):
+            held_dmabufs += twin_dmabufs(tree, name, targets)
+        if not held_dmabufs and not any(target.startswith(_NODES) for target in targets.values()):
             continue
-        owner = _owner(tree, int(name))
-        for dmabuf in held:
+        owner = _find_owner(tree, int(name))
+        for dmabuf in held_dmabufs:
             labels = {**owner, "exporter": dmabuf.exporter}
             dmabufs.add(labels, 1)
             dmabuf_bytes.add(labels, dmabuf.size_bytes)
         descriptors.add(owner, len(targets))
-        limit = _field(tree.text(f"/proc/{name}/limits"), "Max open files", position=3)
+        limit = _read_field(tree.text(f"/proc/{name}/limits"), "Max open files", position=3)
         if limit is not None:
             limits.add(owner, limit)
-        pinned_kib = _field(tree.text(f"/proc/{name}/status"), "VmPin:", position=1)
+        pinned_kib = _read_field(tree.text(f"/proc/{name}/status"), "VmPin:", position=1)
         if pinned_kib is not None:
-            pinned.add(owner, pinned_kib * _KIB)
-    return (dmabufs, dmabuf_bytes, descriptors, limits, pinned)
+            pinned_metric.add(owner, pinned_kib * _KIB)
+    return (dmabufs, dmabuf_bytes, descriptors, limits, pinned_metric)
 
 
-def _field(text: str | None, line_start: str, *, position: int) -> int | None:
+def _read_field(text: str | None, line_start: str, *, position: int) -> int | None:
     """Return the number at `position` of the words of the line that begins with `line_start`, or None."""
     for line in (text or "").splitlines():
         words = line.split()
@@ -168,9 +170,9 @@ def _field(text: str | None, line_start: str, *, position: int) -> int | None:
     return None
 
 
-def _bar1_metrics(not_read: Metric) -> tuple[Metric, ...]:
+def _make_bar1_metrics(not_read: Metric) -> tuple[Metric, ...]:
     size = Metric("gdrkit_bar1_bytes", "Size of BAR1, through which NICs access GPU memory, from NVML.")
-    used = Metric("gdrkit_bar1_used_bytes", "Used part of BAR1, from NVML.")
+    used_metric = Metric("gdrkit_bar1_used_bytes", "Used part of BAR1, from NVML.")
     if not Path("/dev/nvidiactl").exists():
         not_read.add({"source": "nvml", "cause": "the NVIDIA driver is not loaded"}, 1)
     else:
@@ -182,11 +184,11 @@ def _bar1_metrics(not_read: Metric) -> tuple[Metric, ...]:
             for gpu in gpus:
                 if gpu.bar1_bytes is not None and gpu.bar1_free_bytes is not None:
                     size.add({"gpu": gpu.pci_bus_id}, gpu.bar1_bytes)
-                    used.add({"gpu": gpu.pci_bus_id}, gpu.bar1_bytes - gpu.bar1_free_bytes)
-    return (size, used)
+                    used_metric.add({"gpu": gpu.pci_bus_id}, gpu.bar1_bytes - gpu.bar1_free_bytes)
+    return (size, used_metric)
 
 
-def _port_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
+def _make_port_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
     metrics = {
         name: Metric(f"gdrkit_port_{name}", f"{text} by an RDMA port, from sysfs.", is_counter=True)
         for name, text in (
@@ -207,7 +209,7 @@ def _port_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
     return tuple(metrics.values())
 
 
-def _nvidia_fs_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
+def _make_nvidia_fs_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
     metric = Metric("gdrkit_nvidia_fs", "Counters of /proc/driver/nvidia-fs/stats, by line and name.", is_counter=True)
     nvidia_fs = read_nvidia_fs(tree)
     if nvidia_fs is None:
@@ -220,7 +222,7 @@ def _nvidia_fs_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, ...]:
     return (metric,)
 
 
-def _twin_uses(tree: HostTree, not_read: Metric) -> dict[int, list[ProcessUse]]:
+def _read_twin_uses(tree: HostTree, not_read: Metric) -> dict[int, list[ProcessUse]]:
     """Return what each running process below a `gdrkit run` did and has on software twins (drop-in libraries)."""
     uses: dict[int, list[ProcessUse]] = {}
     uses_of_run: dict[str, list[ProcessUse]] = {}
@@ -256,12 +258,12 @@ def _add_twin_objects(uses: dict[int, list[ProcessUse]], pairs: Metric, regions:
                 region_bytes.add({"device": _TWIN, **owner}, use.region_bytes)
 
 
-def _twin_metrics(uses: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:
+def _make_twin_metrics(uses: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:
     objects = Metric("gdrkit_twin_objects", "Objects that a process created on a software twin.", is_counter=True)
-    moved = Metric("gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True)
+    moved_metric = Metric("gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True)
     for process_id, uses_of_process in uses.items():
         for use in uses_of_process:
             labels = {"api": use.api.value, "pid": process_id, "program": use.program}
             objects.add(labels, use.objects_count)
-            moved.add(labels, use.moved_bytes)
-    return (objects, moved)
+            moved_metric.add(labels, use.moved_bytes)
+    return (objects, moved_metric)

@@ -32,7 +32,7 @@ GAUGES = frozenset(
 # Registrations, dma-bufs that are held open, and pinned memory.
 _SIZED_KINDS = ("verbs.region", "dmabuf_range", "cuda.pinned", "gaudi.host_mapping")
 _lock = threading.Lock()
-_watched: dict[int, tuple[str, str, Callable[[], Statistics]]] = {}
+_watched_objects: dict[int, tuple[str, str, Callable[[], Statistics]]] = {}
 
 
 @contextlib.contextmanager
@@ -50,12 +50,12 @@ def watch(kind: str, statistics: Callable[[], Statistics], *, name: str = "") ->
     """
     key = id(statistics)
     with _lock:
-        _watched[key] = kind, name, statistics
+        _watched_objects[key] = kind, name, statistics
     try:
         yield
     finally:
         with _lock:
-            del _watched[key]
+            del _watched_objects[key]
 
 
 def process_metrics() -> tuple[Metric, ...]:
@@ -63,21 +63,23 @@ def process_metrics() -> tuple[Metric, ...]:
     metrics: dict[str, Metric] = {}
     # With the lock, `watch` cannot return while the statistics of its object are read, so the object is not closed.
     with _lock:
-        for kind, name, statistics in _watched.values():
-            for field, value in _numbers(statistics).items():
+        for kind, name, statistics in _watched_objects.values():
+            for field, value in _list_numbers(statistics).items():
                 full_name = f"gdrkit_{kind}_{field}"
                 help_text = f"Number {field!r} of the statistics of each {kind}."
                 metric = metrics.setdefault(full_name, Metric(full_name, help_text, is_counter=field not in GAUGES))
                 metric.add({"name": name}, value)
     counts = Metric("gdrkit_transfers", "Finished file transfers of gdrkit.gds.", is_counter=True)
-    moved = Metric("gdrkit_transferred_bytes", "Bytes of finished file transfers of gdrkit.gds.", is_counter=True)
+    moved_metric = Metric(
+        "gdrkit_transferred_bytes", "Bytes of finished file transfers of gdrkit.gds.", is_counter=True
+    )
     for route, totals in gds.transfer_totals().items():
         counts.add({"route": route.value}, totals.transfers_count)
-        moved.add({"route": route.value}, totals.moved_bytes)
-    return (*metrics.values(), counts, moved, *_object_metrics())
+        moved_metric.add({"route": route.value}, totals.moved_bytes)
+    return (*metrics.values(), counts, moved_metric, *_make_object_metrics())
 
 
-def _object_metrics() -> tuple[Metric, ...]:
+def _make_object_metrics() -> tuple[Metric, ...]:
     """Return the open objects of this process. Kinds with a size are listed also if no object is open."""
     objects = Metric("gdrkit_open_objects", "Open objects of gdrkit by kind.")
     sizes = Metric("gdrkit_open_object_bytes", "Bytes of the open objects by kind, for kinds that have a size.")
@@ -89,7 +91,7 @@ def _object_metrics() -> tuple[Metric, ...]:
     return (objects, sizes)
 
 
-def _numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:
+def _list_numbers(statistics: Callable[[], Statistics]) -> Mapping[str, int]:
     try:
         numbers = statistics()
     except GdrkitError:

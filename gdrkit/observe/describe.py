@@ -18,7 +18,7 @@ __all__ = ["describe_observation", "render_page"]
 
 def describe_observation(observation: Observation) -> str:
     """Return the verdicts with their evidence, the libraries, and what could not be seen, as lines of text."""
-    return escape_controls("\n".join(_lines(observation)))
+    return escape_controls("\n".join(_describe_lines(observation)))
 
 
 def render_page(observation: Observation) -> str:
@@ -26,30 +26,30 @@ def render_page(observation: Observation) -> str:
     view = {
         "title": " ".join(observation.command),
         "observation": observation,
-        "verdicts": [_verdict(route) for route in observation.routes],
+        "verdicts": [_describe_verdict(route) for route in observation.routes],
     }
     return environment(escaped=True).get_template("observation.html.j2").render(view)
 
 
-def _lines(observation: Observation) -> Iterator[str]:
+def _describe_lines(observation: Observation) -> Iterator[str]:
     for route in observation.routes:
-        yield _verdict(route)
+        yield _describe_verdict(route)
         if route.cause:
             yield f"  because {route.cause}"
         for sentence in route.evidence:
             yield f"  {sentence}"
     for process in observation.processes:
-        yield from _held_objects(process)
+        yield from _describe_held_objects(process)
     for sentence in observation.not_seen:
         yield f"not seen: {sentence}"
 
 
-def _verdict(route: ObservedRoute) -> str:
-    moved = "" if not route.moved_bytes else f", {rounded_bytes(route.moved_bytes)}"
-    return f"{route.route}: {route.outcome.value.replace('_', ' ')}{moved}"
+def _describe_verdict(route: ObservedRoute) -> str:
+    moved_text = "" if not route.moved_bytes else f", {rounded_bytes(route.moved_bytes)}"
+    return f"{route.route}: {route.outcome.value.replace('_', ' ')}{moved_text}"
 
 
-def _held_objects(process: ObservedProcess) -> Iterator[str]:
+def _describe_held_objects(process: ObservedProcess) -> Iterator[str]:
     owner = f"{process.program} (pid {process.process_id})"
     for library in process.libraries:
         twin = " (software twin)" if library.is_twin else ""

@@ -157,11 +157,11 @@ class Observer:
         """Return the result, with a verdict for each route."""
         duration_s = time.monotonic() - self._start_s
         gpus = self._gpu_counter.traffic()
-        ports = tuple(self._port_traffic())
-        nvidia_fs = self._nvidia_fs_growth()
+        ports = tuple(self._compute_port_traffic())
+        nvidia_fs = self._compute_nvidia_fs_growth()
         processes = tuple(self._finish_process(self._processes[number]) for number in sorted(self._processes))
         self._add_gaps(processes)
-        log = self._transports()
+        log = self._find_transports()
         observation = Observation(
             schema_version=SCHEMA_VERSION,
             command=tuple(command),
@@ -183,7 +183,7 @@ class Observer:
             return query()
         except OSError as error:
             advice = "; the RDMA subsystem of the kernel is not loaded" if error.errno == errno.EPROTONOSUPPORT else ""
-            self._add_gap(f"{name}: netlink: {_errno_text(error)}{advice}")
+            self._add_gap(f"{name}: netlink: {_describe_errno(error)}{advice}")
             return ()
 
     def _add_gap(self, sentence: str) -> None:
@@ -201,7 +201,7 @@ class Observer:
         except OSError as error:
             if (self._tree.text(f"/proc/{name}/stat") or "Z").rpartition(")")[2].split()[:1] == ["Z"]:
                 return  # The process has ended, and its parent does not know that yet.
-            text = f"pid {name} ({process.program}): {_errno_text(error)}"
+            text = f"pid {name} ({process.program}): {_describe_errno(error)}"
             self._add_gap(f"libraries, descriptors and sockets of {text}; CAP_SYS_PTRACE is needed to see them")
             return
         process.nodes |= {target for target in targets.values() if target.startswith(_NODES)}
@@ -230,7 +230,7 @@ class Observer:
     def _sample_maps(self, process: _Process, name: str) -> None:
         mapped_files: dict[str, int] = {}
         for begin, end, permissions, path in _MAPPING.findall(self._tree.text(f"/proc/{name}/maps") or ""):
-            library_name = _library_name(path)
+            library_name = _find_library_name(path)
             if library_name is not None:
                 if "x" in permissions and path not in process.libraries:
                     library = evidence.describe_library(path)
@@ -281,20 +281,22 @@ class Observer:
     def _finish_process(self, process: _Process) -> ObservedProcess:
         def total(*, is_sent: bool, is_loopback: bool) -> int:
             return sum(
-                _tcp_bytes(tcp_socket, is_sent=is_sent)
-                - (_tcp_bytes(first, is_sent=is_sent) if (first := process.first_sockets.get(inode)) else 0)
+                _read_tcp_bytes(tcp_socket, is_sent=is_sent)
+                - (_read_tcp_bytes(first, is_sent=is_sent) if (first := process.first_sockets.get(inode)) else 0)
                 for inode, tcp_socket in process.sockets.items()
                 if tcp_socket.is_loopback == is_loopback
             )
 
         io = {key: value - process.first_io.get(key, 0) for key, value in process.last_io.items()}
         objects: dict[str, int] = {}
-        moved: dict[str, int] = {}
+        moved_bytes_by_api: dict[str, int] = {}
         for key, (objects_count, moved_bytes) in self._twin_use.items():
             _path, process_id, api = key
             if process_id == process.process_id:
                 objects[api] = objects.get(api, 0) + objects_count
-                moved[api] = moved.get(api, 0) + moved_bytes - self._first_twin_use.get(key, (0, 0))[1]
+                moved_bytes_by_api[api] = (
+                    moved_bytes_by_api.get(api, 0) + moved_bytes - self._first_twin_use.get(key, (0, 0))[1]
+                )
         return ObservedProcess(
             process_id=process.process_id,
             program=process.program,
@@ -312,17 +314,17 @@ class Observer:
             loopback_received_bytes=total(is_sent=False, is_loopback=True),
             remote_received_bytes=total(is_sent=False, is_loopback=False),
             twin_objects=objects,
-            twin_bytes=moved,
+            twin_bytes=moved_bytes_by_api,
         )
 
-    def _port_traffic(self) -> Iterable[PortTraffic]:
+    def _compute_port_traffic(self) -> Iterable[PortTraffic]:
         for before in self._ports:
             traffic, gaps = port_traffic(before, host.read_port(self._tree, before.device, before.port))
             for gap in gaps:
                 self._add_gap(gap)
             yield traffic
 
-    def _nvidia_fs_growth(self) -> dict[str, int] | None:
+    def _compute_nvidia_fs_growth(self) -> dict[str, int] | None:
         after = read_nvidia_fs(self._tree)
         if after is None or self._nvidia_fs is None:
             return None
@@ -333,7 +335,7 @@ class Observer:
         growth = {name: after.increase(self._nvidia_fs, name) for name in after.counters}
         return {name: value for name, value in growth.items() if value > 0}
 
-    def _transports(self) -> tuple[str, ...]:
+    def _find_transports(self) -> tuple[str, ...]:
         counts: dict[str, int] = {}
         for path in sorted({path for process in self._processes.values() for path in process.log_paths}):
             for line, count in logs.transport_lines(path).items():
@@ -378,14 +380,14 @@ def observe_process(process_id: int, *, duration_s: float | None = None) -> Obse
     tree = host.HostTree()
     identity = host.process_identity(process_id, tree)
     if identity is None:
-        raise _process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID")
+        raise _describe_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID")
     try:
         evidence.descriptors(str(process_id))
     except FileNotFoundError as error:
-        raise _process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID") from error
+        raise _describe_process_error(process_id, errno.ESRCH, Reason.BAD_ARGUMENT, "check the process ID") from error
     except PermissionError as error:
         what_to_do = "run gdrkit observe with CAP_SYS_PTRACE or as the user of the process"
-        raise _process_error(process_id, errno.EACCES, Reason.NO_PERMISSION, what_to_do) from error
+        raise _describe_process_error(process_id, errno.EACCES, Reason.NO_PERMISSION, what_to_do) from error
     program = (tree.text(f"/proc/{process_id}/comm") or "").strip()
     end_s = None if duration_s is None else time.monotonic() + duration_s
     with Observer(is_attached=True) as observer:
@@ -442,7 +444,7 @@ def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic
     return PortTraffic(before.device, before.port, **growths), tuple(gaps)
 
 
-def _process_error(process_id: int, error_number: int, reason: Reason, what_to_do: str) -> ApiError:
+def _describe_process_error(process_id: int, error_number: int, reason: Reason, what_to_do: str) -> ApiError:
     return ApiError(
         api=Api.KERNEL,
         operation="observe",
@@ -455,11 +457,11 @@ def _process_error(process_id: int, error_number: int, reason: Reason, what_to_d
     )
 
 
-def _errno_text(error: OSError) -> str:
+def _describe_errno(error: OSError) -> str:
     return f"{os.strerror(error.errno or 0)} ({errno_name(error.errno)})"
 
 
-def _library_name(path: str) -> str | None:
+def _find_library_name(path: str) -> str | None:
     file_name = path.rpartition("/")[2]
     for prefix, name in _LIBRARY_NAMES.items():
         if file_name.startswith(prefix):
@@ -467,5 +469,5 @@ def _library_name(path: str) -> str | None:
     return next((name for part, name in _ENGINES.items() if part in path), None)
 
 
-def _tcp_bytes(tcp_socket: evidence.TcpSocket, *, is_sent: bool) -> int:
+def _read_tcp_bytes(tcp_socket: evidence.TcpSocket, *, is_sent: bool) -> int:
     return tcp_socket.sent_bytes if is_sent else tcp_socket.received_bytes

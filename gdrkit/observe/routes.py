@@ -41,7 +41,7 @@ def derive_routes(observation: Observation) -> Observation:
     """Return the observation with one verdict for each route that the processes used or could have used."""
     routes = tuple(
         route
-        for derive in (_rdma_route, _nvlink_route, _file_route, _tcp_route)
+        for derive in (_decide_rdma_route, _decide_nvlink_route, _decide_file_route, _decide_tcp_route)
         if (route := derive(observation)) is not None
     )
     if not routes:
@@ -50,15 +50,15 @@ def derive_routes(observation: Observation) -> Observation:
     return dataclasses.replace(observation, routes=routes)
 
 
-def _library_names(observation: Observation) -> set[str]:
+def _list_library_names(observation: Observation) -> set[str]:
     return {library.name for process in observation.processes for library in process.libraries}
 
 
-def _rdma_route(observation: Observation) -> ObservedRoute | None:
+def _decide_rdma_route(observation: Observation) -> ObservedRoute | None:
     # NCCL and others also hold dma-bufs to share memory between GPUs, so only a queue pair shows that RDMA was set up.
     if _has_queue_pair(observation):
-        return _used_rdma_route(observation, list(_queue_pair_evidence(observation)))
-    names = _library_names(observation)
+        return _decide_used_rdma_route(observation, list(_describe_queue_pairs(observation)))
+    names = _list_library_names(observation)
     can_choose = names & _CHOOSING_LIBRARIES
     tcp_bytes = observation.tcp_bytes
     if not can_choose and "verbs" not in names:
@@ -80,7 +80,7 @@ def _has_queue_pair(observation: Observation) -> bool:
     )
 
 
-def _queue_pair_evidence(observation: Observation) -> Iterator[str]:
+def _describe_queue_pairs(observation: Observation) -> Iterator[str]:
     for process in observation.processes:
         by_device: dict[tuple[str, str], int] = {}
         for pair in process.queue_pairs:
@@ -90,9 +90,11 @@ def _queue_pair_evidence(observation: Observation) -> Iterator[str]:
             yield f"{process.program} (pid {process.process_id}): {_count(count, 'queue pair')} {pair_type} on {device}"
         twin_count = process.twin_objects.get("verbs", 0)
         if twin_count:
-            moved = rounded_bytes(process.twin_bytes.get("verbs", 0))
+            moved_text = rounded_bytes(process.twin_bytes.get("verbs", 0))
             pairs = _count(twin_count, "queue pair")
-            yield f"{process.program} (pid {process.process_id}): {pairs} on the software twin, which moved {moved}"
+            yield (
+                f"{process.program} (pid {process.process_id}): {pairs} on the software twin, which moved {moved_text}"
+            )
     for process in observation.processes:
         if process.regions:
             total = rounded_bytes(sum(region.length_bytes for region in process.regions))
@@ -103,7 +105,7 @@ def _queue_pair_evidence(observation: Observation) -> Iterator[str]:
             yield f"{process.program} (pid {process.process_id}): dma-buf of {dmabuf.exporter}, {size}"
 
 
-def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedRoute:
+def _decide_used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedRoute:
     twin_bytes = sum(process.twin_bytes.get("verbs", 0) for process in observation.processes)
     pairs = [
         pair for process in observation.processes for pair in process.queue_pairs if pair.type not in _MANAGEMENT_TYPES
@@ -123,7 +125,7 @@ def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedR
     moved_bytes = twin_bytes or (max(sums) if sums else None)
     evidence += observation.log
     own_pairs = {(pair.device, pair.number) for pair in pairs}
-    others = sorted(
+    other_process_ids = sorted(
         {
             "the kernel" if pair.process_id is None else f"pid {pair.process_id}"
             for pair in observation.other_queue_pairs
@@ -136,20 +138,20 @@ def _used_rdma_route(observation: Observation, evidence: list[str]) -> ObservedR
     cause = None
     if not twin_bytes and not any(port.has_grown for port in ports):
         cause = "the counters of the ports stood still"
-        can_choose = _library_names(observation) & _CHOOSING_LIBRARIES
+        can_choose = _list_library_names(observation) & _CHOOSING_LIBRARIES
         if can_choose and observation.tcp_bytes >= _TCP_BYTES_MIN:
             evidence.append(f"{', '.join(sorted(can_choose))} would use RDMA where it is possible")
             cause = f"{cause}; {rounded_bytes(observation.tcp_bytes)} went over TCP"
             return ObservedRoute("rdma", RouteOutcome.FELL_BACK, 0, tuple(evidence), cause)
     elif not twin_bytes and not any(pair.state in {"RTS", "SQD"} for pair in pairs):
         cause = "no queue pair was seen in a state in which it can send"
-    elif others:
-        cause = f"the counters of the ports also include {', '.join(others)}"
+    elif other_process_ids:
+        cause = f"the counters of the ports also include {', '.join(other_process_ids)}"
     outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
     return ObservedRoute("rdma", outcome, moved_bytes, tuple(evidence), cause)
 
 
-def _tcp_route(observation: Observation) -> ObservedRoute | None:
+def _decide_tcp_route(observation: Observation) -> ObservedRoute | None:
     tcp_bytes = observation.tcp_bytes
     if tcp_bytes < _TCP_BYTES_MIN:
         return None
@@ -158,28 +160,32 @@ def _tcp_route(observation: Observation) -> ObservedRoute | None:
         for peer in ("loopback", "remote"):
             sent, received = (getattr(process, f"{peer}_{verb}_bytes") for verb in ("sent", "received"))
             if sent or received:
-                target = "this machine" if peer == "loopback" else "other machines"
+                peer_text = "this machine" if peer == "loopback" else "other machines"
                 evidence.append(
-                    f"{process.program} (pid {process.process_id}): {rounded_bytes(sent)} sent to {target} and "
+                    f"{process.program} (pid {process.process_id}): {rounded_bytes(sent)} sent to {peer_text} and "
                     f"{rounded_bytes(received)} received, by the sockets that were open at a sample"
                 )
     return ObservedRoute("tcp", RouteOutcome.PROVEN, tcp_bytes, tuple(evidence))
 
 
-def _used_gpus(observation: Observation) -> list[GpuTraffic]:
+def _find_used_gpus(observation: Observation) -> list[GpuTraffic]:
     nodes = {node for process in observation.processes for node in process.nodes}
     return [gpu for gpu in observation.gpus if f"/dev/nvidia{gpu.minor}" in nodes]
 
 
-def _other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
-    own = {process.process_id for process in observation.processes}
+def _find_other_gpu_processes(observation: Observation, gpus: list[GpuTraffic]) -> list[str]:
+    own_process_ids = {process.process_id for process in observation.processes}
     # In a container, NVML lists process IDs of another namespace. Then none of the observed processes is among them.
-    listed = {process_id for gpu in gpus for process_id in gpu.process_ids}
-    return [f"pid {process_id}" for process_id in sorted(listed - own)] if listed & own else []
+    listed_process_ids = {process_id for gpu in gpus for process_id in gpu.process_ids}
+    return (
+        [f"pid {process_id}" for process_id in sorted(listed_process_ids - own_process_ids)]
+        if listed_process_ids & own_process_ids
+        else []
+    )
 
 
-def _nvlink_route(observation: Observation) -> ObservedRoute | None:
-    gpus = [gpu for gpu in _used_gpus(observation) if gpu.nvlink_sent_bytes or gpu.nvlink_received_bytes]
+def _decide_nvlink_route(observation: Observation) -> ObservedRoute | None:
+    gpus = [gpu for gpu in _find_used_gpus(observation) if gpu.nvlink_sent_bytes or gpu.nvlink_received_bytes]
     if not gpus:
         return None
     evidence = [
@@ -188,8 +194,8 @@ def _nvlink_route(observation: Observation) -> ObservedRoute | None:
         for gpu in gpus
     ]
     evidence += observation.log
-    others = _other_gpu_processes(observation, gpus)
-    cause = f"the counters of the GPUs also include {', '.join(others)}" if others else None
+    other_process_ids = _find_other_gpu_processes(observation, gpus)
+    cause = f"the counters of the GPUs also include {', '.join(other_process_ids)}" if other_process_ids else None
     outcome = RouteOutcome.UNPROVEN if cause else RouteOutcome.PROVEN
     moved_bytes = sum(gpu.nvlink_sent_bytes or 0 for gpu in gpus)
     return ObservedRoute("nvlink", outcome, moved_bytes, tuple(evidence), cause)
@@ -211,9 +217,9 @@ class _FileBytes:
         return max(self.read, self.by_nvidia_fs)
 
 
-def _file_route(observation: Observation) -> ObservedRoute | None:
+def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     """Return the verdict about files that the processes read into GPU memory."""
-    gpus = _used_gpus(observation)
+    gpus = _find_used_gpus(observation)
     processes = observation.processes
     pcie_counts = [gpu.pcie_received_bytes for gpu in gpus if gpu.pcie_received_bytes is not None]
     # The counts of a process include the counts of its ended children, so a sum would count them twice.
@@ -233,21 +239,23 @@ def _file_route(observation: Observation) -> ObservedRoute | None:
         evidence.append(f"GPU {gpu.minor} ({gpu.pci_bus_id}): {received} received over PCIe, with headers")
     if sizes.by_nvidia_fs:
         evidence.append(f"nvidia-fs read {rounded_bytes(sizes.by_nvidia_fs)} directly into GPU memory")
-    names = _library_names(observation)
-    route, cause = _host_route(names), None
+    names = _list_library_names(observation)
+    route, cause = _decide_host_route(names), None
     if sizes.by_nvidia_fs >= sizes.counted / 2:
         route = "nvfs"
     elif "cufile" in names and sizes.from_storage >= sizes.read / 2:
         # cuFile reads peer to peer only from the storage device. What the page cache held came through host memory.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
-    others = _other_gpu_processes(observation, gpus)
-    cause = cause or _pcie_gap(sizes, is_late=any(gpu.late_count for gpu in gpus))
-    cause = cause or (f"the counters of the GPUs also include {', '.join(others)}" if others else None)
+    other_process_ids = _find_other_gpu_processes(observation, gpus)
+    cause = cause or _describe_pcie_gap(sizes, is_late=any(gpu.late_count for gpu in gpus))
+    cause = cause or (
+        f"the counters of the GPUs also include {', '.join(other_process_ids)}" if other_process_ids else None
+    )
     outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
     return ObservedRoute(route, outcome, sizes.counted, tuple(evidence), cause)
 
 
-def _pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
+def _describe_pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
     """Return why the bytes over PCIe do not show that the GPUs received the files, or None if they do."""
     if sizes.over_pcie is None:
         return "the GPU has no counter of its PCIe traffic"
@@ -262,7 +270,7 @@ def _pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
     return None
 
 
-def _host_route(names: set[str]) -> str:
+def _decide_host_route(names: set[str]) -> str:
     """Return the name of the route through host memory: by the copy engine of gdrkit, or by read calls."""
     return "engine" if "gdrkit.gds" in names and "kvikio" not in names else "posix"
 

@@ -108,7 +108,7 @@ def check(options: Options, *, budget_s: float) -> CheckResult:
             clean_up_timeout_s=_CLEAN_UP_TIMEOUT_S,
         )
         try:
-            with exit_on_signals(), _time_limit(budget_s - _KILL_RESERVE_S):
+            with exit_on_signals(), _limit_time(budget_s - _KILL_RESERVE_S):
                 run, _ = run_cases(check_options, stage)
         except _TimeLimitReached:
             text = f"{host}: failed: no result within {budget_s:g} s, while {stage.text}. To do: gdrkit doctor"
@@ -134,7 +134,7 @@ def _describe(host: str, run: Run, duration_s: float) -> str:
 
 
 @contextlib.contextmanager
-def _time_limit(limit_s: float) -> Iterator[None]:
+def _limit_time(limit_s: float) -> Iterator[None]:
     """Raise :class:`_TimeLimitReached` in the main thread after `limit_s` seconds."""
 
     def raise_time_limit_reached(_signal_number: int, _frame: FrameType | None) -> NoReturn:

@@ -112,7 +112,7 @@ class SuiteRunner:
         reader = _OutputReader(self._folder, lambda _plan: None, lambda _record: None)
         child_exit = self._run_child(["--collect-only", "-q", f"--plan={self._folder.plan}"], reader)
         if reader.plan is None:
-            raise self._collection_error(child_exit)
+            raise self._make_collection_error(child_exit)
         return reader.plan
 
     def run(
@@ -142,7 +142,7 @@ class SuiteRunner:
         # pytest writes the plan before it evaluates the expression of -k. So the plan exists even if the expression is
         # invalid.
         if plan is None or (child_exit.code == _PYTEST_USAGE_ERROR and not reader.recorded_cases):
-            raise self._collection_error(child_exit)
+            raise self._make_collection_error(child_exit)
         remaining_cases = [case.case for case in plan.cases]
         while remaining_cases := [case for case in remaining_cases if case not in reader.recorded_cases]:
             # Cases run in the order of the plan, so the first case without a record was running when the child ended.
@@ -180,7 +180,7 @@ class SuiteRunner:
             if kill_failure := kill_child(child):
                 self.kill_failures.append(kill_failure)
 
-    def _collection_error(self, child_exit: _ChildExit) -> GdrkitError:
+    def _make_collection_error(self, child_exit: _ChildExit) -> GdrkitError:
         text = self._log_tail()
         if child_exit.code == _PYTEST_USAGE_ERROR:
             errors = [line.removeprefix("ERROR: ") for line in text.splitlines() if line.startswith("ERROR: ")]

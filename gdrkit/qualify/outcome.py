@@ -126,7 +126,7 @@ def _decide_on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ..
         return Outcome(
             code=ExitCode.NOTHING_PROVEN,
             verdict="Nothing was proven on hardware",
-            causes=_causes_of_unproven(statuses),
+            causes=_list_causes_of_unproven(statuses),
             to_do=("run it where a GPU and an RDMA NIC are, or add --software to qualify the code alone",),
             required=required,
         )
@@ -154,7 +154,7 @@ def _decide_on_failures(
         return Outcome(
             code=ExitCode.FAILED,
             verdict=f"{len(failed_records)} of {_format_count(ran_count, 'case')} failed",
-            causes=tuple(_first_reason(record) for record in failed_records[:_CAUSES_MAX]),
+            causes=tuple(_describe_first_reason(record) for record in failed_records[:_CAUSES_MAX]),
         )
     if fallbacks:
         return Outcome(
@@ -188,7 +188,7 @@ def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_
     return None
 
 
-def _causes_of_unproven(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
+def _list_causes_of_unproven(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     if not statuses:
         return ("there is no pair of a device and a NIC",)
     causes: dict[str, list[str]] = {}
@@ -201,7 +201,7 @@ def _causes_of_unproven(statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     return tuple(texts[:_CAUSES_MAX])
 
 
-def _first_reason(record: Record) -> str:
+def _describe_first_reason(record: Record) -> str:
     return f"{record.case}: {record.reasons[0].text}" if record.reasons else record.case
 
 

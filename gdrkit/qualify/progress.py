@@ -131,7 +131,7 @@ class TerminalProgress:
             console=self._console,
             transient=True,
         )
-        self._task = self._bar.add_task(self._running_case(), total=len(self._remaining))
+        self._task = self._bar.add_task(self._find_running_case(), total=len(self._remaining))
         self._bar.start()
 
     def show_record(self, record: Record) -> None:
@@ -149,14 +149,14 @@ class TerminalProgress:
             self._console.print(Text(text, style="dim"), soft_wrap=True)
         if self._bar is not None and self._task is not None:
             self._remaining = [name for name in self._remaining if name != record.case]
-            self._bar.update(self._task, advance=1, description=self._running_case())
+            self._bar.update(self._task, advance=1, description=self._find_running_case())
 
     def close(self) -> None:
         """Remove the progress bar."""
         if self._bar is not None:
             self._bar.stop()
 
-    def _running_case(self) -> str:
+    def _find_running_case(self) -> str:
         return self._remaining[0].rpartition("::")[2] if self._remaining else ""
 
 

@@ -171,7 +171,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         host=identity.name,
         host_id=identity.digest,
         is_interrupted=True,
-        selection=_selection(options),
+        selection=_describe_selection(options),
     )
     # run.json says "interrupted" until the outcome replaces it. So a report can be made even if this process is killed.
     prepared.folder.write_run(unfinished)
@@ -210,7 +210,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     return run, prepared.folder
 
 
-def _selection(options: Options) -> str:
+def _describe_selection(options: Options) -> str:
     """Return the options that select a part of the cases, quoted for a shell."""
     values = {"-k": options.select, "--suites": options.suites}
     return shlex.join(word for name, value in values.items() if value is not None for word in (name, str(value)))
@@ -252,13 +252,13 @@ def _check_installation() -> None:
     """Raise SetupMissing if pytest or the suites are not installed."""
     if importlib.util.find_spec("pytest") is None:
         operation, what_to_do = "import pytest", pip_install("qualify")
-        raise _missing_installation(operation, what_to_do)
+        raise _find_missing_installation(operation, what_to_do)
     if not (install_paths().suites / "pytest.ini").is_file():
         operation, what_to_do = "find the suites", "install gdrkit from a wheel or run it from a checkout"
-        raise _missing_installation(operation, what_to_do)
+        raise _find_missing_installation(operation, what_to_do)
 
 
-def _missing_installation(operation: str, what_to_do: str) -> SetupMissing:
+def _find_missing_installation(operation: str, what_to_do: str) -> SetupMissing:
     return SetupMissing(
         api=Api.NONE,
         operation=operation,

@@ -95,14 +95,14 @@ class RegionCache:
         self._hits = self._misses = self._registrations = self._evictions = self._invalidations = 0
         # Whether the linked entries exceed a limit. This is possible, because leased entries are not evicted.
         self._is_over_limit = False
-        self._is_closing = self._closed = False
+        self._is_closing = self._is_closed = False
         self._handle = Handle("registration.cache")
         forks.register(self)
 
     @property
     def closed(self) -> bool:
         """Whether the cache was closed."""
-        return self._closed
+        return self._is_closed
 
     def statistics(self) -> CacheStatistics:
         """Return a consistent snapshot of the counters."""
@@ -115,7 +115,7 @@ class RegionCache:
                 invalidations=self._invalidations,
                 regions=len(self._by_last_use),
                 registered_bytes=self._pending_deregistrations.registered_bytes,
-                leases=self._lease_count(),
+                leases=self._count_leases(),
                 in_flight=len(self._pending_registrations),
                 waiting=self._pending_registrations.waiter_count,
                 not_deregistered=len(self._pending_deregistrations.failed),
@@ -202,17 +202,17 @@ class RegionCache:
             An entry could not be deregistered (the error of the first one). Another close tries again.
         """
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
             self._is_closing = True
             is_idle = self._condition.wait_for(
-                lambda: not self._lease_count() and not self._pending_registrations,
+                lambda: not self._count_leases() and not self._pending_registrations,
                 None if timeout_ms is None else timeout_ms / 1000,
             )
             if not is_idle:
                 self._is_closing = False
                 pending_count = len(self._pending_registrations)
-                message = f"{self._lease_count()} leases are open and {pending_count} registrations are pending"
+                message = f"{self._count_leases()} leases are open and {pending_count} registrations are pending"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
@@ -223,7 +223,7 @@ class RegionCache:
         for stop_watching in self._watched.values():
             stop_watching()
         self._watched.clear()
-        self._closed = True
+        self._is_closed = True
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
@@ -240,7 +240,7 @@ class RegionCache:
         self._pending_registrations = PendingRegistrations(self._condition)
         self._pending_deregistrations = PendingDeregistrations(self._condition)
         self._watched = {}
-        self._is_closing = self._closed = True
+        self._is_closing = self._is_closed = True
 
     def _validate_or_unlink(self, entry: CacheEntry) -> bool:
         """Return whether the memory of a leased entry is still the same. If not, unlink the entry and end the lease."""
@@ -361,7 +361,7 @@ class RegionCache:
         entry.is_linked = True
         return claimed_entries + self._evict()
 
-    def _lease_count(self) -> int:
+    def _count_leases(self) -> int:
         return sum(entry.lease_count for entry in (*self._by_last_use, *self._pending_deregistrations.pending))
 
     def _unlink(self, entry: CacheEntry) -> list[CacheEntry]:
@@ -393,7 +393,7 @@ class RegionCache:
 
     def _finish_release(self, entry: CacheEntry) -> None:
         """Deregister or evict the entries that only waited for the end of this lease."""
-        if self._closed:
+        if self._is_closed:
             # A closed cache has a lease only in a forked child. There the lease is a copy of a lease of the parent.
             return
         with self._lock:
@@ -453,4 +453,4 @@ class RegionCache:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self.nics)
-        return f"RegionCache({names}{', closed' if self._closed else f', {len(self._by_last_use)} regions'})"
+        return f"RegionCache({names}{', closed' if self._is_closed else f', {len(self._by_last_use)} regions'})"

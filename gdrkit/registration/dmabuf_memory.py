@@ -70,7 +70,7 @@ class DmabufMemory(MemoryResource):
         A length of None means up to the end.
         """
         self._check_open()
-        length_bytes = self._checked_length(offset_bytes, length_bytes)
+        length_bytes = self._resolve_length(offset_bytes, length_bytes)
         return DmabufRange.from_fd(
             self._dmabuf.fd, offset_bytes=self._dmabuf.offset_bytes + offset_bytes, length_bytes=length_bytes
         )
@@ -97,17 +97,17 @@ class DmabufMemory(MemoryResource):
         self._dmabuf.close()
 
     def _copy_to_host(self, address: int, view: memoryview) -> None:
-        with self._mapping(_SYNC_READ) as mapping:
+        with self._map_for_access(_SYNC_READ) as mapping:
             begin = address - self._base
             view[:] = memoryview(mapping)[begin : begin + view.nbytes]
 
     def _copy_from_host(self, address: int, view: memoryview) -> None:
-        with self._mapping(_SYNC_READ | _SYNC_WRITE) as mapping:
+        with self._map_for_access(_SYNC_READ | _SYNC_WRITE) as mapping:
             begin = address - self._base
             mapping[begin : begin + view.nbytes] = bytes(view)
 
     @contextmanager
-    def _mapping(self, flags: int) -> Iterator[mmap.mmap]:
+    def _map_for_access(self, flags: int) -> Iterator[mmap.mmap]:
         """Map the dma-buf for an access by the CPU, as ``linux/dma-buf.h`` requires it.
 
         Raises

@@ -137,7 +137,7 @@ class ShareHandle:
             self.ipc,
             bytes(_DIGEST_BYTES),
         )[:-_DIGEST_BYTES]
-        return body + _digest(body)
+        return body + _compute_digest(body)
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
@@ -156,7 +156,7 @@ class ShareHandle:
             _refuse("it does not begin with GDRSHARE")
         if fields["version"] != _VERSION:
             _refuse(f"it has version {fields['version']}, not {_VERSION}", "use the same gdrkit on both sides")
-        if fields["digest"] != _digest(data[:-_DIGEST_BYTES]):
+        if fields["digest"] != _compute_digest(data[:-_DIGEST_BYTES]):
             _refuse("its checksum is wrong")
         if fields["handle_bytes"] != SHARE_HANDLE_BYTES or fields["reserved"] != 0:
             _refuse("its handle_bytes or reserved field is wrong")
@@ -221,7 +221,7 @@ _UNCHANGED_FIELDS = (
 )
 
 
-def _digest(body: bytes) -> bytes:
+def _compute_digest(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()[:_DIGEST_BYTES]
 
 

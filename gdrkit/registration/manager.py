@@ -151,7 +151,7 @@ class GdrManager:
         self._caches: dict[tuple[int, tuple[verbs.Nic, ...]], RegionCache] = {}
         self._failures: tuple[GdrkitError, ...] = ()  # Why the whole manager is unavailable.
         self._failure_by_gpu: dict[int, GdrkitError] = {}
-        self._closed = False
+        self._is_closed = False
         self._regions_max, self._bytes_max = regions_max, bytes_max
         try:
             self.state = self._open_all(gpu_indices, nic_names)
@@ -166,7 +166,7 @@ class GdrManager:
     @property
     def closed(self) -> bool:
         """Whether the manager was closed."""
-        return self._closed
+        return self._is_closed
 
     @property
     def nics(self) -> tuple[verbs.Nic, ...]:
@@ -190,7 +190,9 @@ class GdrManager:
             if gpu_state is None or gpu_state.obstacle is None:
                 message = f"the manager has no GPU {gpu_index}; it has {[gpu.index for gpu in self.state.gpus]}"
                 raise UsageError(message, reason=Reason.NO_DEVICE)
-            raise _unavailable((self._failure_by_gpu[gpu_index],), f"memory of GPU {gpu_index} cannot be registered")
+            raise _make_unavailable_error(
+                (self._failure_by_gpu[gpu_index],), f"memory of GPU {gpu_index} cannot be registered"
+            )
         return self._devices[gpu_index]
 
     def cache(self, gpu_index: int) -> RegionCache:
@@ -248,18 +250,18 @@ class GdrManager:
         UsageError
             BUSY: a lease is still open. Caches before the busy one are closed. NICs and devices stay open.
         """
-        if self._closed:
+        if self._is_closed:
             return
         for cache in list(self._caches.values()):
             cache.close(timeout_ms=timeout_ms)
         self._close_stack.run()
-        self._closed = True
+        self._is_closed = True
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
         """Mark the manager as closed in a forked child: caches, NICs and devices belong to the parent."""
         self._close_stack = ReleaseStack()
-        self._closed = True
+        self._is_closed = True
 
     def _open_all(self, gpu_indices: Sequence[int] | None, nic_names: Sequence[str] | None) -> GdrState:
         failures: list[GdrkitError] = []
@@ -330,11 +332,11 @@ class GdrManager:
         )
 
     def _require_available(self) -> None:
-        if self._closed:
+        if self._is_closed:
             resource = "GDR manager"
             raise ClosedResource(resource)
         if not self.state.available:
-            raise _unavailable(self._failures, "direct transfers are not available here")
+            raise _make_unavailable_error(self._failures, "direct transfers are not available here")
 
     def __enter__(self) -> Self:
         return self
@@ -345,9 +347,9 @@ class GdrManager:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "available" if self.state.available else "unavailable"
+        state = "closed" if self._is_closed else "available" if self.state.available else "unavailable"
         return f"GdrManager({state}, gpus={[gpu.index for gpu in self.state.gpus]}, nics={list(self.state.nics)})"
 
 
-def _unavailable(causes: tuple[GdrkitError, ...], message: str) -> RegistrationFailed:
+def _make_unavailable_error(causes: tuple[GdrkitError, ...], message: str) -> RegistrationFailed:
     return RegistrationFailed(message, causes=causes, reason=causes[0].reason, what_to_do=causes[0].what_to_do)

@@ -121,21 +121,21 @@ class MemoryPool(Closeable):
         self._idle: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
         self._hits = self._misses = self._trimmed = 0
-        self._is_inherited = self._closed = False
+        self._is_inherited = self._is_closed = False
         self._handle = Handle("registration.memory_pool")
         forks.register(self)
 
     @property
     def closed(self) -> bool:
         """Whether the pool was closed."""
-        return self._closed
+        return self._is_closed
 
     def statistics(self) -> MemoryPoolStatistics:
         """Return a consistent snapshot of the counters."""
         with self._lock:
             return MemoryPoolStatistics(
                 idle_blocks=len(self._idle),
-                idle_bytes=self._idle_bytes(),
+                idle_bytes=self._count_idle_bytes(),
                 in_use_blocks=len(self._in_use),
                 in_use_bytes=sum(pooled.memory.length_bytes for pooled in self._in_use),
                 hits=self._hits,
@@ -167,7 +167,7 @@ class MemoryPool(Closeable):
                 return self._add(memory, length_bytes)
         memory = self._allocate_block(block_bytes(length_bytes))
         with self._lock:
-            if not self._closed:
+            if not self._is_closed:
                 self._misses += 1
                 return self._add(memory, length_bytes)
         memory.close()
@@ -193,13 +193,13 @@ class MemoryPool(Closeable):
             if self._in_use:
                 message = f"{len(self._in_use)} allocations of the pool are still in use"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="close the memory first")
-            self._closed = True
+            self._is_closed = True
         self._free_idle(0, None)
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
         """Mark the pool as closed in a forked child: the memory belongs to the parent."""
-        self._is_inherited = self._closed = True
+        self._is_inherited = self._is_closed = True
         self._lock = threading.Lock()
         self._inherited = (self._idle, self._in_use)
         self._idle, self._in_use = {}, {}
@@ -243,7 +243,7 @@ class MemoryPool(Closeable):
             expiry = None if idle_s_max is None else time.monotonic() - idle_s_max
             for memory, idle_since in tuple(self._idle.items()):
                 is_expired = expiry is not None and idle_since < expiry
-                if self._idle_bytes() <= bytes_max and not is_expired:
+                if self._count_idle_bytes() <= bytes_max and not is_expired:
                     break
                 del self._idle[memory]
                 self._trimmed += 1
@@ -260,11 +260,11 @@ class MemoryPool(Closeable):
                 self._idle[memory] = time.monotonic()
             raise
 
-    def _idle_bytes(self) -> int:
+    def _count_idle_bytes(self) -> int:
         return sum(memory.length_bytes for memory in self._idle)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             raise ClosedResource(_POOL)
 
 

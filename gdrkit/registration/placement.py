@@ -67,15 +67,15 @@ class Placement:
         """
         device_names = set(self._tree.names(_RDMA_CLASS))
         if nic_name not in device_names and self._tree.is_this_host:
-            device_names |= _names_in_libibverbs()
+            device_names |= _list_libibverbs_names()
         if nic_name not in device_names:
             message = f"there is no RDMA device {nic_name!r}"
             raise UsageError(
                 message, what_to_do=f"choose from {', '.join(sorted(device_names))}" if device_names else ""
             )
-        return self._distance(gpu_pci_bus_id, nic_name)
+        return self._find_distance(gpu_pci_bus_id, nic_name)
 
-    def _distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
+    def _find_distance(self, gpu_pci_bus_id: str, nic_name: str) -> Distance:
         nic_address = self._tree.link_name(f"{_RDMA_CLASS}/{nic_name}/device")
         return Distance.UNKNOWN if nic_address is None else pci_distance(self._tree, gpu_pci_bus_id, nic_address)
 
@@ -100,7 +100,7 @@ class Placement:
         usable_nics = tuple(nic for nic, result in zip(nics, results, strict=True) if result.moved)
         if not usable_nics:
             message = f"no NIC reaches the memory of GPU {device.index}"
-            causes = tuple(_failure_of(result) for result in results)
+            causes = tuple(_make_failure(result) for result in results)
             raise RegistrationFailed(
                 message,
                 causes=causes,
@@ -116,7 +116,7 @@ class Placement:
         positions = self._nearest_positions.get(key)
         if positions is None:
             # Each transfer calls this function, so the files of sysfs are read only once.
-            ranks = [(self._distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
+            ranks = [(self._find_distance(gpu_pci_bus_id, nic.name), -self.link_gbit_per_s(nic)) for nic in nics]
             best_rank = min(ranks)
             positions = self._nearest_positions[key] = tuple(
                 index for index, rank in enumerate(ranks) if rank == best_rank
@@ -139,7 +139,7 @@ def _require_nics(nics: Sequence[Nic]) -> None:
         raise UsageError(message)
 
 
-def _failure_of(result: Reach) -> RegistrationFailed | BrokenResource:
+def _make_failure(result: Reach) -> RegistrationFailed | BrokenResource:
     """Return the reason why a NIC does not reach a GPU, as an error."""
     message = f"NIC {result.nic} does not reach the GPU"
     if isinstance(result.failure, RegistrationFailed):
@@ -151,7 +151,7 @@ def _failure_of(result: Reach) -> RegistrationFailed | BrokenResource:
     return BrokenResource(f"{message}: {result.cause}", reason=Reason.NO_ROUTE)
 
 
-def _names_in_libibverbs() -> set[str]:
+def _list_libibverbs_names() -> set[str]:
     """Return the names of the devices that libibverbs lists. It is empty without libibverbs.
 
     Some of these devices are not in sysfs.

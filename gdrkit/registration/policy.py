@@ -67,7 +67,7 @@ class Registration:
         self.refusals = refusals
         self._regions: dict[Nic, Region] = {}
         self._resources = ReleaseStack()
-        self._closed = False
+        self._is_closed = False
         self._handle = Handle("registration")
         # Cancels the call of close() by the memory.
         self._cancel_before_release: Callable[[], None] = memory.before_release(self.close)
@@ -75,7 +75,7 @@ class Registration:
     @property
     def closed(self) -> bool:
         """Whether the memory was deregistered."""
-        return self._closed
+        return self._is_closed
 
     @property
     def nics(self) -> tuple[Nic, ...]:
@@ -90,7 +90,7 @@ class Registration:
         UsageError
             The memory is not registered with this NIC.
         """
-        if self._closed:
+        if self._is_closed:
             resource = "registration"
             raise ClosedResource(resource)
         if nic not in self._regions:
@@ -114,10 +114,10 @@ class Registration:
             A region could not be deregistered. The error of the first such region is raised, with the other errors as
             notes. Then gdrkit cannot free the memory. Another close tries again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._resources.run()
-        self._closed = True
+        self._is_closed = True
         self._cancel_before_release()
         self._handle.release()
 
@@ -138,7 +138,7 @@ class Registration:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self._regions)
-        return f"Registration({self.route.value}, {names}{', closed' if self._closed else ''})"
+        return f"Registration({self.route.value}, {names}{', closed' if self._is_closed else ''})"
 
 
 def register(

@@ -58,12 +58,12 @@ class RdmaBuffer:
         self._offset_bytes = offset_bytes
         self._return_to_pool = return_to_pool
         self._parent: RdmaBuffer | None = None
-        self._closed = False
+        self._is_closed = False
 
     @property
     def closed(self) -> bool:
         """Whether this buffer was closed. A slice is also closed if its buffer was closed."""
-        return self._closed or self._registration.closed or (self._parent is not None and self._parent.closed)
+        return self._is_closed or self._registration.closed or (self._parent is not None and self._parent.closed)
 
     @property
     def address(self) -> int:
@@ -114,8 +114,8 @@ class RdmaBuffer:
 
     def close(self) -> None:
         """Return the buffer to its pool. A second close does nothing. Closing a slice only makes the slice unusable."""
-        if not self._closed:
-            self._closed = True
+        if not self._is_closed:
+            self._is_closed = True
             if self._return_to_pool is not None:
                 self._return_to_pool(self)
 
@@ -218,7 +218,7 @@ class BufferPool:
         self._waiters: deque[_Waiter] = deque()  # The threads that wait for a buffer, the longest wait first.
         self._in_use: set[RdmaBuffer] = set()
         self._allocations = self._timeouts = self._waits = 0
-        self._closed = False
+        self._is_closed = False
         # The memory cannot be freed while a buffer is in use.
         self._memory.before_release(self._refuse_while_used)
         self._handle = Handle("registration.pool")
@@ -228,7 +228,7 @@ class BufferPool:
     @property
     def closed(self) -> bool:
         """Whether the pool was closed."""
-        return self._closed
+        return self._is_closed
 
     def statistics(self) -> PoolStatistics:
         """Return a consistent snapshot of the counters."""
@@ -290,14 +290,14 @@ class BufferPool:
             return
         with self._lock:
             self._refuse_while_used()
-            self._closed = True
+            self._is_closed = True
         if not self._memory.closed:
             self._memory.close()
             self._handle.release()
 
     def after_fork_in_child(self) -> None:
         """Mark the pool as closed in a forked child: the memory and its registration belong to the parent."""
-        self._is_inherited = self._closed = True
+        self._is_inherited = self._is_closed = True
         self._lock = threading.Lock()
         self._waiters = deque()
         self._in_use = set()
@@ -343,7 +343,7 @@ class BufferPool:
                 self._assign_or_free(waiter.offset_bytes)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             resource = "buffer pool"
             raise ClosedResource(resource)
 

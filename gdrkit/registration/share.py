@@ -149,7 +149,7 @@ def device_at(index: int) -> cuda.Device:
     UsageError
         NO_DEVICE: there is no device with this number.
     """
-    count = _device_count("device_at")
+    count = _count_devices("device_at")
     if not 0 <= index < count:
         message = f"the CUDA device number must be from 0 to {count - 1}, not {index}"
         raise UsageError(message, reason=Reason.NO_DEVICE)
@@ -166,9 +166,9 @@ def device_of(handle: ShareHandle) -> cuda.Device:
     UsageError
         NO_DEVICE: no device of this process has that UUID.
     """
-    for index in range(_device_count("device_of")):
+    for index in range(_count_devices("device_of")):
         device = cuda.Device(index)
-        if _uuid_of(device) == handle.device_uuid:
+        if _read_uuid(device) == handle.device_uuid:
             return device
         device.close()
     raise _wrong_device_error(handle)
@@ -274,7 +274,7 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
         allocation_bytes=allocation_bytes,
         offset_bytes=offset_in_allocation_bytes,
         length_bytes=length_bytes,
-        device_uuid=_uuid_of(memory.device),
+        device_uuid=_read_uuid(memory.device),
         owner=this_process(),
         ipc=ipc,
     )
@@ -298,7 +298,7 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
         length_bytes=length_bytes,
         chunk_bytes=memory.chunk_bytes,
         descriptor_count=chunk_count,
-        device_uuid=_uuid_of(memory.device),
+        device_uuid=_read_uuid(memory.device),
         owner=this_process(),
     )
     descriptors: list[int] = []
@@ -314,7 +314,7 @@ def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
 
 def _export_dmabuf(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
-        return _make_dmabuf_message(dmabuf, device_uuid=_uuid_of(memory.device))
+        return _make_dmabuf_message(dmabuf, device_uuid=_read_uuid(memory.device))
 
 
 def _make_dmabuf_message(dmabuf: DmabufRange, *, device_uuid: bytes) -> HandleMessage:
@@ -352,19 +352,19 @@ def _locate(memory: CudaMemory, offset_bytes: int) -> tuple[int, int]:
     return allocation_bytes, memory.address + offset_bytes - base
 
 
-def _device_count(operation: str) -> int:
+def _count_devices(operation: str) -> int:
     try:
         return cuda.device_count()
     except SetupMissing as error:
         raise _not_supported(operation, f"this process has no CUDA: {error.message}", error.what_to_do) from error
 
 
-def _uuid_of(device: cuda.PrimaryContext) -> bytes:
+def _read_uuid(device: cuda.PrimaryContext) -> bytes:
     return uuid.UUID(device.uuid.removeprefix("GPU-")).bytes
 
 
 def _require_device(device: cuda.Device, handle: ShareHandle) -> None:
-    if _uuid_of(device) != handle.device_uuid:
+    if _read_uuid(device) != handle.device_uuid:
         raise _wrong_device_error(handle)
 
 

@@ -107,7 +107,7 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     return Comparison(
         schema_version=SCHEMA_VERSION,
         noise_percent=noise_percent,
-        same_machine=_machine_identity(before) == _machine_identity(after),
+        same_machine=_identify_machine(before) == _identify_machine(after),
         changes=tuple(changes),
     )
 
@@ -125,9 +125,9 @@ def describe_comparison(comparison: Comparison) -> str:
             if len(changes) > _LINES_PER_OUTCOME_MAX:
                 lines.append(f"  and {len(changes) - _LINES_PER_OUTCOME_MAX} more: --json lists all")
     numbers = [change for change in comparison.changes if change.kind == "number"]
-    unchanged = sum(change.outcome == "same" for change in numbers)
+    unchanged_count = sum(change.outcome == "same" for change in numbers)
     noise = f"{comparison.noise_percent:g} %"
-    lines.append(f"{unchanged} of {len(numbers)} numbers changed by no more than their noise (at least {noise})")
+    lines.append(f"{unchanged_count} of {len(numbers)} numbers changed by no more than their noise (at least {noise})")
     lines.append("something became worse" if comparison.is_worse else "nothing became worse")
     return "\n".join(lines)
 
@@ -151,21 +151,21 @@ def _compare_verdicts(
     earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]]
 ) -> Iterator[Change]:
     for case, records_before in earlier.items():
-        before = _worst_verdict(record.verdict for record, _ in records_before)
+        before = _find_worst_verdict(record.verdict for record, _ in records_before)
         origins = tuple(origin for _, origin in records_before)
         if case not in later:
             # A case that did not run before has no result that could be gone.
             if before is not Verdict.NOT_RUN:
                 yield Change("verdict", case, "gone", before.value, "", origins=origins)
             continue
-        after = _worst_verdict(record.verdict for record, _ in later[case])
+        after = _find_worst_verdict(record.verdict for record, _ in later[case])
         if before is not after:
             outcome = "worse" if _VERDICTS_BEST_FIRST.index(after) > _VERDICTS_BEST_FIRST.index(before) else "better"
             origins += tuple(origin for _, origin in later[case])
             yield Change("verdict", case, outcome, before.value, after.value, origins=origins)
 
 
-def _worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+def _find_worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
     return max(verdicts, key=_VERDICTS_BEST_FIRST.index)
 
 
@@ -238,7 +238,7 @@ def _compare_routes(before: Contents, after: Contents) -> Iterator[Change]:
             yield Change("route", name, outcome, earlier_state.value, later_state.value)
 
 
-def _machine_identity(contents: Contents) -> tuple[str | None, str, tuple[str, ...]]:
+def _identify_machine(contents: Contents) -> tuple[str | None, str, tuple[str, ...]]:
     devices = contents.facts.cuda.devices if contents.facts.cuda else ()
     run = contents.run
     return run.host_id, run.profile, tuple(device.name for device in devices)

@@ -156,7 +156,7 @@ def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> C
     run = initial_run or _derive_run(records, verdict="The run did not end", causes=(), facts=facts)
     run = replace(
         run,
-        duration_s=_duration_s(records),
+        duration_s=_sum_durations_s(records),
         profile=profile or run.profile,
         exit_code=int(ExitCode.FAILED),
         causes=tuple(causes),
@@ -220,7 +220,7 @@ def _derive_run(records: Sequence[Record], *, verdict: str, causes: tuple[str, .
     return Run(
         schema_version=SCHEMA_VERSION,
         started=min((record.started for record in records), default="1970-01-01T00:00:00Z"),
-        duration_s=_duration_s(records),
+        duration_s=_sum_durations_s(records),
         command=first_record.command if first_record else "",
         profile=first_record.profile if first_record else "any",
         profile_about="",
@@ -237,7 +237,7 @@ def _derive_run(records: Sequence[Record], *, verdict: str, causes: tuple[str, .
     )
 
 
-def _duration_s(records: Sequence[Record]) -> float:
+def _sum_durations_s(records: Sequence[Record]) -> float:
     return round(sum(record.duration_ms for record in records) / 1000, 3)
 
 

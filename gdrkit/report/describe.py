@@ -26,8 +26,14 @@ _NICS_NAMED_MAX = 4
 
 def describe_facts(facts: Facts) -> str:
     """Describe the host and each API: its substrate and its devices, or its error and the remedy."""
-    rows = [*host_rows(facts), *_verbs_rows(facts), *_cuda_rows(facts), *_gaudi_rows(facts), *_route_rows(facts)]
-    rows += _evidence_rows(facts)
+    rows = [
+        *host_rows(facts),
+        *_make_verbs_rows(facts),
+        *_make_cuda_rows(facts),
+        *_make_gaudi_rows(facts),
+        *_make_route_rows(facts),
+    ]
+    rows += _make_evidence_rows(facts)
     return _align(rows)
 
 
@@ -45,28 +51,28 @@ def describe_plan(plan: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _verbs_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    yield from _api_rows("verbs", facts, facts.verbs_failure)
+def _make_verbs_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield from _make_api_rows("verbs", facts, facts.verbs_failure)
     for nic in facts.verbs.nics if facts.verbs else ():
         ports = f"active ports {', '.join(map(str, nic.active_ports)) or 'none'}"
         dmabuf = nic.failure.message if nic.failure else f"dma-buf regions: {'yes' if nic.dmabuf else 'no'}"
         yield f"  {nic.name}", f"{ports}; {dmabuf}"
 
 
-def _cuda_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    yield from _api_rows("cuda", facts, facts.cuda_failure)
+def _make_cuda_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield from _make_api_rows("cuda", facts, facts.cuda_failure)
     for device in facts.cuda.devices if facts.cuda else ():
         dmabuf = "yes" if device.has("DMA_BUF_SUPPORTED") else "no"
         yield f"  GPU {device.index}", f"{device.name} at {device.pci_bus_id}; dma-buf export: {dmabuf}"
 
 
-def _gaudi_rows(facts: Facts) -> Iterator[tuple[str, str]]:
-    yield from _api_rows("hlthunk", facts, facts.gaudi_failure)
+def _make_gaudi_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield from _make_api_rows("hlthunk", facts, facts.gaudi_failure)
     for device in facts.gaudi.devices if facts.gaudi else ():
         yield f"  Gaudi {device.number}", f"{device.card_name} ({device.generation}) at {device.pci_bus_id}"
 
 
-def _api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tuple[str, str]]:
+def _make_api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tuple[str, str]]:
     substrate = substrates_of_facts(facts).get(api)
     if substrate is not None:
         yield api, f"runs on {describe(substrate)}"
@@ -76,7 +82,7 @@ def _api_rows(api: str, facts: Facts, failure: ApiFailure | None) -> Iterator[tu
             yield "", f"To do: {failure.what_to_do}"
 
 
-def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def _make_route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     for route in facts.routes:
         cause = "" if route.possible or route.failure is None else f": {route.failure.message}"
         name = route_name(route.device_index, route.nic, route.way)
@@ -85,7 +91,7 @@ def _route_rows(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "routes", facts.routes_failure.message
 
 
-def _evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def _make_evidence_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the evidence that distinguishes hardware from software; see docs/report.md."""
     if facts.evidence is None:
         yield "Evidence", "the kernel was not queried"

@@ -102,11 +102,11 @@ def list_rules(rules: Sequence[Rule]) -> str:
 
 def rules_as_json(rules: Rule | Sequence[Rule]) -> str:
     """Return one rule as an indented JSON object, or several as a list of such objects."""
-    values = _rule_values(rules) if isinstance(rules, Rule) else [_rule_values(rule) for rule in rules]
+    values = _list_rule_values(rules) if isinstance(rules, Rule) else [_list_rule_values(rule) for rule in rules]
     return json.dumps(values, indent=2, ensure_ascii=False) + "\n"
 
 
-def _rule_values(rule: Rule) -> dict[str, str | bool]:
+def _list_rule_values(rule: Rule) -> dict[str, str | bool]:
     """Return the fields of a rule. ``acts`` says whether the rule makes an experiment on the machine."""
     texts = {name: getattr(rule, name) for name in ("code", "title", "why", "remedy", "reads", "privilege", "source")}
     return {**texts, "acts": bool(rule.experiment)}

@@ -55,15 +55,16 @@ def render_document(contents: Contents, view: View) -> str:
         "to_do": list(run.to_do),
         "required": list(run.required),
         "routes": [
-            {"nic": status.nic, "path": status.path, **_route_fields(status, view.origins)} for status in view.routes
+            {"nic": status.nic, "path": status.path, **_make_route_fields(status, view.origins)}
+            for status in view.routes
         ],
-        "files": [{"mount": status.mount, **_route_fields(status, view.origins)} for status in view.files],
+        "files": [{"mount": status.mount, **_make_route_fields(status, view.origins)} for status in view.files],
         "failures": [
             {
                 "what": list(failure.affected),
                 "cause": failure.cause,
                 "remedy": failure.remedy,
-                "records": _origins_of_cases(failure.cases, view.origins),
+                "records": _list_origins(failure.cases, view.origins),
             }
             for failure in view.failures
         ],
@@ -74,30 +75,30 @@ def render_document(contents: Contents, view: View) -> str:
                 "unlocked_by": group.needed,
                 "ran": group.ran,
                 "foreseen": group.foreseen,
-                "records": _origins_of_cases(group.cases, view.origins),
+                "records": _list_origins(group.cases, view.origins),
             }
             for group in view.unproven
         ],
-        "measurements": list(_measurements(contents)),
+        "measurements": list(_list_measurements(contents)),
     }
     return json.dumps(document, indent=2, ensure_ascii=False) + "\n"
 
 
-def _route_fields(status: RouteStatus | FileStatus, origins: Mapping[str, str]) -> dict[str, Json]:
+def _make_route_fields(status: RouteStatus | FileStatus, origins: Mapping[str, str]) -> dict[str, Json]:
     return {
         "device_index": status.device_index,
         "way": status.way,
         "state": status.state.value,
         "cause": status.cause,
-        "records": _origins_of_cases(status.cases, origins),
+        "records": _list_origins(status.cases, origins),
     }
 
 
-def _origins_of_cases(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
+def _list_origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json]:
     return [origins[case] for case in cases if case in origins]
 
 
-def _measurements(contents: Contents) -> Iterator[Json]:
+def _list_measurements(contents: Contents) -> Iterator[Json]:
     """Yield the numbers that were measured on hardware. Only the records have the numbers that software gave."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
         for name, value in record.numbers.items() if describes_hardware(record) else ():

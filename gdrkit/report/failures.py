@@ -75,7 +75,7 @@ def failures(
     for status in statuses:
         if status.state is RouteOutcome.FELL_BACK:
             cause, remedy = split_remedy(status.cause.removesuffix(f" ({status.fallback_case})"))
-            failure_entries.append((cause, remedy or _fallback_remedy(cause), status.name, status.fallback_case))
+            failure_entries.append((cause, remedy or _find_fallback_remedy(cause), status.name, status.fallback_case))
     failure_entries += _make_api_entries(facts.failures)
     entries_by_cause: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for cause, remedy, affected, case in failure_entries:
@@ -84,7 +84,7 @@ def failures(
     return tuple(
         Failure(
             cause,
-            remedy.format(name=_filter_name(affected_and_cases[0][1]), seed=seed)
+            remedy.format(name=_parse_filter_name(affected_and_cases[0][1]), seed=seed)
             if remedy == _REMEDY_FOR_UNKNOWN_CAUSE
             else remedy,
             tuple(affected for affected, _ in affected_and_cases),
@@ -109,7 +109,7 @@ def split_remedy(text: str) -> tuple[str, str]:
     return cause, remedy
 
 
-def _fallback_remedy(cause: str) -> str:
+def _find_fallback_remedy(cause: str) -> str:
     """Return the remedy of the doctor's rule about this cause, or a general one."""
     code = next((code for pattern, code in _RULE_BY_CAUSE if pattern.search(cause)), None)
     return _REMEDY_FOR_FALLBACK if code is None else f"{rule_of(code).remedy} (gdrkit explain {code})"
@@ -123,7 +123,7 @@ def _make_case_entry(record: Record) -> tuple[str, str, str, str]:
     return cause, "; ".join(remedies) or default_remedy, record.case, record.case
 
 
-def _filter_name(case: str) -> str:
+def _parse_filter_name(case: str) -> str:
     """Return the name of the test function in a case id, as an argument for ``gdrkit qualify -k``."""
     return case.partition("::")[2].partition("[")[0] or case
 

@@ -86,7 +86,7 @@ def make_plot(sweep: Sweep) -> SweepPlot:
     format_size = format_bytes if sweep.x_axis == "size" else str
     sizes = sorted({point.size_or_depth for line in sweep.lines for point in line.points})
     highest = max(max(point.value, point.highest or 0.0) for line in sweep.lines for point in line.points)
-    step = _axis_step(highest)
+    step = _choose_axis_step(highest)
     axis_end = step * math.ceil(highest / step) if highest > 0 else 1.0
 
     def x_of(size: int) -> float:
@@ -145,7 +145,7 @@ def _make_row(size_bytes: int, lines: Sequence[SweepLine]) -> tuple[tuple[str, s
     return tuple(cells)
 
 
-def _axis_step(highest: float) -> float:
+def _choose_axis_step(highest: float) -> float:
     """Return 1, 2, 2.5 or 5 times a power of ten, so that the axis has about four steps."""
     if highest <= 0:
         return 1.0

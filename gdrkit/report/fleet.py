@@ -243,14 +243,14 @@ def _is_same_host(first: Contents, second: Contents) -> bool:
     """Return whether two runs are from the same machine, according to host name, device serials and host id."""
     if not first.run.host or first.run.host != second.run.host:
         return False
-    first_serials, second_serials = _device_serials(first), _device_serials(second)
+    first_serials, second_serials = _list_device_serials(first), _list_device_serials(second)
     if first_serials and second_serials:
         # Machines that were installed from one image have the same host id, but devices with different serial numbers.
         return bool(first_serials & second_serials)
     return first.run.host_id is not None and first.run.host_id == second.run.host_id
 
 
-def _device_serials(contents: Contents) -> set[str]:
+def _list_device_serials(contents: Contents) -> set[str]:
     guids = {device.node_guid for device in contents.facts.rdma_devices if device.has_device and device.node_guid}
     is_hardware = contents.run.substrate.get("cuda") == "hardware"
     return guids | {
@@ -355,11 +355,11 @@ def _make_host(
             for trait, value in traits.items()
             if host_traits[trait] != value
         ),
-        slow=tuple(sorted(_slow_numbers(host_run, medians), key=lambda slow: -abs(slow.percent))),
+        slow=tuple(sorted(_list_slow_numbers(host_run, medians), key=lambda slow: -abs(slow.percent))),
     )
 
 
-def _slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample]) -> Iterator[SlowNumber]:
+def _list_slow_numbers(host_run: _HostRun, medians: Mapping[tuple[str, str], Sample]) -> Iterator[SlowNumber]:
     for (case, name), sample in host_run.samples.items():
         median = medians.get((case, name))
         # The percentage of the difference from a median of 0 is undefined.

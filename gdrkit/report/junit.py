@@ -1,7 +1,7 @@
 """Writer of junit.xml, the report of a run for CI systems.
 
 JUnit has no verdict ``unproven``. An unproven case is a passed test with a property ``unproven`` that has the reason. A
-case that did not run is ``skipped`` if the profile foresees that, else a failure.
+case that did not run is ``skipped_count`` if the profile foresees that, else a failure.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _NOT_ALLOWED_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0
 def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     """Return the contents of junit.xml in UTF-8."""
     failures = sum(record.is_failure for record in records)
-    skipped = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
-    counts = {"tests": str(len(records)), "failures": str(failures), "errors": "0", "skipped": str(skipped)}
+    skipped_count = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
+    counts = {"tests": str(len(records)), "failures": str(failures), "errors": "0", "skipped": str(skipped_count)}
     seconds = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
     root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds})
     suite = ET.SubElement(

@@ -114,11 +114,11 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
     share_of_group: dict[tuple[int, str], float] = {}
     for row in rows:
         key = (_rank(row), row.group)
-        share_of_group[key] = max(share_of_group.get(key, 0.0), _used_share(row))
+        share_of_group[key] = max(share_of_group.get(key, 0.0), _find_used_share(row))
     # The sort is stable: groups of equal share remain in the order of the records.
     sorted_groups = sorted(share_of_group, key=lambda key: (key[0], -share_of_group[key]))
     order = {key: index for index, key in enumerate(sorted_groups)}
-    return tuple(sorted(rows, key=lambda row: (order[_rank(row), row.group], -_used_share(row))))
+    return tuple(sorted(rows, key=lambda row: (order[_rank(row), row.group], -_find_used_share(row))))
 
 
 def _rank(row: Measurement) -> int:
@@ -126,7 +126,7 @@ def _rank(row: Measurement) -> int:
     return int(all(bound.is_met for bound in row.bounds)) + int(not row.bounds)
 
 
-def _used_share(row: Measurement) -> float:
+def _find_used_share(row: Measurement) -> float:
     return max((bound.used_share for bound in row.bounds), default=0.0)
 
 
@@ -163,12 +163,12 @@ def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: F
         value=format_three_digits(candidate.value),
         unit=split_number(name).unit_words,
         range_text=range_text,
-        bounds=tuple(_bounds(candidate, facts)),
+        bounds=tuple(_list_bounds(candidate, facts)),
         case=candidate.record.case,
     )
 
 
-def _bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
+def _list_bounds(candidate: _Candidate, facts: Facts) -> Iterator[Bound]:
     """Yield the bounds with which the case compared the number, or else the limit of the links in the facts."""
     checks = candidate.record.evidence.get("judged")
     has_checks = False

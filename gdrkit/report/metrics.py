@@ -64,16 +64,22 @@ def _list_families(contents: Contents, view: View, host: str) -> Iterator[str]:
         "Substrate of each API.",
         [({**labels, "api": api, "substrate": name}, 1) for api, name in sorted(run.substrate.items())],
     )
-    yield _format_family("route", "State of a route between a device and a NIC.", _state_samples(labels, view.routes))
     yield _format_family(
-        "file_route", "State of a route between a device and the files of a mount.", _state_samples(labels, view.files)
+        "route", "State of a route between a device and a NIC.", _make_state_samples(labels, view.routes)
     )
     yield _format_family(
-        "measurement", "Measurement on hardware, in the unit at the end of its name.", _number_samples(labels, contents)
+        "file_route",
+        "State of a route between a device and the files of a mount.",
+        _make_state_samples(labels, view.files),
+    )
+    yield _format_family(
+        "measurement",
+        "Measurement on hardware, in the unit at the end of its name.",
+        _make_number_samples(labels, contents),
     )
 
 
-def _state_samples(
+def _make_state_samples(
     labels: dict[str, str], statuses: Iterable[RouteStatus | FileStatus]
 ) -> Iterator[tuple[dict[str, str], float]]:
     for status in statuses:
@@ -84,7 +90,7 @@ def _state_samples(
             yield {**route, "state": state.value}, float(status.state is state)
 
 
-def _number_samples(labels: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
+def _make_number_samples(labels: dict[str, str], contents: Contents) -> Iterator[tuple[dict[str, str], float]]:
     written_series: set[tuple[str, str]] = set()
     for record in contents.records:
         for name, value in record.numbers.items() if describes_hardware(record) else ():

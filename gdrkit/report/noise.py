@@ -71,7 +71,7 @@ def compare_samples(name: str, before: Sample, after: Sample, *, noise_percent: 
 
     A change up to `noise_percent` always counts as noise.
     """
-    change = _change_percent(before.value, after.value)
+    change = _compute_change_percent(before.value, after.value)
     band = max(
         noise_percent, _clamp_percent(_BAND_STANDARD_ERRORS * math.hypot(before.error_percent, after.error_percent))
     )
@@ -104,7 +104,7 @@ def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
     values = [record_numbers[name] for record_numbers in numbers_with_name]
     value = statistics.median(values)
     rounds_error = statistics.median(
-        _standard_error_of_rounds(name, record_numbers) for record_numbers in numbers_with_name
+        _compute_standard_error(name, record_numbers) for record_numbers in numbers_with_name
     )
     if len(values) < _ROUNDS_MIN or value == 0:
         return Sample(value, rounds_error)
@@ -115,7 +115,7 @@ def make_sample(name: str, numbers: Sequence[Mapping[str, float]]) -> Sample:
     return Sample(value, max(scatter_percent, rounds_error / math.sqrt(len(values))))
 
 
-def _change_percent(before: float, after: float) -> float:
+def _compute_change_percent(before: float, after: float) -> float:
     if before == after:
         return 0.0
     return _PERCENT_MAX if before == 0 else _clamp_percent((after - before) / abs(before) * 100)
@@ -126,7 +126,7 @@ def _clamp_percent(percent: float) -> float:
     return max(-_PERCENT_MAX, min(_PERCENT_MAX, percent))
 
 
-def _standard_error_of_rounds(name: str, numbers: Mapping[str, float]) -> float:
+def _compute_standard_error(name: str, numbers: Mapping[str, float]) -> float:
     """Return the standard error of the median `name` in percent, from other numbers of the same record.
 
     For ``rate_gb_per_s_median`` these are ``rate_spread_percent``, the distance between the quartiles, and

@@ -65,7 +65,7 @@ def draw(plot: Plot) -> str:
         message = "there is nothing to draw"
         raise UsageError(message)
     axis_end = max(value for line in plot.lines for _, value in line.points) or 1.0
-    step = _axis_step(axis_end)
+    step = _choose_axis_step(axis_end)
     axis_end = math.ceil(axis_end / step) * step
     first_log2, last_log2 = math.log2(sizes[0]), math.log2(sizes[-1])
 
@@ -134,7 +134,7 @@ def _draw_line(
     yield _draw_text(legend_x + 12, legend_y + 4, line.name)
 
 
-def _axis_step(highest: float) -> float:
+def _choose_axis_step(highest: float) -> float:
     """Return the distance of the ticks: 1, 2, 5 or 10 times a power of ten, so that the axis has at most six steps."""
     step_min = highest / _STEPS_MAX
     power: float = 10.0 ** math.floor(math.log10(step_min))

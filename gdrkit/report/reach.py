@@ -86,8 +86,8 @@ def reach_as_json(results: Sequence[Reach], balance: Balance | None = None, *, c
             "moved_bytes": result.transfer_bytes if result.moved else 0,
             "nic_growth": serialization.to_json_data(result.nic_growth),
             "peer_growth": serialization.to_json_data(result.peer_growth),
-            "state": _state(result, caveat).value,
-            "cause": _cause(result, caveat),
+            "state": _find_state(result, caveat).value,
+            "cause": _find_cause(result, caveat),
         }
         for result in results
     ]
@@ -95,25 +95,35 @@ def reach_as_json(results: Sequence[Reach], balance: Balance | None = None, *, c
     return json.dumps(document, indent=2) + "\n"
 
 
-def _state(result: Reach, caveat: str) -> RouteOutcome:
+def _find_state(result: Reach, caveat: str) -> RouteOutcome:
     # The counters of a software twin (a library that emulates the NICs) grow too, but prove nothing about hardware.
     return RouteOutcome.UNPROVEN if caveat and result.state is RouteOutcome.PROVEN else result.state
 
 
-def _cause(result: Reach, caveat: str) -> str:
+def _find_cause(result: Reach, caveat: str) -> str:
     return result.reason or result.cause or caveat
 
 
 def _make_row(result: Reach, caveat: str) -> tuple[str, ...]:
-    bytes_text, state = "right" if result.moved else "none", _state(result, caveat).value
-    return result.pci_bus_id, result.nic, result.peer_nic, result.path.value, bytes_text, state, _cause(result, caveat)
+    bytes_text, state = "right" if result.moved else "none", _find_state(result, caveat).value
+    return (
+        result.pci_bus_id,
+        result.nic,
+        result.peer_nic,
+        result.path.value,
+        bytes_text,
+        state,
+        _find_cause(result, caveat),
+    )
 
 
 def _describe_unreached(results: Sequence[Reach]) -> Iterator[str]:
     """Yield a line for each pair of a GPU and a NIC that does not reach the GPU."""
-    reached = {(result.gpu_uuid, result.nic) for result in results if result.moved}
-    unreached = {
-        (result.pci_bus_id, result.nic): None for result in results if (result.gpu_uuid, result.nic) not in reached
+    reached_pairs = {(result.gpu_uuid, result.nic) for result in results if result.moved}
+    unreached_pairs = {
+        (result.pci_bus_id, result.nic): None
+        for result in results
+        if (result.gpu_uuid, result.nic) not in reached_pairs
     }
-    for pci_bus_id, nic in unreached:
+    for pci_bus_id, nic in unreached_pairs:
         yield f"NIC {nic} does not reach GPU {pci_bus_id}: gdrkit does not use it for this GPU"

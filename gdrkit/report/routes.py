@@ -120,12 +120,12 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
     statuses = []
     for key in sorted(attempts.keys() | claims.keys()):
         route_claims = claims.get(key, [])
-        state, cause = _state_and_cause(route_claims)
+        state, cause = _decide_state_and_cause(route_claims)
         attempt = attempts.get(key)
         if not route_claims and attempt is not None and not attempt.possible:
-            state, cause = RouteOutcome.NOT_POSSIBLE, _registration_error(attempt)
+            state, cause = RouteOutcome.NOT_POSSIBLE, _describe_registration_error(attempt)
         cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
-        fallback_case = _fallback_case(route_claims)
+        fallback_case = _find_fallback_case(route_claims)
         statuses.append(
             RouteStatus(
                 *key,
@@ -133,7 +133,7 @@ def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus
                 cause=cause,
                 cases=cases,
                 fallback_case=fallback_case,
-                path=_path_of(route_claims),
+                path=_find_path(route_claims),
             )
         )
     return tuple(statuses)
@@ -150,7 +150,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
         for file in record.files:
             claims.setdefault((file.device_index, file.mount), []).append((record, file))
     devices = [device.index for device in facts.cuda.devices] if facts.cuda else []
-    possible_pairs = {(index, mount) for index in devices for mount in _shortest_mounts(facts)}
+    possible_pairs = {(index, mount) for index in devices for mount in _find_shortest_mounts(facts)}
     statuses = []
     for device_index, mount in sorted(possible_pairs | claims.keys()):
         pair_claims = claims.get((device_index, mount), [])
@@ -159,8 +159,8 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
         ) or [""]
         for route in routes:
             route_claims = [(record, file) for record, file in pair_claims if file.way == route]
-            state, cause = _state_and_cause(route_claims, _FILE_ROUTE_APIS)
-            caveats = dict.fromkeys(_why_not_hardware(record, ("cuda",)) for record, _ in route_claims)
+            state, cause = _decide_state_and_cause(route_claims, _FILE_ROUTE_APIS)
+            caveats = dict.fromkeys(_explain_substrate_of_record(record, ("cuda",)) for record, _ in route_claims)
             caveat = "; ".join(filter(None, caveats))
             if state is RouteOutcome.FELL_BACK and caveat:
                 # A fallback on a software twin (a library that emulates the hardware) proves nothing about the hardware
@@ -169,7 +169,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
             if state is RouteOutcome.PROVEN and route not in _DIRECT_FILE_ROUTES:
                 state, cause = RouteOutcome.UNPROVEN, f"the route of the bytes was {route}, which is not direct"
             cases = tuple(dict.fromkeys(record.case for record, _ in route_claims))
-            fallback_case = _fallback_case(route_claims)
+            fallback_case = _find_fallback_case(route_claims)
             statuses.append(
                 FileStatus(
                     device_index, mount, route, state=state, cause=cause, cases=cases, fallback_case=fallback_case
@@ -178,7 +178,7 @@ def file_statuses(facts: Facts, records: Iterable[Record]) -> tuple[FileStatus, 
     return tuple(statuses)
 
 
-def _shortest_mounts(facts: Facts) -> list[str]:
+def _find_shortest_mounts(facts: Facts) -> list[str]:
     """Return the mount points of the file systems on block devices, for each file system the shortest one."""
     shortest: dict[str, str] = {}
     for mount in facts.mounts:
@@ -200,24 +200,24 @@ def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tup
                 f"{status.name}: {status.cause}" for status in matching if status.state is not RouteOutcome.PROVEN
             ]
         else:
-            unmet += _devices_without_proven_route(matching)
+            unmet += _list_devices_without_proven_route(matching)
     return tuple(unmet)
 
 
-def _devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
+def _list_devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:
     proven = {status.device_index for status in statuses if status.state is RouteOutcome.PROVEN}
     return [
         f"no route to GPU {index} is proven" for index in sorted({status.device_index for status in statuses} - proven)
     ]
 
 
-def _registration_error(route: RouteFacts) -> str:
+def _describe_registration_error(route: RouteFacts) -> str:
     if route.failure is None:
         return "the registration failed"
     return "; ".join(text for text in (route.failure.message, route.failure.what_to_do) if text)
 
 
-def _state_and_cause(
+def _decide_state_and_cause(
     claims: Sequence[tuple[Record, ClaimedRoute | ClaimedFile]], apis: Sequence[str] = _NIC_ROUTE_APIS
 ) -> tuple[RouteOutcome, str]:
     """Return the state of a route and its cause.
@@ -243,12 +243,12 @@ def _state_and_cause(
     return RouteOutcome.UNPROVEN, "no case used this route"
 
 
-def _fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
+def _find_fallback_case(claims: Iterable[tuple[Record, ClaimedRoute | ClaimedFile]]) -> str:
     """Return the id of the first case with a fallback, or an empty string."""
     return next((record.case for record, route in claims if route.fell_back is not None), "")
 
 
-def _path_of(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
+def _find_path(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
     """Return ``wire`` if a passed case used two NICs, ``loopback`` if all used a single NIC, or an empty string."""
     paths = {route.path for record, route in claims if record.verdict is Verdict.PASS}
     return next((path for path in ("wire", "loopback") if path in paths), "")
@@ -256,13 +256,13 @@ def _path_of(claims: Iterable[tuple[Record, ClaimedRoute]]) -> str:
 
 def _explain_missing_proof(record: Record, route: ClaimedRoute | ClaimedFile, apis: Sequence[str]) -> str:
     """Return why a passed case does not prove its route, or an empty string if it does."""
-    cause = _why_not_hardware(record, apis)
+    cause = _explain_substrate_of_record(record, apis)
     if cause or not isinstance(route, ClaimedRoute) or route.unproven is None:
         return cause
     return _COUNTER_CAUSES.get(route.unproven, route.unproven)
 
 
-def _why_not_hardware(record: Record, apis: Sequence[str]) -> str:
+def _explain_substrate_of_record(record: Record, apis: Sequence[str]) -> str:
     """Return why a passed case proves nothing about hardware; see :func:`why_not_hardware`."""
     return why_not_hardware(record.substrate, apis)
 

@@ -114,13 +114,13 @@ def substrate_of(
     """
     libraries_of: dict[str, list[_Library]] = {}
     for library in libraries:
-        api = _api_of(library)
+        api = _find_api(library)
         if api is not None:
             libraries_of.setdefault(api, []).append(library)
     substrates = {}
     for api, api_libraries in libraries_of.items():
-        substrate_if_real = _substrate_of_real_library(api, facts, nics, nodes)
-        substrates[api] = weakest(_substrate_of_library(library, substrate_if_real) for library in api_libraries)
+        substrate_if_real = _find_real_library_substrate(api, facts, nics, nodes)
+        substrates[api] = weakest(_find_library_substrate(library, substrate_if_real) for library in api_libraries)
         # If a process has loaded the real library and its twin, it is unknown which of them executed the operations.
         if len({is_twin(library) for library in api_libraries}) > 1:
             substrates[api] = Substrate.UNKNOWN
@@ -146,7 +146,7 @@ def combine(substrates_of_processes: Iterable[Mapping[str, Substrate]]) -> dict[
     return substrates
 
 
-def _api_of(library: _Library) -> str | None:
+def _find_api(library: _Library) -> str | None:
     if library.soname is not None:
         return _API_BY_SONAME.get(library.soname)
     # A damaged file has no SONAME, but it was loaded under its file name.
@@ -158,13 +158,13 @@ def _api_of(library: _Library) -> str | None:
     )
 
 
-def _substrate_of_library(library: _Library, substrate_if_real: Substrate) -> Substrate:
+def _find_library_substrate(library: _Library, substrate_if_real: Substrate) -> Substrate:
     if library.error is not None:
         return Substrate.UNKNOWN
     return Substrate.TWIN if is_twin(library) else substrate_if_real
 
 
-def _substrate_of_real_library(
+def _find_real_library_substrate(
     api: str, facts: Facts, nics: Collection[str], nodes: Collection[DeviceNode] | None
 ) -> Substrate:
     """Return the substrate of a library of `api` that is not a twin, according to the evidence of the kernel."""
@@ -172,25 +172,26 @@ def _substrate_of_real_library(
         return Substrate.UNKNOWN
     if api == "verbs":
         open_nodes = nodes if nodes is not None else facts.verbs.nodes if facts.verbs else ()
-        return _verbs_substrate(facts.evidence, facts, nics, _device_numbers(open_nodes))
+        return _find_verbs_substrate(facts.evidence, facts, nics, _list_device_numbers(open_nodes))
     if api in {"cuda", "cufile"}:
         open_nodes = nodes if nodes is not None else facts.cuda.nodes if facts.cuda else ()
-        return _cuda_substrate(facts.evidence, facts, _device_numbers(open_nodes))
+        return _find_cuda_substrate(facts.evidence, facts, _list_device_numbers(open_nodes))
     # It is not known yet what a real Gaudi driver replies, so no evidence of Gaudi hardware can be checked.
     return Substrate.UNKNOWN
 
 
-def _verbs_substrate(
+def _find_verbs_substrate(
     evidence: KernelEvidence, facts: Facts, nics: Collection[str], open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
     devices = {device.name: device for device in evidence.rdma}
     names = nics or [nic.name for nic in facts.verbs.nics] if facts.verbs else nics or list(devices)
     return weakest(
-        _nic_substrate(devices[name], open_device_numbers) if name in devices else Substrate.UNKNOWN for name in names
+        _find_nic_substrate(devices[name], open_device_numbers) if name in devices else Substrate.UNKNOWN
+        for name in names
     )
 
 
-def _nic_substrate(device: RdmaEvidence, open_device_numbers: Collection[tuple[int, int]]) -> Substrate:
+def _find_nic_substrate(device: RdmaEvidence, open_device_numbers: Collection[tuple[int, int]]) -> Substrate:
     if device.driver in SOFTWARE_DRIVERS:
         return Substrate.KERNEL_SOFTWARE
     is_proven = device.driver is not None and device.pci_driver is not None and not device.missing
@@ -198,7 +199,7 @@ def _nic_substrate(device: RdmaEvidence, open_device_numbers: Collection[tuple[i
     return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 
-def _cuda_substrate(
+def _find_cuda_substrate(
     evidence: KernelEvidence, facts: Facts, open_device_numbers: Collection[tuple[int, int]]
 ) -> Substrate:
     proven_gpus = {gpu.pci_address for gpu in evidence.gpus if not gpu.missing}
@@ -211,5 +212,5 @@ def _cuda_substrate(
     return Substrate.HARDWARE if is_proven and is_open else Substrate.UNKNOWN
 
 
-def _device_numbers(nodes: Iterable[DeviceNode]) -> set[tuple[int, int]]:
+def _list_device_numbers(nodes: Iterable[DeviceNode]) -> set[tuple[int, int]]:
     return {(node.major, node.minor) for node in nodes}

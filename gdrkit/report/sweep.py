@@ -211,7 +211,7 @@ def _make_points(record: Record, facts: Facts) -> Iterator[tuple[str, str, str, 
             number.is_bound,
             SweepPoint(size_or_depth, value, lowest, highest, record.case),
         )
-        for bound_name, bound in _case_bounds(record, name, value):
+        for bound_name, bound in _list_case_bounds(record, name, value):
             yield x_axis, number.unit, bound_name, True, SweepPoint(size_or_depth, bound, None, None, record.case)
         if number.unit == "gb_per_s" and limit is not None:
             yield (
@@ -228,7 +228,7 @@ def _is_drawable(value: float) -> bool:
     return value == 0 or _VALUE_MIN <= value <= _VALUE_MAX
 
 
-def _case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
+def _list_case_bounds(record: Record, name: str, value: float) -> Iterator[tuple[str, float]]:
     """Yield the name and value of each bound with which the case compared the number `name`."""
     judgements = record.evidence.get("judged")
     for judgement in judgements if isinstance(judgements, list) else ():
@@ -248,7 +248,7 @@ def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepL
         )
         for (label, is_bound), points in lines.items()
     ]
-    measured = [line for line in all_lines if not line.is_bound]
+    measured_lines = [line for line in all_lines if not line.is_bound]
     bounds: dict[tuple[tuple[int, float], ...], SweepLine] = {}
     for line in all_lines:
         if line.is_bound:
@@ -258,7 +258,7 @@ def _make_lines(lines: dict[tuple[str, bool], list[SweepPoint]]) -> tuple[SweepL
             bounds[bound_values] = SweepLine(
                 line.name.rpartition(" ")[2] if is_shared else line.name, line.points, is_bound=True
             )
-    return (*measured, *bounds.values())
+    return (*measured_lines, *bounds.values())
 
 
 def parse_depth(base: str) -> tuple[str, int | None]:

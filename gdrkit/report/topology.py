@@ -47,7 +47,7 @@ def _make_tree(topology: Topology) -> Tree:
     def branch(path: tuple[str, ...]) -> Tree:
         if path not in branches:
             parent = branch(path[:-1]) if len(path) > 1 else root
-            branches[path] = parent.add(Text(_branch_label(path, topology)))
+            branches[path] = parent.add(Text(_describe_branch(path, topology)))
         return branches[path]
 
     for device in sorted(
@@ -58,7 +58,7 @@ def _make_tree(topology: Topology) -> Tree:
     return root
 
 
-def _branch_label(path: tuple[str, ...], topology: Topology) -> str:
+def _describe_branch(path: tuple[str, ...], topology: Topology) -> str:
     last = path[-1]
     if len(path) == 1:
         return last
@@ -73,13 +73,13 @@ def _describe_device(device: TopologyDevice) -> str:
 
 def _describe_distances(topology: Topology) -> list[str]:
     lines: list[str] = []
-    others = [device for device in topology.places if device.kind != "gpu"]
+    other_devices = [device for device in topology.places if device.kind != "gpu"]
     gpus = [device for device in topology.places if device.kind == "gpu"]
     used_distances: set[Distance] = set()
     for gpu in gpus:
         groups: dict[Distance, list[str]] = {}
-        for other in (*others, *(other_gpu for other_gpu in gpus if other_gpu.name != gpu.name)):
-            groups.setdefault(topology.distance(gpu.name, other.name), []).append(other.name)
+        for other_device in (*other_devices, *(other_gpu for other_gpu in gpus if other_gpu.name != gpu.name)):
+            groups.setdefault(topology.distance(gpu.name, other_device.name), []).append(other_device.name)
         used_distances |= groups.keys()
         parts = [f"{distance.name} {_describe_group(groups[distance], distance)}" for distance in sorted(groups)]
         lines.append(f"{gpu.name}: {'; '.join(parts) or 'no other device on PCI'}")

@@ -136,7 +136,7 @@ def make_view(contents: Contents) -> View:
         has_facts=contents.has_facts,
         counts=_count_verdicts(records, anchors),
         failures=failures(facts, records, routes, files),
-        apis=tuple(_make_api_view(api, run, facts, records) for api in _reported_apis(facts, records)),
+        apis=tuple(_make_api_view(api, run, facts, records) for api in _list_reported_apis(facts, records)),
         routes=routes,
         files=files,
         paths=path_matrix(facts, routes, files),
@@ -206,7 +206,7 @@ def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) 
     )
 
 
-def _reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
+def _list_reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
     """Return the APIs of the report: verbs and CUDA always, cuFile and hl-thunk only if facts or a case have them."""
     used_apis = {api for record in records for api in record.substrate}
     if facts.gaudi or facts.gaudi_failure:

@@ -69,16 +69,16 @@ class TorchMaker:
     def device_index(self, device: Any) -> int:
         """Return the index of a device that torch knows: ``"cpu"``, ``"cuda"``, ``"cuda:1"``, 1 or a torch.device."""
         try:
-            described = self._torch.device("cuda", device) if isinstance(device, int) else self._torch.device(device)
+            torch_device = self._torch.device("cuda", device) if isinstance(device, int) else self._torch.device(device)
         except RuntimeError as error:
             message = f"device must name the CPU or a CUDA device, not {device!r}"
             raise UsageError(message) from error
-        if described.type == "cpu":
+        if torch_device.type == "cpu":
             return HOST
-        if described.type != "cuda":
+        if torch_device.type != "cuda":
             message = f"device must name the CPU or a CUDA device, not {device!r}"
             raise UsageError(message)
-        return int(self._torch.cuda.current_device() if described.index is None else described.index)
+        return int(self._torch.cuda.current_device() if torch_device.index is None else torch_device.index)
 
     def allocate(self, device_index: int, length_bytes: int) -> Any:
         """Return new memory as a tensor of bytes. Call :meth:`wait_for_allocations` before other code writes to it."""
@@ -87,9 +87,9 @@ class TorchMaker:
         size_bytes = max(-(-length_bytes // 8) * 8, 8)
         if device_index == HOST:
             return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
-        return self._empty_tensors(device_index, [(size_bytes, torch.uint8)])[0]
+        return self._make_empty_tensors(device_index, [(size_bytes, torch.uint8)])[0]
 
-    def _empty_tensors(self, device_index: int, kinds: Iterable[tuple[Any, Any]]) -> list[Any]:
+    def _make_empty_tensors(self, device_index: int, kinds: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Return a new tensor for each pair of sizes and type."""
         # The device is passed as an object, because torch would parse its name for each tensor.
         device = self._torch.device("cpu") if device_index == HOST else self._torch.device("cuda", device_index)
@@ -128,18 +128,18 @@ class TorchMaker:
 
         Tensors of one type that follow each other and differ in the first dimension only are made by one call of torch.
         """
-        views = {name: buffer.view(dtype) for name, dtype in self._dtypes_of(placements).items()}
+        views = {name: buffer.view(dtype) for name, dtype in self._list_dtypes(placements).items()}
         tensors: list[Any] = []
         run: list[int] = []
         run_of, run_begin, run_end = None, 0, -1
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
-            sizes = _packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
+            sizes = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
             if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_of):
                 self._add_run(tensors, views, run_of, run_begin, run)
                 run_of, run_begin, run = (dtype, sizes[1:]), offset_bytes, []
             if not (sizes and length_bytes):
                 view = views[dtype]
-                tensors.append(view.as_strided(sizes, _strides(sizes), offset_bytes // view.element_size()))
+                tensors.append(view.as_strided(sizes, _compute_strides(sizes), offset_bytes // view.element_size()))
                 run_end = -1
                 continue
             run.append(sizes[0])
@@ -152,23 +152,23 @@ class TorchMaker:
         if not sizes:
             return
         view, shape = views[run_of[0]], (sum(sizes), *run_of[1])
-        whole = view.as_strided(shape, _strides(shape), begin // view.element_size())
+        whole = view.as_strided(shape, _compute_strides(shape), begin // view.element_size())
         # unsafe_split_with_sizes differs from split in one respect: the parts may be changed in place also by autograd.
         tensors.extend([whole] if len(sizes) == 1 else self._torch.unsafe_split_with_sizes(whole, sizes))
 
     def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
-        dtypes = self._dtypes_of(placements)
-        tensors = self._empty_tensors(
+        dtypes = self._list_dtypes(placements)
+        tensors = self._make_empty_tensors(
             device_index,
             (
-                (_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape, dtypes[dtype])
+                (_compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape, dtypes[dtype])
                 for _name, dtype, shape, _offset_bytes, length_bytes in placements
             ),
         )
         return tensors, list(map(self._torch.Tensor.data_ptr, tensors))
 
-    def _dtypes_of(self, placements: list[Placement]) -> dict[str, Any]:
+    def _list_dtypes(self, placements: list[Placement]) -> dict[str, Any]:
         """Return the type in torch for each data type of the placements."""
         names = {placement.dtype for placement in placements}
         absent = sorted(name for name in names if self._dtypes[name] is None)
@@ -199,7 +199,7 @@ class TorchMaker:
         return dtype, (*shape[:-1], shape[-1] * 2) if dtype == "F4" else shape, memory
 
 
-def _packed_shape(dtype: str, shape: tuple[int, ...], length_bytes: int) -> tuple[int, ...]:
+def _compute_packed_shape(dtype: str, shape: tuple[int, ...], length_bytes: int) -> tuple[int, ...]:
     """Return the shape in bytes of a tensor with several elements in a byte.
 
     If the last dimension does not fill whole bytes, the tensor has one dimension.
@@ -209,7 +209,7 @@ def _packed_shape(dtype: str, shape: tuple[int, ...], length_bytes: int) -> tupl
 
 
 @functools.lru_cache(maxsize=4096)
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+def _compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) == 1:
         return (1,)
     strides, stride = [], 1

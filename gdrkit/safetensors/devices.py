@@ -215,8 +215,8 @@ def copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
         for index, (one, device) in enumerate(zip(loads, devices, strict=True)):
             for other, peer in zip(loads, devices, strict=True):
                 if other is not one:
-                    for from_address, to_address, length in _copies(one, other, index, len(loads)):
-                        begin, end = _borrowed(device, from_address, length), _borrowed(peer, to_address, length)
+                    for from_address, to_address, length in _list_copies(one, other, index, len(loads)):
+                        begin, end = _borrow(device, from_address, length), _borrow(peer, to_address, length)
                         with begin, end:
                             streams[index].copy(begin, end)
                         copied_bytes += length
@@ -225,7 +225,9 @@ def copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
     return copied_bytes
 
 
-def _copies(one: DeviceLoad, other: DeviceLoad, share_index: int, shares_count: int) -> Iterator[tuple[int, int, int]]:
+def _list_copies(
+    one: DeviceLoad, other: DeviceLoad, share_index: int, shares_count: int
+) -> Iterator[tuple[int, int, int]]:
     """Yield the addresses and the length of each copy of a share to another device.
 
     Reads of a file that follow each other in both memories are one copy.
@@ -244,6 +246,6 @@ def _copies(one: DeviceLoad, other: DeviceLoad, share_index: int, shares_count: 
             yield begin, end, joined_bytes
 
 
-def _borrowed(device: cuda.Device, address: int, length_bytes: int) -> cuda.BorrowedMemory:
+def _borrow(device: cuda.Device, address: int, length_bytes: int) -> cuda.BorrowedMemory:
     """Return the memory as an object of gdrkit. Its attributes for NICs are not changed, as borrow() would."""
     return cuda.BorrowedMemory(device, kind=MemoryKind.CUDA, address=address, length_bytes=length_bytes)

@@ -200,11 +200,11 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
         MALFORMED: see :func:`read_header`.
     """
     tensors, metadata = _parse_compact(text) or _parse_any(text, path)
-    ends = [entry[3] for entry in tensors.values()]
-    if [entry[2] for entry in tensors.values()] != [0, *ends][:-1]:
+    end_offsets = [entry[3] for entry in tensors.values()]
+    if [entry[2] for entry in tensors.values()] != [0, *end_offsets][:-1]:
         tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
         _check_positions(tensors, path)
-    position = max(ends, default=0)
+    position = max(end_offsets, default=0)
     if position != data_bytes:
         message = f"the tensors have {position} bytes, but {data_bytes} bytes follow the header"
         raise _malformed(path, message)
@@ -242,18 +242,18 @@ def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] 
     takes half as long, because no object is created for each JSON value.
     """
     try:
-        decoded = text.decode().rstrip(" ")
-        begin = _COMPACT_BEGIN.match(decoded)
+        header_text = text.decode().rstrip(" ")
+        begin = _COMPACT_BEGIN.match(header_text)
         if begin is None:
             return None
-        metadata = json.loads(begin[1], object_pairs_hook=_unique_dict) if begin[1] else None
+        metadata = json.loads(begin[1], object_pairs_hook=_make_unique_dict) if begin[1] else None
         if begin[1]:
             _check_metadata(metadata, "")
         tensors: dict[str, TensorEntry] = {}
         shapes: dict[str, tuple[tuple[int, ...], int]] = {}
-        found = _COMPACT_ENTRY.findall(decoded, begin.end())
+        entry_matches = _COMPACT_ENTRY.findall(header_text, begin.end())
         length = begin.end()
-        for whole, name, dtype, sizes, first, last in found:
+        for whole, name, dtype, sizes, first, last in entry_matches:
             if sizes not in shapes:
                 shape = tuple(map(int, sizes.split(","))) if sizes else ()
                 if len(shape) > _DIMENSIONS_MAX or max(shape, default=0) > _INTEGER_MAX:
@@ -269,8 +269,8 @@ def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] 
     except (ValueError, KeyError, RecursionError, UsageError):
         return None
     # The pattern may have skipped characters, a comma may be the last one, and a name may be there twice.
-    is_whole = length == len(decoded) and decoded.endswith("}")
-    is_whole = is_whole and len(tensors) == len(found) and _METADATA not in tensors
+    is_whole = length == len(header_text) and header_text.endswith("}")
+    is_whole = is_whole and len(tensors) == len(entry_matches) and _METADATA not in tensors
     return (tensors, metadata) if is_whole else None
 
 
@@ -283,7 +283,7 @@ def _parse_any(text: bytes, path: str) -> tuple[dict[str, TensorEntry], dict[str
     tensors = {}
     for name, value in document.items():
         try:
-            tensors[name] = _entry(value)
+            tensors[name] = _parse_entry(value)
         except ValueError as error:
             raise _malformed(path, f"tensor {name!r}: {error}") from error
     return tensors, metadata
@@ -294,23 +294,23 @@ def _parse_json(text: bytes, path: str) -> dict[str, Any]:
     if not text.startswith(b"{"):
         raise _malformed(path, f"the header must begin with '{{', not with {text[:1]!r}")
     try:
-        decoded = text.decode()
+        header_text = text.decode()
         document = json.loads(
-            decoded, object_pairs_hook=_unique_dict, parse_float=_refuse_number, parse_constant=_refuse_number
+            header_text, object_pairs_hook=_make_unique_dict, parse_float=_refuse_number, parse_constant=_refuse_number
         )
-        if "\\u" in decoded:
+        if "\\u" in header_text:
             # JSON can name one half of a surrogate pair, which no UTF-8 text can contain.
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         # UnicodeError and JSONDecodeError are ValueErrors.
         raise _malformed(path, f"the header is not valid JSON: {error}") from error
-    if decoded.rstrip(" ") != decoded.rstrip():
+    if header_text.rstrip(" ") != header_text.rstrip():
         raise _malformed(path, "the header may be padded with blanks only")
     assert isinstance(document, dict)  # noqa: S101 - the text begins with a brace.
     return document
 
 
-def _unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     unique = dict(pairs)
     if len(unique) != len(pairs):
         names = [name for name, _value in pairs]
@@ -340,7 +340,7 @@ def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
         position = entry.end
 
 
-def _entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
+def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.
     """Return the entry of a tensor. Raise ValueError with the cause if the value is invalid."""
     if not isinstance(value, dict) or set(value) != _FIELDS:
         message = f"an entry must be an object with {', '.join(sorted(_FIELDS))}"

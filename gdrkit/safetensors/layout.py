@@ -119,7 +119,7 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
         dtype, shape, begin, end = entry
         length, scattered_part = end - begin, None
         if select is not None:
-            part = _part_of(name, entry, select(name, shape))
+            part = _make_part(name, entry, select(name, shape))
             if part is None:
                 continue
             shape, length = part.shape, part.run_bytes * len(part.runs)
@@ -156,7 +156,7 @@ def rows_of(*columns: Sequence[int]) -> array[int]:
     return rows
 
 
-def _part_of(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | None:
+def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | None:
     """Return the part of a tensor that an index selects, or None if the index is None.
 
     Raises
@@ -168,7 +168,7 @@ def _part_of(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | None:
         return None
     if index is EVERYTHING:
         return _Part(entry.shape, (entry.begin,), entry.end - entry.begin)
-    ranges, shape = _ranges(name, entry.shape, index)
+    ranges, shape = _list_ranges(name, entry.shape, index)
     # All dimensions after `inner` are selected completely. So each run covers these dimensions and the range of
     # `inner`.
     inner = len(ranges) - 1
@@ -192,7 +192,9 @@ def _part_of(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | None:
     return _Part(shape, [entry.begin + start // 8 for start in starts], run_bits // 8)
 
 
-def _ranges(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
+def _list_ranges(
+    name: str, shape: tuple[int, ...], index: TensorIndex
+) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
     """Return the begin and the end of the selected range of each dimension, and the shape of the part."""
     items = list(index) if isinstance(index, tuple) else [index]
     ellipses = [position for position, item in enumerate(items) if item is EVERYTHING]

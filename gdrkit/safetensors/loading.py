@@ -52,26 +52,26 @@ class ModelLoad:
         self._files, self._headers, self._devices = files, headers, devices
         self._shares_count, self._is_list = shares_count, is_list
         self._lock = threading.Lock()
-        self._loaded: list[LoadedTensors] | None = None
+        self._loaded_tensors: list[LoadedTensors] | None = None
         self._is_abandoned = False
 
     @property
     def length_bytes(self) -> int:
         """Number of bytes to read from files."""
-        return sum(transfer.length_bytes for transfer in self._transfers())
+        return sum(transfer.length_bytes for transfer in self._list_transfers())
 
     @property
     def bytes_moved(self) -> int:
         """Number of bytes that have arrived so far."""
-        return sum(transfer.bytes_moved for transfer in self._transfers())
+        return sum(transfer.bytes_moved for transfer in self._list_transfers())
 
     def done(self) -> bool:
         """Return whether the transfers are over."""
-        return all(transfer.done() for transfer in self._transfers())
+        return all(transfer.done() for transfer in self._list_transfers())
 
     def cancel(self) -> None:
         """Start no further chunks. :meth:`result` then raises an error (CANCELLED), unless all had been started."""
-        for transfer in self._transfers():
+        for transfer in self._list_transfers():
             transfer.cancel()
 
     def result(self, *, on_progress: Callable[[int, int], None] | None = None) -> Any:  # noqa: ANN401 - one or a list.
@@ -93,21 +93,21 @@ class ModelLoad:
             See :meth:`gdrkit.gds.Transfer.result`. The error names the file. The memory is freed.
         """
         with self._lock:
-            if self._loaded is None:
+            if self._loaded_tensors is None:
                 if self._is_abandoned:
                     name = "the load"
                     raise ClosedResource(name)
                 try:
-                    self._loaded = self._finish(on_progress)
+                    self._loaded_tensors = self._finish(on_progress)
                 except BaseException:
                     self._abandon()
                     raise
-        return self._loaded if self._is_list else self._loaded[0]
+        return self._loaded_tensors if self._is_list else self._loaded_tensors[0]
 
     def close(self) -> None:
         """Cancel the load if it is not over, and wait for its end. The tensors of :meth:`result` stay."""
         with self._lock:
-            if self._loaded is None and not self._is_abandoned:
+            if self._loaded_tensors is None and not self._is_abandoned:
                 self._abandon()
 
     def __enter__(self) -> Self:
@@ -116,11 +116,11 @@ class ModelLoad:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _transfers(self) -> list[Transfer]:
+    def _list_transfers(self) -> list[Transfer]:
         return [one.transfer for one in self._devices if one.transfer is not None]
 
     def _finish(self, on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
-        transfers = self._transfers()
+        transfers = self._list_transfers()
         if on_progress is not None:
             total_bytes = self.length_bytes
             while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
@@ -138,17 +138,17 @@ class ModelLoad:
         remember_rates(self._devices, report, copy_duration_s=time.monotonic() - began_s)
         for file in self._files:
             file.close()
-        loaded = [one.tensors for one in self._devices]
-        for tensors in loaded:
+        tensors_of_devices = [one.tensors for one in self._devices]
+        for tensors in tensors_of_devices:
             tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
         self._devices = []
-        return loaded
+        return tensors_of_devices
 
     def _abandon(self) -> None:
         """Cancel the transfers, wait for their end, and drop the files and the memory."""
         self._is_abandoned = True
         self.cancel()
-        for transfer in self._transfers():
+        for transfer in self._list_transfers():
             transfer.exception()
         for file in self._files:
             file.close()
@@ -202,8 +202,8 @@ def start_load_files(
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)
     devices = [DeviceLoad(maker, index, own_memory=own_memory) for index in indices]
-    with contextlib.ExitStack() as opened:
-        files = [opened.enter_context(File(path, access=access, direct="never")) for path in paths]
+    with contextlib.ExitStack() as open_resources:
+        files = [open_resources.enter_context(File(path, access=access, direct="never")) for path in paths]
         if not files:
             message = "paths must name at least one file"
             raise UsageError(message)
@@ -215,7 +215,7 @@ def start_load_files(
                 for one in devices:
                     one.place(layout)
         is_shared = len(indices) > 1 and (shares_are_faster(files, indices, access) if share is None else share)
-        opened.pop_all()
+        open_resources.pop_all()
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:

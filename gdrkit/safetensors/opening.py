@@ -59,7 +59,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         self._device_index = self._maker.device_index(device)
         self._whole_file = whole_file
         self._lock = threading.Lock()
-        self._loaded: LoadedTensors | None = None
+        self._loaded_tensors: LoadedTensors | None = None
         self._file = File(filename, direct="never")
         try:
             with collector_paused():
@@ -82,33 +82,33 @@ class safe_open:  # noqa: N801 - the name in safetensors.
 
     def get_tensor(self, name: str) -> Any:  # noqa: ANN401 - a tensor.
         """Load a tensor and return it."""
-        return self._part(name, EVERYTHING)
+        return self._find_part(name, EVERYTHING)
 
     def get_tensors(self) -> LoadedTensors:
         """Load all tensors and return them by their names."""
         with self._lock:
-            if self._loaded is None:
-                self._loaded = self._load(layout_of(self._header))
-            return self._loaded
+            if self._loaded_tensors is None:
+                self._loaded_tensors = self._load(layout_of(self._header))
+            return self._loaded_tensors
 
     def get_slice(self, name: str) -> TensorSlice:
         """Return an object whose index, as in ``file.get_slice(name)[:, 2:4]``, loads a part of a tensor."""
-        return TensorSlice(self, name, self._entry(name))
+        return TensorSlice(self, name, self._find_entry(name))
 
     def close(self) -> None:
         """Close the file. Loaded tensors stay."""
         self._file.close()
-        self._loaded = None
+        self._loaded_tensors = None
 
-    def _entry(self, name: str) -> TensorEntry:
+    def _find_entry(self, name: str) -> TensorEntry:
         entry = self._header.tensors.get(name)
         if entry is None:
             message = f"{self._file.path} has no tensor {name!r}"
             raise UsageError(message, what_to_do="keys() returns the names")
         return entry
 
-    def _part(self, name: str, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
-        self._entry(name)
+    def _find_part(self, name: str, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
+        self._find_entry(name)
         if self._whole_file and index is EVERYTHING:
             return self.get_tensors()[name]
         (tensor,) = self._load(layout_of(self._header, lambda *_: index, names=[name])).values()
@@ -124,8 +124,8 @@ class safe_open:  # noqa: N801 - the name in safetensors.
                 device.make_tensors()
             # The traceback of an error has this frame, which must not keep the memory.
             del device
-            loaded: LoadedTensors = load.result()
-        return loaded
+            loaded_tensors: LoadedTensors = load.result()
+        return loaded_tensors
 
     def __enter__(self) -> Self:
         return self
@@ -138,15 +138,15 @@ class TensorSlice:
     """A tensor of an open file. Its index loads a part: numbers, slices without a step, and ``...``."""
 
     def __init__(self, file: safe_open, name: str, entry: TensorEntry) -> None:
-        self._file, self._name, self._entry = file, name, entry
+        self._file, self._name, self._find_entry = file, name, entry
 
     def get_shape(self) -> list[int]:
         """Return the shape of the whole tensor."""
-        return list(self._entry.shape)
+        return list(self._find_entry.shape)
 
     def get_dtype(self) -> str:
         """Return the data type, such as ``BF16``."""
-        return self._entry.dtype
+        return self._find_entry.dtype
 
     def __getitem__(self, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
         """Load the part, and return it as a tensor. Only its bytes are read."""
@@ -154,4 +154,4 @@ class TensorSlice:
             message = "an index must have numbers, slices and ..., not None"
             raise UsageError(message)
         is_everything = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
-        return self._file._part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.
+        return self._file._find_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.

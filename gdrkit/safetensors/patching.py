@@ -43,7 +43,7 @@ def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in
         BUSY: another block is active.
     """
     originals = names_to_replace()
-    replacements = {"safe_open": _opener(device), "load_file": _loader(device)}
+    replacements = {"safe_open": _make_opener(device), "load_file": _make_loader(device)}
     if not _lock.acquire(blocking=False):
         message = "the functions of safetensors are already replaced, by another block of patch()"
         raise UsageError(message, reason=Reason.BUSY)
@@ -58,7 +58,7 @@ def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in
         _lock.release()
 
 
-def _opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
+def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
     class PatchedOpen(safe_open):
         """:class:`safe_open` for one device, which loads a file at the first access to a whole tensor."""
 
@@ -69,7 +69,7 @@ def _opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
     return PatchedOpen
 
 
-def _loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
+def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
     @functools.wraps(load_file)
     def load(filename: Any, device_named: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
         options.pop("backend", None)

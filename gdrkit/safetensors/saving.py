@@ -56,10 +56,10 @@ def save_file(
         The disk is full, or a call failed.
     """
     maker = maker_of(framework)
-    described = [(name, *maker.describe(name, tensor)) for name, tensor in tensors.items()]
-    described.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
+    descriptions = [(name, *maker.describe(name, tensor)) for name, tensor in tensors.items()]
+    descriptions.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
     entries, position = [], 0
-    for name, dtype, shape, memory in described:
+    for name, dtype, shape, memory in descriptions:
         entries.append((name, TensorEntry(dtype, shape, position, position + memory.length_bytes)))
         position += memory.length_bytes
     header = pack_header(entries, metadata)
@@ -70,7 +70,7 @@ def save_file(
         )
         file.write_from(header)
         by_device: dict[int, tuple[array[int], list[TransferBuffer]]] = {}
-        for (_name, entry), (*_rest, memory) in zip(entries, described, strict=True):
+        for (_name, entry), (*_rest, memory) in zip(entries, descriptions, strict=True):
             extents, keep = by_device.setdefault(memory.device_index, (array("Q"), []))
             extents.extend((0, len(header) + entry.begin, memory.address, memory.length_bytes))
             keep.append(memory)

@@ -43,9 +43,9 @@ class TensorBuffer:
         size_bytes = max(length_bytes, 1)
         if device_index == HOST:
             self._memory = mmap.mmap(-1, size_bytes)
-            described = describe_buffer(self._memory, writable=True)
-            described.release()
-            self.address = described.address
+            buffer_description = describe_buffer(self._memory, writable=True)
+            buffer_description.release()
+            self.address = buffer_description.address
         else:
             self._device = cuda.Device(device_index)
             try:
@@ -111,7 +111,7 @@ class ModelTensor:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's type and index of the device."""
-        return cuda.dlpack_device(self._index())
+        return cuda.dlpack_device(self._make_index())
 
     def __dlpack__(
         self,
@@ -145,11 +145,11 @@ class ModelTensor:
             self.address,
             shape=shape,
             element=(element.dlpack_code, element.bits, lanes),
-            device_index=self._index(),
+            device_index=self._make_index(),
             is_versioned=max_version is not None and max_version[0] >= 1,
         )
 
-    def _index(self) -> int | None:
+    def _make_index(self) -> int | None:
         return None if self.device_index == HOST else self.device_index
 
     def __repr__(self) -> str:

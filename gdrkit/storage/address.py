@@ -63,7 +63,7 @@ class ServerAddress:
             return listener
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            with _short_name(self.path) as name:
+            with _shorten_name(self.path) as name:
                 self._remove_stale_socket(name)
                 # bind() gives the socket file the mode of the socket's descriptor, so no other user can ever connect.
                 # A umask would have the same effect, but it applies to all threads of the process.
@@ -84,7 +84,7 @@ class ServerAddress:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(timeout_s)
         try:
-            with _short_name(self.path) as name:
+            with _shorten_name(self.path) as name:
                 connection.connect(name)
         except BaseException:
             connection.close()
@@ -102,7 +102,7 @@ class ServerAddress:
 
 
 @contextlib.contextmanager
-def _short_name(path: Path) -> Iterator[str]:
+def _shorten_name(path: Path) -> Iterator[str]:
     """Yield another path of the socket, through /proc, that fits into the 108 bytes of a unix socket address."""
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -68,10 +68,10 @@ class Batch:
         self._requests.append((request, subranges))
         offset_bytes = request.offset_bytes
         for subrange in subranges:
-            flags, checksum = self._flags(subrange)
+            flags, checksum = self._choose_flags(subrange)
             queue_pair, nic = next(queue_pairs)
             sub_request = IORequest(request.file, offset_bytes, subrange)
-            self.operations.append(self._operation(sub_request, queue_pair, nic, flags, checksum))
+            self.operations.append(self._make_operation(sub_request, queue_pair, nic, flags, checksum))
             offset_bytes += subrange.length_bytes
 
     def join(self, results: list[Result]) -> list[StorageResult]:
@@ -84,9 +84,9 @@ class Batch:
         DataMismatch
             Bytes that arrived in host memory differ from the bytes that the server sent.
         """
-        remaining = iter(results)
+        result_iterator = iter(results)
         return [
-            self._join(request, subranges, [next(remaining) for _ in subranges])
+            self._join(request, subranges, [next(result_iterator) for _ in subranges])
             for request, subranges in self._requests
         ]
 
@@ -100,7 +100,7 @@ class Batch:
             for begin in range(0, buffer.length_bytes, length_bytes_max)
         ]
 
-    def _flags(self, subrange: IOBuffer) -> tuple[OperationFlag, int]:
+    def _choose_flags(self, subrange: IOBuffer) -> tuple[OperationFlag, int]:
         """Return the flags of the operation on a subrange, and the checksum that the operation contains (0: none)."""
         flags = OperationFlag.FORBID_HOLES if self._forbid_holes else OperationFlag(0)
         if self.opcode is IoOpcode.READ:
@@ -114,7 +114,7 @@ class Batch:
             return flags | OperationFlag.CHECKSUM_WANTED, 0
         return flags | OperationFlag.CHECKSUM_GIVEN, subrange.checksum(length_bytes=subrange.length_bytes)
 
-    def _operation(
+    def _make_operation(
         self, sub_request: IORequest, queue_pair: int, nic: Nic, flags: OperationFlag, checksum: int
     ) -> Operation:
         """Return the operation that transfers one subrange."""

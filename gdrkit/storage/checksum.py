@@ -47,11 +47,11 @@ def crc32c_by_table(data: Buffer, initial: int = 0) -> int:
 
 def crc32c(data: Buffer, initial: int = 0) -> int:
     """Return the CRC32C of `data`. `initial` is the CRC32C of the bytes before it."""
-    return _fastest_function()(data, initial)
+    return _choose_fastest_function()(data, initial)
 
 
 @cache
-def _fastest_function() -> _Crc32c:
+def _choose_fastest_function() -> _Crc32c:
     try:
         return cast("_Crc32c", engine.crc32c)
     except SetupMissing:

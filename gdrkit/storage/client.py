@@ -87,7 +87,7 @@ class StorageClient:
         # Calls run one after the other, because the data connection serves one thread at a time.
         self._lock = threading.RLock()
         self._on_close = ReleaseStack()
-        self._closed = False
+        self._is_closed = False
         self._pools: dict[Allocator, MemoryPool] = {}
         try:
             self.nics = self._open_nics() if nics is None else tuple(nics)
@@ -127,7 +127,7 @@ class StorageClient:
     @property
     def closed(self) -> bool:
         """Whether the client was closed."""
-        return self._closed
+        return self._is_closed
 
     def open(
         self,
@@ -169,7 +169,7 @@ class StorageClient:
             No NIC reaches the GPU, or no method of registration is possible.
         """
         if isinstance(memory, DeviceBuffer):
-            return IOBuffer.of_device(memory, self._cache_for(memory))
+            return IOBuffer.of_device(memory, self._find_cache(memory))
         return IOBuffer.of_host(memory, self.nics)
 
     def allocate(self, allocator: Allocator, length_bytes: int) -> IOBuffer:
@@ -197,13 +197,13 @@ class StorageClient:
             if pool is None:
                 pool = self._pools[allocator] = MemoryPool(allocator)
                 self._on_close.push(pool.close)
-        pooled = pool.allocate(length_bytes)
+        pooled_memory = pool.allocate(length_bytes)
         try:
-            cache = self._cache_for(pooled.memory)
+            cache = self._find_cache(pooled_memory.memory)
         except BaseException:
-            pooled.close()
+            pooled_memory.close()
             raise
-        return IOBuffer.of_pool(pooled, cache)
+        return IOBuffer.of_pool(pooled_memory, cache)
 
     def pool_statistics(self) -> dict[Allocator, MemoryPoolStatistics]:
         """Return the statistics of the pool of each allocator."""
@@ -252,10 +252,10 @@ class StorageClient:
     def close(self) -> None:
         """End the session. The server then closes the files of the session. Close all buffers first."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
             self._on_close.run()
-            self._closed = True
+            self._is_closed = True
             self._handle.release()
 
     def after_fork_in_child(self) -> None:
@@ -266,9 +266,9 @@ class StorageClient:
         # Another thread of the parent may have held the lock during the fork.
         self._lock = threading.RLock()
         # The child must not release the objects of the parent, so it keeps references to them.
-        self._inherited = self._on_close
+        self._parent_resources = self._on_close
         self._on_close = ReleaseStack()
-        self._closed = True
+        self._is_closed = True
 
     def _open_nics(self) -> tuple[verbs.Nic, ...]:
         nics = verbs.open_active_nics()
@@ -298,7 +298,7 @@ class StorageClient:
         with self._lock:
             self._check_open()
             for request in requests:
-                batch.add(request, self._queue_pairs_for(request.buffer))
+                batch.add(request, self._choose_queue_pairs(request.buffer))
             try:
                 results = self._transfers.run(batch.operations, timeout_s=self._timeout_s)
             except BaseException:
@@ -313,7 +313,7 @@ class StorageClient:
                 self._make_visible(requests)
             return batch.join(results)
 
-    def _cache_for(self, memory: DeviceBuffer) -> RegionCache:
+    def _find_cache(self, memory: DeviceBuffer) -> RegionCache:
         """Return the cache whose NICs reach the memory now."""
         with self._lock:
             self._check_open()
@@ -329,7 +329,7 @@ class StorageClient:
         for cache in self._caches.values():
             cache.close()
 
-    def _queue_pairs_for(self, buffer: IOBuffer) -> Iterator[tuple[int, verbs.Nic]]:
+    def _choose_queue_pairs(self, buffer: IOBuffer) -> Iterator[tuple[int, verbs.Nic]]:
         """Yield, without end, the index and the NIC of the queue pair for the next operation on a buffer."""
         device, nics = buffer.device, buffer.nics
         gpu_pci_bus_id = "" if device is None else device.pci_bus_id
@@ -339,21 +339,21 @@ class StorageClient:
 
     def _forget_reach(self, requests: Sequence[IORequest]) -> None:
         """Forget the reach of the GPUs of a failed transfer, so that the next registration measures it again."""
-        for device in _devices_of(requests):
+        for device in _list_devices(requests):
             # An error here must not replace the error of the transfer.
             with contextlib.suppress(GdrkitError):
                 self.placement.reach.forget(device.uuid, self.nics)
 
     def _make_visible(self, requests: Sequence[IORequest]) -> None:
         """Make the writes of the NICs visible to kernels and copies of the GPUs. Most GPUs need no call for that."""
-        for device in _devices_of(requests):
+        for device in _list_devices(requests):
             ordering = self._orderings.get(device.index)
             if ordering is None:
                 ordering = self._orderings[device.index] = Ordering.of(device)
             ordering.make_visible(device)
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             resource = "storage client"
             raise ClosedResource(resource)
 
@@ -366,6 +366,6 @@ class StorageClient:
         self.close()
 
 
-def _devices_of(requests: Sequence[IORequest]) -> set[PrimaryContext]:
+def _list_devices(requests: Sequence[IORequest]) -> set[PrimaryContext]:
     """Return the GPUs whose memory the requests use."""
     return {device for request in requests if (device := request.buffer.device) is not None}

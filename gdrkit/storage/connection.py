@@ -31,7 +31,7 @@ class ControlConnection:
         # The frame that is being received: its header, or None while the header is incomplete, and the bytes of the
         # header or of the payload that have arrived.
         self._header: Header | None = None
-        self._arrived = bytearray()
+        self._arrived_bytes = bytearray()
         # Descriptors that arrived with the last frame (SCM_RIGHTS). The caller removes the descriptors that it keeps.
         self.descriptors: list[int] = []
 
@@ -96,9 +96,9 @@ class ControlConnection:
 
     def detach_socket(self) -> socket.socket:
         """Return the socket, without a timeout. The caller owns it from now on, and this connection is closed."""
-        detached = socket.socket(fileno=self.detach_descriptor())
-        detached.settimeout(None)
-        return detached
+        detached_socket = socket.socket(fileno=self.detach_descriptor())
+        detached_socket.settimeout(None)
+        return detached_socket
 
     def detach_descriptor(self) -> int:
         """Return the descriptor of the socket. The caller owns it from now on, and this connection is closed."""
@@ -123,35 +123,35 @@ class ControlConnection:
         """Continue to receive the next frame. Return None if the peer ended the connection before the frame."""
         if self._header is None:
             if not self._receive_until(HEADER_BYTES):
-                if not self._arrived:
+                if not self._arrived_bytes:
                     return None
-                raise _ended_within_frame()
-            header = parse_header(self._take_arrived())
+                raise _make_ended_error()
+            header = parse_header(self._take_arrived_bytes())
             if header.type is not frame_type:
                 message = f"frame: the type must be {frame_type.name}, not {header.type.name}"
                 raise UsageError(message, reason=Reason.MALFORMED)
             self._header = header
         header = self._header
         if not self._receive_until(header.length):
-            raise _ended_within_frame()
+            raise _make_ended_error()
         self._header = None
-        payload = self._take_arrived()
+        payload = self._take_arrived_bytes()
         check_payload(header, payload)
         return payload, header.sequence
 
     def _receive_until(self, length_bytes: int) -> bool:
         """Receive until `length_bytes` have arrived. Return False if the connection ended before that."""
-        while len(self._arrived) < length_bytes:
-            data = self._receive(length_bytes - len(self._arrived))
+        while len(self._arrived_bytes) < length_bytes:
+            data = self._receive(length_bytes - len(self._arrived_bytes))
             if not data:
                 return False
-            self._arrived += data
+            self._arrived_bytes += data
         return True
 
-    def _take_arrived(self) -> bytes:
+    def _take_arrived_bytes(self) -> bytes:
         """Return the bytes that have arrived, and forget them."""
-        arrived, self._arrived = bytes(self._arrived), bytearray()
-        return arrived
+        frame_bytes, self._arrived_bytes = bytes(self._arrived_bytes), bytearray()
+        return frame_bytes
 
     def _receive(self, length_bytes: int) -> bytes:
         if not self._is_unix:
@@ -171,5 +171,5 @@ def shut_down(connected_socket: socket.socket) -> None:
             raise
 
 
-def _ended_within_frame() -> BrokenResource:
+def _make_ended_error() -> BrokenResource:
     return BrokenResource("the peer ended the connection within a frame", reason=Reason.PEER_GONE)

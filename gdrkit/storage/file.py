@@ -52,7 +52,7 @@ class StorageFile:
         self.client = client
         self.handle = reply.handle
         self.inode = reply.stat.inode
-        self._closed = False
+        self._is_closed = False
 
     def stat(self) -> messages.FileStat:
         """Return the current attributes of the file."""
@@ -80,10 +80,10 @@ class StorageFile:
 
     def close(self) -> None:
         """Close the file. After an error, close again. Do nothing if the file or the client is closed."""
-        if not self._closed:
+        if not self._is_closed:
             if not self.client.closed:
                 self.client.request(messages.Close(self.handle), messages.Done)
-            self._closed = True
+            self._is_closed = True
 
     def __enter__(self) -> Self:
         return self

@@ -125,12 +125,14 @@ class IOBuffer:
         return cls(registration, offset_bytes=0, length_bytes=length_bytes, is_subrange=False)
 
     @classmethod
-    def of_pool(cls, pooled: PooledMemory, cache: RegionCache) -> Self:
+    def of_pool(cls, pooled_memory: PooledMemory, cache: RegionCache) -> Self:
         """Lease a registration of pooled memory. It returns to the pool after the lease, or if this method raises."""
         try:
-            return cls.of_device(pooled.memory, cache, length_bytes=pooled.length_bytes, after_close=pooled.close)
+            return cls.of_device(
+                pooled_memory.memory, cache, length_bytes=pooled_memory.length_bytes, after_close=pooled_memory.close
+            )
         except BaseException:
-            pooled.close()
+            pooled_memory.close()
             raise
 
     @property

@@ -104,9 +104,9 @@ class Listener:
         self._socket = listening_socket
         self._socket.settimeout(0)
         self._admit = admit
-        self._waiting: dict[_WaitingConnection, None] = {}
-        self._addresses: dict[str, dict[_WaitingConnection, None]] = {}
-        self._refusals = _RefusalLog()
+        self._waiting_connections: dict[_WaitingConnection, None] = {}
+        self._connections_by_address: dict[str, dict[_WaitingConnection, None]] = {}
+        self._refusal_log = _RefusalLog()
         self._selector = selectors.DefaultSelector()
         self._wake_reader, self._wake_writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._selector.register(self._socket, selectors.EVENT_READ)
@@ -118,10 +118,10 @@ class Listener:
 
     def close(self) -> None:
         """Close the listening socket and all waiting connections. Call it after :meth:`run` has returned."""
-        for waiting in tuple(self._waiting):
-            self._remove(waiting)
-            waiting.connection.close()
-        self._refusals.write(is_last=True)
+        for waiting_connection in tuple(self._waiting_connections):
+            self._remove(waiting_connection)
+            waiting_connection.connection.close()
+        self._refusal_log.write(is_last=True)
         self._selector.close()
         self._socket.close()
         os.close(self._wake_reader)
@@ -133,17 +133,17 @@ class Listener:
             ready = {key.fileobj: key.data for key, _ in self._selector.select(self._timeout_s())}
             if self._wake_reader in ready:
                 return
-            for waiting in filter(None, ready.values()):
-                self._read_request(waiting)
+            for waiting_connection in filter(None, ready.values()):
+                self._read_request(waiting_connection)
             self._refuse_expired()
             if self._socket in ready:
                 self._accept()
-            self._refusals.write()
+            self._refusal_log.write()
 
     def _timeout_s(self) -> float | None:
         """Return the time until the next deadline or log line, or None if there is neither."""
-        oldest = next(iter(self._waiting), None)
-        times_s = [oldest.deadline_s if oldest is not None else None, self._refusals.next_line_at_s()]
+        oldest = next(iter(self._waiting_connections), None)
+        times_s = [oldest.deadline_s if oldest is not None else None, self._refusal_log.next_line_at_s()]
         next_s = min((time_s for time_s in times_s if time_s is not None), default=None)
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
@@ -157,7 +157,7 @@ class Listener:
                 continue
             except OSError as error:
                 # For example, the process is out of descriptors. The client then waits in the backlog.
-                self._refusals.add(f"accept: {error.strerror}", "this host")
+                self._refusal_log.add(f"accept: {error.strerror}", "this host")
                 select.select([self._wake_reader], (), (), _RETRY_PAUSE_S)
                 return
             self._add_waiting(connected_socket, address)
@@ -168,20 +168,22 @@ class Listener:
             credentials = connected_socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             _process, user, _group = _CREDENTIALS.unpack(credentials)
             if user not in {0, os.geteuid()}:
-                self._refusals.add("from another user", f"user {user}")
+                self._refusal_log.add("from another user", f"user {user}")
                 connected_socket.close()
                 return
         else:
             connected_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connected_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected_socket.settimeout(0)
-        waiting = _WaitingConnection(ControlConnection(connected_socket), _address_of(connected_socket, address))
-        self._evict_if_full(waiting.address)
-        self._waiting[waiting] = None
-        self._addresses.setdefault(waiting.address, {})[waiting] = None
-        self._selector.register(waiting.connection, selectors.EVENT_READ, waiting)
+        waiting_connection = _WaitingConnection(
+            ControlConnection(connected_socket), _count_key_of(connected_socket, address)
+        )
+        self._evict_if_full(waiting_connection.address)
+        self._waiting_connections[waiting_connection] = None
+        self._connections_by_address.setdefault(waiting_connection.address, {})[waiting_connection] = None
+        self._selector.register(waiting_connection.connection, selectors.EVENT_READ, waiting_connection)
         # Most clients have sent their whole request by now.
-        self._read_request(waiting)
+        self._read_request(waiting_connection)
 
     def _evict_if_full(self, address: str) -> None:
         """Close a waiting connection if `address`, or all addresses together, have too many.
@@ -189,52 +191,52 @@ class Listener:
         If `address` has too many, its oldest connection is closed. Otherwise the oldest connection of the address with
         the most connections is closed.
         """
-        connections = self._addresses.get(address, {})
+        connections = self._connections_by_address.get(address, {})
         if len(connections) < _WAITING_PER_ADDRESS_MAX:
-            if len(self._waiting) < _WAITING_MAX:
+            if len(self._waiting_connections) < _WAITING_MAX:
                 return
-            connections = max(self._addresses.values(), key=len)
+            connections = max(self._connections_by_address.values(), key=len)
         self._refuse(next(iter(connections)), "replaced by a newer connection before their first request arrived")
 
     def _refuse_expired(self) -> None:
         """Refuse the waiting connections whose deadline has passed."""
         now_s = time.monotonic()
-        while (oldest := next(iter(self._waiting), None)) is not None and oldest.deadline_s <= now_s:
+        while (oldest := next(iter(self._waiting_connections), None)) is not None and oldest.deadline_s <= now_s:
             self._refuse(oldest, f"without a complete first request in {_REQUEST_TIMEOUT_S:g} s")
 
-    def _read_request(self, waiting: _WaitingConnection) -> None:
+    def _read_request(self, waiting_connection: _WaitingConnection) -> None:
         """Read the bytes that have arrived. If the first request is complete, call `admit`."""
         try:
-            frame = waiting.connection.receive_ready(FrameType.CONTROL_REQUEST)
+            frame = waiting_connection.connection.receive_ready(FrameType.CONTROL_REQUEST)
             if frame is None:
                 return
-            self._remove(waiting)
-            self._admit(waiting.connection, *frame)
-        except ConnectionRefused as refused:
-            self._refuse(waiting, f"because {refused}")
+            self._remove(waiting_connection)
+            self._admit(waiting_connection.connection, *frame)
+        except ConnectionRefused as refusal:
+            self._refuse(waiting_connection, f"because {refusal}")
         except BrokenResource:
-            self._refuse(waiting, "ended by their client before the first request was complete")
+            self._refuse(waiting_connection, "ended by their client before the first request was complete")
         except (GdrkitError, OSError):
-            self._refuse(waiting, "whose first bytes are not a request of this protocol")
+            self._refuse(waiting_connection, "whose first bytes are not a request of this protocol")
 
-    def _refuse(self, waiting: _WaitingConnection, reason: str) -> None:
+    def _refuse(self, waiting_connection: _WaitingConnection, reason: str) -> None:
         """Close a connection and count it as refused."""
-        self._remove(waiting)
-        waiting.connection.close()
-        self._refusals.add(reason, waiting.address)
+        self._remove(waiting_connection)
+        waiting_connection.connection.close()
+        self._refusal_log.add(reason, waiting_connection.address)
 
-    def _remove(self, waiting: _WaitingConnection) -> None:
+    def _remove(self, waiting_connection: _WaitingConnection) -> None:
         """Remove a connection from the waiting ones, if it is one of them."""
-        if waiting in self._waiting:
-            self._selector.unregister(waiting.connection)
-            del self._waiting[waiting]
-            connections = self._addresses[waiting.address]
-            del connections[waiting]
+        if waiting_connection in self._waiting_connections:
+            self._selector.unregister(waiting_connection.connection)
+            del self._waiting_connections[waiting_connection]
+            connections = self._connections_by_address[waiting_connection.address]
+            del connections[waiting_connection]
             if not connections:
-                del self._addresses[waiting.address]
+                del self._connections_by_address[waiting_connection.address]
 
 
-def _address_of(connected_socket: socket.socket, address: object) -> str:
+def _count_key_of(connected_socket: socket.socket, address: object) -> str:
     """Return the key that connections are counted by: this host, an IPv4 address, or the /64 of an IPv6 address."""
     if connected_socket.family == socket.AF_UNIX or not isinstance(address, tuple):
         return "this host"

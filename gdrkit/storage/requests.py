@@ -123,16 +123,16 @@ class RequestHandler:
         self._native_session.add_file(self._last_handle, file)
         return messages.OpenReply(handle=self._last_handle, stat=file_stat(os.fstat(file.fd)))
 
-    def _file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
+    def _find_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
         """Return the file of a handle."""
         try:
             return self._files[handle]
         except KeyError as error:
             raise OSError(errno.EBADF, f"handle {handle} is not open") from error
 
-    def _writable_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
+    def _find_writable_file(self, handle: int) -> Any:  # noqa: ANN401 - native object.
         """Return the file of a handle that is open for writing."""
-        file = self._file(handle)
+        file = self._find_file(handle)
         if not file.may_write:
             raise OSError(errno.EBADF, f"file {handle} is not open for writing")
         return file
@@ -147,31 +147,31 @@ class RequestHandler:
         return self._add_file(self._store.open(request.path, flags=flags, mode=request.mode))
 
     def _close(self, request: messages.Close) -> None:
-        self._file(request.handle)
+        self._find_file(request.handle)
         del self._files[request.handle]
         self._native_session.remove_file(request.handle)
 
     def _stat(self, request: messages.Stat) -> messages.FileStat:
         if request.handle is not None:
-            return file_stat(os.fstat(self._file(request.handle).fd))
+            return file_stat(os.fstat(self._find_file(request.handle).fd))
         return self._store.stat(request.path or "")
 
     def _truncate(self, request: messages.Truncate) -> messages.FileStat:
         if request.handle is not None:
-            file = self._writable_file(request.handle)
+            file = self._find_writable_file(request.handle)
         else:
             file = self._store.open(request.path or "", flags=os.O_RDWR)
         file.truncate(request.size_bytes)
         return file_stat(os.fstat(file.fd))
 
     def _sync(self, request: messages.Sync) -> None:
-        descriptor = self._file(request.handle).fd
+        descriptor = self._find_file(request.handle).fd
         if request.data_only:
             os.fdatasync(descriptor)
         else:
             os.fsync(descriptor)
 
     def _punch_hole(self, request: messages.PunchHole) -> None:
-        file = self._writable_file(request.handle)
+        file = self._find_writable_file(request.handle)
         for begin, end in request.ranges:
             file.punch(begin, end)

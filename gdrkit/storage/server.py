@@ -131,7 +131,7 @@ class StorageServer:
         except UsageError as error:
             if error.reason is Reason.BAD_ARGUMENT:
                 self._refuse(
-                    connection, sequence, errno.EINVAL, error.message, logged="the request has an invalid file name"
+                    connection, sequence, errno.EINVAL, error.message, log_text="the request has an invalid file name"
                 )
             raise
         run_connection: Callable[[], None]
@@ -196,13 +196,13 @@ class StorageServer:
 
     @staticmethod
     def _refuse(
-        connection: ControlConnection, sequence: int, error_number: int, message: str, *, logged: str = ""
+        connection: ControlConnection, sequence: int, error_number: int, message: str, *, log_text: str = ""
     ) -> NoReturn:
-        """Reply with `message`, and raise ConnectionRefused with the text for the log: `logged`, or else `message`."""
+        """Reply with `message`, and raise ConnectionRefused with `log_text`, or with `message` if it is empty."""
         connection.send(
             FrameType.CONTROL_REPLY, pack_error(messages.ErrorReply(error_number, message)), sequence=sequence
         )
-        raise ConnectionRefused(logged or message)
+        raise ConnectionRefused(log_text or message)
 
     @staticmethod
     def _attach(connection: ControlConnection, session: RequestHandler, sequence: int) -> None:
@@ -214,7 +214,7 @@ class StorageServer:
     def _serve_session(self, connection: ControlConnection, hello: messages.StorageHello, sequence: int) -> None:
         """Create a session, and execute its requests until one of its connections ends."""
         secret = secrets.token_hex(32)
-        self._end_replaced(hello.replaces)
+        self._end_replaced_session(hello.replaces)
         try:
             endpoints = [Endpoint.from_dict(lane) for lane in hello.lanes]
             self._check_session_limit()
@@ -255,15 +255,15 @@ class StorageServer:
                 del self._sessions[secret]
             handler.close()
 
-    def _end_replaced(self, secret: str | None) -> None:
+    def _end_replaced_session(self, secret: str | None) -> None:
         """End the session that a client gave up. Its thread removes it from the sessions.
 
         The session may only have been slow. It must not execute a request after the new session has begun.
         """
         with self._lock:
-            replaced = self._sessions.get(secret or "")
-        if replaced is not None:
-            replaced.end()
+            replaced_session = self._sessions.get(secret or "")
+        if replaced_session is not None:
+            replaced_session.end()
 
     def _check_session_limit(self) -> None:
         with self._lock:
@@ -278,10 +278,10 @@ class StorageServer:
         while True:
             if any(descriptor == handler.ended_fd for descriptor, _events in poll.poll()):
                 return
-            received = connection.receive(FrameType.CONTROL_REQUEST)
-            if received is None:
+            frame = connection.receive(FrameType.CONTROL_REQUEST)
+            if frame is None:
                 return
-            payload, sequence = received
+            payload, sequence = frame
             try:
                 request: Request = parse_request(payload)
                 reply = pack_reply(handler.execute(request, connection.descriptors))

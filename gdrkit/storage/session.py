@@ -93,12 +93,12 @@ class StorageSession:
         self._failure = ""
         self._on_close = ReleaseStack()
         try:
-            self._control = self._new_connection()
-            self.queue_pairs = tuple(self._new_queue_pair(nic) for nic in nics[: messages.LANES_MAX])
+            self._control = self._open_connection()
+            self.queue_pairs = tuple(self._create_queue_pair(nic) for nic in nics[: messages.LANES_MAX])
             reply = self._begin_session(client, token, replaces)
             self.limits, self.secret = reply.limits, reply.session
             self.chunk_bytes, self.server = reply.chunk_bytes, reply.server
-            data_connection = self._new_connection()
+            data_connection = self._open_connection()
             self._exchange(data_connection, messages.Attach(reply.session), messages.Done)
             self.data = data_connection.detach_socket()
             self._on_close.push(self.data.close)
@@ -142,13 +142,13 @@ class StorageSession:
         """End the session: destroy the queue pairs and close both connections. A second close does nothing."""
         self._on_close.run()
 
-    def _new_connection(self) -> ControlConnection:
+    def _open_connection(self) -> ControlConnection:
         connection = ControlConnection(self._connect())
         self._on_close.push(connection.close)
         connection.set_timeout(self._timeout_s)
         return connection
 
-    def _new_queue_pair(self, nic: Nic) -> QueuePair:
+    def _create_queue_pair(self, nic: Nic) -> QueuePair:
         completion_queue = nic.completion_queue(depth=1)
         self._on_close.push(completion_queue.close)
         queue_pair = nic.queue_pair(completion_queue, sends_max=1, receives_max=1)
@@ -175,11 +175,11 @@ class StorageSession:
         self._sequence += 1
         payload = pack_request(request)
         connection.send(FrameType.CONTROL_REQUEST, payload, sequence=self._sequence, descriptors=descriptors)
-        received = connection.receive(FrameType.CONTROL_REPLY)
-        if received is None:
+        frame = connection.receive(FrameType.CONTROL_REPLY)
+        if frame is None:
             message = "the server ended the connection"
             raise BrokenResource(message, reason=Reason.PEER_GONE)
-        payload, sequence = received
+        payload, sequence = frame
         if sequence != self._sequence:
             message = f"reply: sequence {sequence} does not match request {self._sequence}"
             raise UsageError(message, reason=Reason.MALFORMED)

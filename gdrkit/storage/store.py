@@ -72,7 +72,7 @@ class FileStore:
 
     def __init__(self, root: Path, *, chunk_bytes: int | None = None) -> None:
         self._on_close = ReleaseStack()
-        self._closed = False
+        self._is_closed = False
         # The user with whose rights a thread executes requests.
         self._thread_state = threading.local()
         try:
@@ -117,17 +117,17 @@ class FileStore:
         # block.
         access = os.O_RDWR if write else os.O_RDONLY
         opened_access = access if self._user is None else flags & os.O_ACCMODE
-        with self._as_user():
+        with self._act_as_user():
             descriptor = self._open_beneath(
                 path, opened_access | (flags & (os.O_CREAT | os.O_EXCL)) | os.O_NONBLOCK, mode & _MODE_MASK
             )
         if opened_access != access:
             # The user may write to the file. The server itself also reads it.
             try:
-                reopened = os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
+                reopened_fd = os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
             finally:
                 os.close(descriptor)
-            descriptor = reopened
+            descriptor = reopened_fd
         file = self.native.adopt(descriptor, read=flags & os.O_ACCMODE != os.O_WRONLY, write=write)
         if flags & os.O_TRUNC:
             file.truncate(0)
@@ -148,23 +148,23 @@ class FileStore:
         if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN:
             raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
         # The file is opened again, because flags such as O_APPEND belong to the client's descriptor.
-        reopened = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
-        return self.native.adopt(reopened, read=read, write=write)
+        reopened_fd = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        return self.native.adopt(reopened_fd, read=read, write=write)
 
     def stat(self, path: str) -> FileStat:
         """Return the attributes of a path. A symbolic link is not followed."""
         if not path:
             return file_stat(os.fstat(self._root))
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def list(self, path: str, after: str | None) -> ListReply:
         """Return the names of a folder that fit into one reply."""
         _check_visible(path)
-        with self._as_user():
-            opened = self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY)
+        with self._act_as_user():
+            folder_fd = self._open_beneath(path, os.O_RDONLY | os.O_DIRECTORY)
         # The server reads the types of the entries. The user may have no right to do so.
-        with _closed(opened) as folder:
+        with _close_after(folder_fd) as folder:
             with os.scandir(folder) as entries:
                 by_name = {os.fsencode(each.name): each for each in entries}
             after_bytes = b"" if after is None else os.fsencode(after)
@@ -186,25 +186,25 @@ class FileStore:
 
     def mkdir(self, path: str, mode: int) -> FileStat:
         """Create a folder."""
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             os.mkdir(name, mode & self._folder_mode_mask, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             os.rmdir(name, dir_fd=folder)
 
     def unlink(self, path: str) -> None:
         """Remove a name of a file. With the last name of the file, remove its checksums too."""
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             os.unlink(name, dir_fd=folder)
         self._remove_sums(status)
 
     def rename(self, path: str, new_path: str, *, exclusive: bool, exchange: bool) -> None:
         """Rename by renameat2(2)."""
-        with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
+        with self._open_parent(path) as (folder, name), self._open_parent(new_path) as (new_folder, new_name):
             replaced_status = None
             if not exchange:
                 with contextlib.suppress(FileNotFoundError):
@@ -217,25 +217,25 @@ class FileStore:
 
     def link(self, path: str, new_path: str) -> FileStat:
         """Create a second name (hard link)."""
-        with self._parent(path) as (folder, name), self._parent(new_path) as (new_folder, new_name):
+        with self._open_parent(path) as (folder, name), self._open_parent(new_path) as (new_folder, new_name):
             os.link(name, new_name, src_dir_fd=folder, dst_dir_fd=new_folder, follow_symlinks=False)
             return file_stat(os.stat(new_name, dir_fd=new_folder, follow_symlinks=False))
 
     def symlink(self, path: str, target: str) -> FileStat:
         """Create a symbolic link."""
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             os.symlink(os.fsencode(target), name, dir_fd=folder)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
     def readlink(self, path: str) -> str:
         """Return the target of a symbolic link."""
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             return os.fsdecode(os.readlink(name, dir_fd=folder))
 
     def chmod(self, path: str, mode: int) -> FileStat:
         """Change the permission bits within 0777, or 03777 of a folder for a user. A symbolic link fails with ELOOP."""
         _check_visible(path)
-        with self._opened(path, os.O_PATH) as file:
+        with self._open_path(path, os.O_PATH) as file:
             # fchmod does not accept an O_PATH descriptor, and a file without read permission can only be opened with
             # O_PATH.
             mask = self._folder_mode_mask if stat.S_ISDIR(os.fstat(file).st_mode) else _MODE_MASK
@@ -246,7 +246,7 @@ class FileStore:
         """Change the user and the group, with the rights of the user of this thread."""
         if self._user is None:
             raise OSError(errno.EPERM, "all files belong to the user of the server: this session has no other user")
-        with self._parent(path) as (folder, name):
+        with self._open_parent(path) as (folder, name):
             os.chown(name, -1 if uid is None else uid, -1 if gid is None else gid, dir_fd=folder, follow_symlinks=False)
             return file_stat(os.stat(name, dir_fd=folder, follow_symlinks=False))
 
@@ -265,10 +265,10 @@ class FileStore:
                 current.modification_time_ns if modification_time_ns is None else modification_time_ns,
             )
             if not path:
-                with self._as_user():
+                with self._act_as_user():
                     os.utime(self._root, ns=times_ns)
             else:
-                with self._parent(path) as (folder, name):
+                with self._open_parent(path) as (folder, name):
                     os.utime(name, ns=times_ns, dir_fd=folder, follow_symlinks=False)
         return self.stat(path)
 
@@ -291,9 +291,9 @@ class FileStore:
 
     def close(self) -> None:
         """Close the folder and release its lock. Open files stay open."""
-        if not self._closed:
+        if not self._is_closed:
             self._on_close.run()
-            self._closed = True
+            self._is_closed = True
             self._handle.release()
 
     @property
@@ -305,39 +305,39 @@ class FileStore:
     def _folder_mode_mask(self) -> int:
         return _MODE_MASK if self._user is None else _FOLDER_MODE_MASK
 
-    def _as_user(self) -> AbstractContextManager[None]:
+    def _act_as_user(self) -> AbstractContextManager[None]:
         user = self._user
         return contextlib.nullcontext() if user is None else _acting_as(user)
 
     def _open_to_change_times(self, path: str, user: SetUser) -> Any:  # noqa: ANN401 - native object.
         """Open a file whose times a user may change: it is the user's, or the user may write to it."""
         _check_visible(path)
-        with self._opened(path, os.O_PATH) as found:
-            if user.uid not in {0, os.fstat(found).st_uid}:
-                os.close(os.open(f"/proc/self/fd/{found}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
-            duplicate = os.dup(found)
-        with _closed(duplicate):
-            reopened = os.open(f"/proc/self/fd/{duplicate}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        return self.native.adopt(reopened, read=True, write=False)
+        with self._open_path(path, os.O_PATH) as path_fd:
+            if user.uid not in {0, os.fstat(path_fd).st_uid}:
+                os.close(os.open(f"/proc/self/fd/{path_fd}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
+            duplicate = os.dup(path_fd)
+        with _close_after(duplicate):
+            reopened_fd = os.open(f"/proc/self/fd/{duplicate}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return self.native.adopt(reopened_fd, read=True, write=False)
 
     def _open_beneath(self, path: str, flags: int, mode: int = 0) -> int:
         """Open a path beneath the root by openat2(2), which follows no symbolic link."""
         return int(engine.open_beneath(self._root, os.fsencode(path), flags, mode))
 
     @contextlib.contextmanager
-    def _opened(self, path: str, flags: int) -> Iterator[int]:
+    def _open_path(self, path: str, flags: int) -> Iterator[int]:
         """Open a path of the store until the block ends, and yield the descriptor. The block has the user's rights."""
-        with self._as_user(), _closed(self._open_beneath(path, flags)) as descriptor:
+        with self._act_as_user(), _close_after(self._open_beneath(path, flags)) as descriptor:
             yield descriptor
 
     @contextlib.contextmanager
-    def _parent(self, path: str) -> Iterator[tuple[int, bytes]]:
+    def _open_parent(self, path: str) -> Iterator[tuple[int, bytes]]:
         """Open the folder of a path. Yield its descriptor and the last name. The block has the user's rights."""
         _check_visible(path)
         folder_path, _, name = path.rstrip("/").rpartition("/")
         if name in {"", ".", ".."}:
             raise OSError(errno.EINVAL, f"the last component of the path must be a name, not {name!r}")
-        with self._opened(folder_path, os.O_PATH | os.O_DIRECTORY) as folder:
+        with self._open_path(folder_path, os.O_PATH | os.O_DIRECTORY) as folder:
             yield folder, os.fsencode(name)
 
     def _remove_sums(self, status: os.stat_result) -> None:
@@ -347,28 +347,30 @@ class FileStore:
 
     def _read_or_create_format(self, chunk_bytes: int | None) -> int:
         """Return the chunk size of the store. Create store.json if the store is new."""
-        requested = {
+        requested_settings = {
             "format": _FORMAT_VERSION,
             "chunk_bytes": _DEFAULT_CHUNK_BYTES if chunk_bytes is None else chunk_bytes,
         }
         if not self._private_folder.has("store.json"):
-            self._private_folder.write_text("store.json", json.dumps(requested) + "\n")
+            self._private_folder.write_text("store.json", json.dumps(requested_settings) + "\n")
         try:
-            stored = json.loads(self._private_folder.read_text("store.json"))
+            stored_settings = json.loads(self._private_folder.read_text("store.json"))
         except ValueError as error:
             message = f"{PRIVATE_FOLDER}/store.json is not JSON"
             raise UsageError(message, reason=Reason.MALFORMED) from error
         if (
-            not isinstance(stored, dict)
-            or stored.get("format") != _FORMAT_VERSION
-            or type(stored.get("chunk_bytes")) is not int
+            not isinstance(stored_settings, dict)
+            or stored_settings.get("format") != _FORMAT_VERSION
+            or type(stored_settings.get("chunk_bytes")) is not int
         ):
-            message = f"{PRIVATE_FOLDER}/store.json must be of format {_FORMAT_VERSION}, not {str(stored)[:80]}"
+            message = (
+                f"{PRIVATE_FOLDER}/store.json must be of format {_FORMAT_VERSION}, not {str(stored_settings)[:80]}"
+            )
             raise UsageError(message, reason=Reason.MALFORMED)
-        if chunk_bytes is not None and stored["chunk_bytes"] != chunk_bytes:
-            message = f"the store has chunks of {stored['chunk_bytes']} bytes, not {chunk_bytes}"
+        if chunk_bytes is not None and stored_settings["chunk_bytes"] != chunk_bytes:
+            message = f"the store has chunks of {stored_settings['chunk_bytes']} bytes, not {chunk_bytes}"
             raise UsageError(message, what_to_do="leave --chunk-bytes out")
-        return int(stored["chunk_bytes"])
+        return int(stored_settings["chunk_bytes"])
 
     def _read_or_create_token(self) -> str:
         """Return the token of the store. Create it if the store is new."""
@@ -402,7 +404,7 @@ def _acting_as(user: SetUser) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _closed(descriptor: int) -> Iterator[int]:
+def _close_after(descriptor: int) -> Iterator[int]:
     """Yield a descriptor, and close it when the block ends."""
     try:
         yield descriptor

@@ -40,7 +40,7 @@ class Transfers:
         self._socket.setblocking(False)  # noqa: FBT003 - a method of the standard library.
         self._outstanding_max = min(outstanding_max, OPERATIONS_MAX)
         # Bytes that were received and not yet parsed.
-        self._received = bytearray()
+        self._received_bytes = bytearray()
         self._tags = itertools.count(1)
         self._sequence = itertools.count(1)
         self._failure: str = ""
@@ -58,12 +58,12 @@ class Transfers:
             raise storage_error("transfer", errno.EREMOTEIO, detail=self._failure)
         index_by_tag: dict[int, int] = {}
         results: list[Result | None] = [None] * len(operations)
-        remaining = deque(enumerate(operations))
+        unsent_operations = deque(enumerate(operations))
         unsent = bytearray()
         deadline_s = time.monotonic() + timeout_s
-        while remaining or index_by_tag or unsent:
-            if remaining and not unsent and len(index_by_tag) < self._outstanding_max:
-                unsent += self._next_frame(remaining, index_by_tag)
+        while unsent_operations or index_by_tag or unsent:
+            if unsent_operations and not unsent and len(index_by_tag) < self._outstanding_max:
+                unsent += self._pack_next_frame(unsent_operations, index_by_tag)
             self._wait(deadline_s, is_sending=bool(unsent))
             if unsent:
                 unsent = self._send(unsent)
@@ -80,14 +80,14 @@ class Transfers:
         self._failure = self._failure or "the client was closed"
         self._socket.close()
 
-    def _next_frame(self, remaining: deque[tuple[int, Operation]], index_by_tag: dict[int, int]) -> bytes:
+    def _pack_next_frame(self, unsent_operations: deque[tuple[int, Operation]], index_by_tag: dict[int, int]) -> bytes:
         """Return the next io request, and add its operations to `index_by_tag`."""
         operations = []
-        while remaining and len(index_by_tag) < self._outstanding_max:
-            index, operation = remaining.popleft()
+        while unsent_operations and len(index_by_tag) < self._outstanding_max:
+            index, operation = unsent_operations.popleft()
             tag = next(self._tags)
             index_by_tag[tag] = index
-            operations.append(_with_tag(operation, tag))
+            operations.append(_add_tag(operation, tag))
         return pack_operations(operations, sequence=next(self._sequence))
 
     def _wait(self, deadline_s: float, *, is_sending: bool) -> None:
@@ -119,18 +119,18 @@ class Transfers:
             self._fail(f"the connection ended: {error}", error)
         if not data:
             self._fail("the server ended the connection")
-        self._received += data
+        self._received_bytes += data
         results: list[Result] = []
         try:
-            while len(self._received) >= HEADER_BYTES:
-                header = parse_header(bytes(self._received[:HEADER_BYTES]))
+            while len(self._received_bytes) >= HEADER_BYTES:
+                header = parse_header(bytes(self._received_bytes[:HEADER_BYTES]))
                 frame_end = HEADER_BYTES + header.length
                 # An incomplete reply must wait for its other bytes. A frame of another type need not wait:
                 # parse_results() refuses it.
-                if header.type is FrameType.IO_REPLY and len(self._received) < frame_end:
+                if header.type is FrameType.IO_REPLY and len(self._received_bytes) < frame_end:
                     break
-                results += parse_results(header, bytes(self._received[HEADER_BYTES:frame_end]))
-                del self._received[:frame_end]
+                results += parse_results(header, bytes(self._received_bytes[HEADER_BYTES:frame_end]))
+                del self._received_bytes[:frame_end]
         except GdrkitError as error:
             self._fail(f"the server sent an invalid reply: {error}", error)
         return results
@@ -141,7 +141,7 @@ class Transfers:
         raise storage_error("transfer", errno.EREMOTEIO, detail=problem) from cause
 
 
-def _with_tag(operation: Operation, tag: int) -> Operation:
+def _add_tag(operation: Operation, tag: int) -> Operation:
     return Operation(
         tag=tag,
         handle=operation.handle,

@@ -194,7 +194,7 @@ def pack_control(frame_type: FrameType, payload: bytes, *, sequence: int) -> byt
     ):
         message = f"a {frame_type.name} frame cannot have a payload of {len(payload)} bytes"
         raise UsageError(message)
-    return _frame(frame_type, payload, count=0, sequence=sequence)
+    return _pack_frame(frame_type, payload, count=0, sequence=sequence)
 
 
 def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
@@ -203,7 +203,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
         message = f"a frame must have 1 to {OPERATIONS_MAX} operations, not {len(operations)}"
         raise UsageError(message)
     try:
-        packed = [
+        packed_entries = [
             _OPERATION.pack(
                 each.tag,
                 each.handle,
@@ -223,7 +223,7 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
     except struct.error as error:
         message = f"a number of an operation is out of range: {error}"
         raise UsageError(message) from error
-    return _frame(FrameType.IO_REQUEST, b"".join(packed), count=len(operations), sequence=sequence)
+    return _pack_frame(FrameType.IO_REQUEST, b"".join(packed_entries), count=len(operations), sequence=sequence)
 
 
 def pack_results(results: Sequence[Result]) -> bytes:
@@ -231,9 +231,11 @@ def pack_results(results: Sequence[Result]) -> bytes:
     if not 0 < len(results) <= OPERATIONS_MAX:
         message = f"a frame must have 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
-    packed = [_RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results]
-    packed += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
-    return _frame(FrameType.IO_REPLY, b"".join(packed), count=len(results), sequence=0)
+    packed_entries = [
+        _RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results
+    ]
+    packed_entries += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
+    return _pack_frame(FrameType.IO_REPLY, b"".join(packed_entries), count=len(results), sequence=0)
 
 
 def parse_header(data: bytes) -> Header:
@@ -348,7 +350,7 @@ def _is_possible(frame_type: FrameType, length: int, count: int, sequence: int) 
     return sequence == 0 and holes_bytes >= 0 and holes_bytes % _HOLE.size == 0 and length <= _REPLY_BYTES_MAX
 
 
-def _frame(frame_type: FrameType, payload: bytes, *, count: int, sequence: int) -> bytes:
+def _pack_frame(frame_type: FrameType, payload: bytes, *, count: int, sequence: int) -> bytes:
     header = _HEADER.pack(MAGIC, VERSION, frame_type, len(payload), count, sequence, crc32c(payload))
     return header + _CHECKSUM.pack(crc32c(header)) + payload
 

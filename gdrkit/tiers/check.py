@@ -78,7 +78,7 @@ def compare(catalogue: Catalogue, folders: Mapping[str, TierFolder], *, repair: 
         for folder in folders.values():
             yield from _insert_regular_files(folder, connection)
         with convert_sqlite_errors("check"):
-            names = _differing_names(connection)
+            names = _find_differing_names(connection)
         for name in names:
             yield from _compare_file(os.fsdecode(name), catalogue, folders, repair=repair)
     finally:
@@ -107,7 +107,7 @@ def _insert_rows(connection: Connection, rows: list[tuple[bytes, str, int, int]]
         connection.executemany("INSERT OR REPLACE INTO on_disk VALUES (?, ?, ?, ?)", rows)
 
 
-def _differing_names(connection: Connection) -> list[bytes]:
+def _find_differing_names(connection: Connection) -> list[bytes]:
     """Return the names with a possible difference, each once."""
     rows = connection.execute(
         "SELECT name FROM files WHERE NOT EXISTS (SELECT 1 FROM on_disk WHERE on_disk.name = files.name "

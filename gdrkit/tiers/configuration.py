@@ -230,7 +230,7 @@ def configure(
     settings = _read_file(path) if path else _FileSettings()
     tier_texts = tiers or re.split(r"[;\s]+", environ.get(_TIERS_VARIABLE, "").strip())
     tiers_of_caller = tuple(_parse_tier(text) for text in tier_texts if text)
-    configured_tiers = _with_defaults(tiers_of_caller or settings.tiers)
+    configured_tiers = _apply_defaults(tiers_of_caller or settings.tiers)
     folder = (
         catalogue
         or environ.get(_CATALOGUE_VARIABLE)
@@ -332,7 +332,7 @@ def _parse_tier(text: str) -> _TierSettings:
     return _TierSettings(name, directory, None if accesses_min is None else int(accesses_min), values.get("capacity"))
 
 
-def _with_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
+def _apply_defaults(tiers: tuple[_TierSettings, ...]) -> tuple[Tier, ...]:
     """Return the configured tiers, or the default tiers if none is configured, with the defaults for missing values."""
     settings = tiers or tuple(_TierSettings(name, default.directory) for name, default in DEFAULT_TIERS.items())
     accesses_min_by_position = [default.accesses_min for default in DEFAULT_TIERS.values()]

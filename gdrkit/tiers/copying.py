@@ -61,7 +61,7 @@ def copy_data(
     os.ftruncate(copy_fd, size_bytes)
     digest = hashlib.blake2b()
     memory = _allocate_buffer()
-    for begin, length in _chunks(source_fd, size_bytes, chunk_bytes):
+    for begin, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
         on_chunk(begin, length)
         chunk = memory[:length]
         _read(source_fd, chunk, begin)
@@ -96,7 +96,7 @@ def compute_copy_digest(
     digest = hashlib.blake2b()
     end = 0
     memory = _allocate_buffer()
-    for begin, length in _chunks(source_fd, size_bytes, chunk_bytes):
+    for begin, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
         on_chunk(begin, length)
         _check_zero(copy_fd, end, begin, memory)
         end = begin + length
@@ -134,7 +134,7 @@ def preserve_access_time(descriptor: int) -> None:
         return
 
 
-def _chunks(source_fd: int, size_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
+def _list_chunks(source_fd: int, size_bytes: int, chunk_bytes: int) -> Iterator[tuple[int, int]]:
     """Yield offset and length of each chunk of the data ranges. Holes are skipped."""
     for begin, end in data_ranges(source_fd, size_bytes):
         for offset in range(begin, end, chunk_bytes):

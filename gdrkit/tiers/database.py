@@ -159,7 +159,7 @@ class Database(ABC):
 
     def _open(self) -> None:
         """Open the newest database. If there is no database, or the newest cannot be read, create a new one."""
-        file_numbers = self._file_numbers()
+        file_numbers = self._list_file_numbers()
         if file_numbers and self._try_open(file_numbers[-1]):
             return
         self._rebuild(file_numbers[-1] if file_numbers else 0)
@@ -196,8 +196,8 @@ class Database(ABC):
 
     def _rebuild(self, last_file_number: int) -> None:
         """Create a database with a number above `last_file_number`, unless another process has just created one."""
-        with self._creation_lock():
-            file_numbers = self._file_numbers()
+        with self._hold_creation_lock():
+            file_numbers = self._list_file_numbers()
             if file_numbers and file_numbers[-1] > last_file_number and self._try_open(file_numbers[-1]):
                 return
             file_number = max([last_file_number, *file_numbers]) + 1
@@ -257,7 +257,7 @@ class Database(ABC):
         return (wall_s + offset_s) / self._half_life_s
 
     @contextmanager
-    def _creation_lock(self) -> Iterator[None]:
+    def _hold_creation_lock(self) -> Iterator[None]:
         """Hold the lock of the folder, so that only one process creates a catalogue."""
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         with convert_os_errors("lock catalogue", folder=str(self.folder)):
@@ -277,7 +277,7 @@ class Database(ABC):
         finally:
             os.close(lock_fd)
 
-    def _file_numbers(self) -> list[int]:
+    def _list_file_numbers(self) -> list[int]:
         """Return the numbers of the databases in the folder, in ascending order."""
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
 

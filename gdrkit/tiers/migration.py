@@ -167,7 +167,7 @@ class _Migration:
             self._source_fd,
             self._copy_fd,
             size_bytes=self._size_bytes,
-            on_chunk=self._chunk_observer(Phase.COPY),
+            on_chunk=self._make_chunk_observer(Phase.COPY),
             chunk_bytes=self._chunk_bytes,
         )
         self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
@@ -176,7 +176,7 @@ class _Migration:
             self._source_fd,
             self._copy_fd,
             size_bytes=self._size_bytes,
-            on_chunk=self._chunk_observer(Phase.VERIFY),
+            on_chunk=self._make_chunk_observer(Phase.VERIFY),
             chunk_bytes=self._chunk_bytes,
         )
         if copy_digest != digest:
@@ -201,7 +201,7 @@ class _Migration:
         action()
         self._completed_steps.append(phase)
 
-    def _chunk_observer(self, phase: Phase) -> Callable[[int, int], None]:
+    def _make_chunk_observer(self, phase: Phase) -> Callable[[int, int], None]:
         def on_chunk(offset_bytes: int, length_bytes: int) -> None:
             self._observe(phase, self._name, offset_bytes)
             if self._pace is not None:

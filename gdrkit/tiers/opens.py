@@ -136,7 +136,7 @@ class OpenWatcher(Closeable):
             self._count(files)
             for file in files:
                 is_own = (file.process_id, file.name) == (os.getpid(), b"tier.json")
-                if is_own and self._name_in(folder, file.folder) == OWN_FOLDER:
+                if is_own and self._find_name_in(folder, file.folder) == OWN_FOLDER:
                     return True
         return False
 
@@ -154,7 +154,7 @@ class OpenWatcher(Closeable):
     def _count(self, files: Iterable[OpenedFile]) -> None:
         counts: Counter[tuple[str, int]] = Counter()
         for file in files:
-            if (name := self._logical_name(file)) is not None:
+            if (name := self._find_logical_name(file)) is not None:
                 counts[name, file.process_id] += 1
         if not counts:
             return
@@ -163,7 +163,7 @@ class OpenWatcher(Closeable):
             if process_id not in counting_ids:
                 self._accesses.count(name, count)
 
-    def _logical_name(self, file: OpenedFile) -> str | None:
+    def _find_logical_name(self, file: OpenedFile) -> str | None:
         """Return the logical name of a file, or None if it is not a file of a tier."""
         key = (file.file_system, file.folder)
         try:
@@ -171,19 +171,19 @@ class OpenWatcher(Closeable):
         except KeyError:
             if len(self._names_by_handle) >= _FOLDERS_MAX:
                 self._names_by_handle.clear()
-            folder_name = self._names_by_handle[key] = self._folder_name(*key)
+            folder_name = self._names_by_handle[key] = self._find_folder_name(*key)
         if folder_name is None:
             return None
         base_name = os.fsdecode(file.name)
         name = f"{folder_name}/{base_name}" if folder_name else base_name
         return None if name.partition("/")[0] in _RESERVED else name
 
-    def _folder_name(self, file_system: int, handle: bytes) -> str | None:
+    def _find_folder_name(self, file_system: int, handle: bytes) -> str | None:
         """Return the path of a folder relative to its tier, or None if it is not in a tier."""
-        names = (self._name_in(folder, handle) for folder in self._folders_by_file_system.get(file_system, ()))
+        names = (self._find_name_in(folder, handle) for folder in self._folders_by_file_system.get(file_system, ()))
         return next((name for name in names if name is not None), None)
 
-    def _name_in(self, folder: TierFolder, handle: bytes) -> str | None:
+    def _find_name_in(self, folder: TierFolder, handle: bytes) -> str | None:
         """Return the path of a folder relative to this tier, or None if it is not in this tier."""
         try:
             descriptor = open_by_handle(handle, mount_descriptor=folder.root)

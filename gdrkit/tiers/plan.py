@@ -80,7 +80,7 @@ class MigrationPlan:
             with convert_sqlite_errors("plan"):
                 for group in self._group_numbers:
                     self._connection.execute(f"CREATE TEMP TABLE plan_{group} (file, destination, why)")
-                decisions = decide(self._file_rows(tiers), tiers, at=now_half_lives, hysteresis=hysteresis)
+                decisions = decide(self._list_file_rows(tiers), tiers, at=now_half_lives, hysteresis=hysteresis)
                 while batch := list(itertools.islice(decisions, _BATCH_ROWS)):
                     self._insert(batch)
         except BaseException:
@@ -130,7 +130,7 @@ class MigrationPlan:
         destination_index, tier_count = self._index_by_tier[decision.destination], len(self._index_by_tier)
         return tier_count - 1 - destination_index if decision.tiers_down > 0 else tier_count + destination_index
 
-    def _file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
+    def _list_file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
         # If two files are equally hot, the one in the faster tier stays there.
         rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(tiers)))
         rows = self._connection.execute(

@@ -107,10 +107,10 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
             free_bytes[current_index] -= row.allocated_bytes
             continue
         if row.pinned is not None:
-            destination_index, why = _pinned_tier(row, current_index, index_by_tier, free_bytes), MoveReason.PINNED
+            destination_index, why = _find_pinned_tier(row, current_index, index_by_tier, free_bytes), MoveReason.PINNED
         else:
-            heat_index = _tier_by_heat(row.score, current_index, entry_scores, stay_scores)
-            destination_index = _first_with_space(
+            heat_index = _find_tier_by_heat(row.score, current_index, entry_scores, stay_scores)
+            destination_index = _find_first_with_space(
                 heat_index, row.allocated_bytes, free_bytes, fallback_index=current_index
             )
             why = MoveReason.HEAT if destination_index == heat_index else MoveReason.NO_SPACE
@@ -121,13 +121,17 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
             )
 
 
-def _pinned_tier(row: FileRow, current_index: int, index_by_tier: Mapping[str, int], free_bytes: Sequence[int]) -> int:
+def _find_pinned_tier(
+    row: FileRow, current_index: int, index_by_tier: Mapping[str, int], free_bytes: Sequence[int]
+) -> int:
     """Return the index of the tier to which the file is pinned, or of its current tier if that one is full."""
     pinned_index = index_by_tier.get(row.pinned or "", current_index)
     return pinned_index if free_bytes[pinned_index] >= row.allocated_bytes else current_index
 
 
-def _tier_by_heat(score: float, current_index: int, entry_scores: Sequence[float], stay_scores: Sequence[float]) -> int:
+def _find_tier_by_heat(
+    score: float, current_index: int, entry_scores: Sequence[float], stay_scores: Sequence[float]
+) -> int:
     """Return the index of the fastest tier for which the file is hot enough.
 
     The current tier of the file has a lower threshold, because of the hysteresis.
@@ -138,7 +142,7 @@ def _tier_by_heat(score: float, current_index: int, entry_scores: Sequence[float
     return len(entry_scores) - 1
 
 
-def _first_with_space(first: int, allocated_bytes: int, free_bytes: Sequence[int], *, fallback_index: int) -> int:
+def _find_first_with_space(first: int, allocated_bytes: int, free_bytes: Sequence[int], *, fallback_index: int) -> int:
     """Return the index of the fastest tier with space, from `first` on, or `fallback_index` if none has space."""
     for index in range(first, len(free_bytes)):
         if free_bytes[index] >= allocated_bytes:

@@ -110,7 +110,7 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
 
 def migrate_by_policy(manager: TierManager, *, stream: TextIO) -> Migrated:
     """Move files as the policy requires."""
-    with _progress_output(stream) as output:
+    with _open_progress_output(stream) as output:
         return manager.migrate(begin=output.begin, observe=output.observe, moved=output.report_outcome)
 
 
@@ -119,7 +119,7 @@ def migrate_named(manager: TierManager, names: Sequence[str], destination: str, 
     refused_moves: list[RefusedMove] = []
     moved_count = moved_bytes = 0
     moves = _plan_named_moves(manager, names, destination)
-    with _progress_output(stream) as output:
+    with _open_progress_output(stream) as output:
         output.begin(len(moves), sum(move.allocated_bytes for move in moves))
         for move in moves:
             why_not_moved = ""
@@ -170,7 +170,7 @@ def _plan_named_moves(manager: TierManager, names: Sequence[str], destination: s
 
 
 @contextmanager
-def _progress_output(stream: TextIO) -> Iterator[_ProgressOutput]:
+def _open_progress_output(stream: TextIO) -> Iterator[_ProgressOutput]:
     if not stream.isatty():
         yield _ProgressOutput(stream, None)
         return

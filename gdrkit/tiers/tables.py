@@ -92,7 +92,7 @@ def make_status_table(tiers: Sequence[TierStatus]) -> Table:
             format_size(tier.limit_bytes),
             format_size(tier.free_bytes),
             format_size(tier.coming_bytes) if tier.coming_bytes else "",
-            _route_text(tier.route),
+            _describe_route(tier.route),
         )
     return table
 
@@ -141,13 +141,13 @@ def make_speeds_table(speeds: Iterable[Speed]) -> Table:
             f"{default_tier.latency_us:g}" if default_tier else "",
             f"{speed.latency_us_p99:.0f}",
             "" if speed.device_read_gb_per_s is None else f"{speed.device_read_gb_per_s:.2f}",
-            _route_text(speed.route),
+            _describe_route(speed.route),
             "" if speed.past_cache else "rates of the page cache: this file system does not support O_DIRECT",
         )
     return table
 
 
-def _route_text(route: TierRoute) -> Text:
+def _describe_route(route: TierRoute) -> Text:
     path = f" by {route.route}" if route.route else ""
     why = f": {route.why}" if route.why else ""
     return Text(f"{route.state.value}{path}{why}", _STATE_STYLES[route.state])

@@ -113,7 +113,9 @@ class TierSet:
         landing_name, names = self._configuration.landing_tier.name, list(self.folders)
         first_index = names.index(landing_name) if landing_name in names else 0
         ordered_names = [*names[first_index:], *reversed(names[:first_index])]
-        full_names = [name for name in ordered_names if _used_bytes(name, totals) >= self.limit_bytes(name, totals)]
+        full_names = [
+            name for name in ordered_names if _count_used_bytes(name, totals) >= self.limit_bytes(name, totals)
+        ]
         return [self.folders[name] for name in sorted(ordered_names, key=full_names.__contains__)]
 
     def limit_bytes(self, name: str, totals: Mapping[str, TierTotals]) -> int:
@@ -121,7 +123,7 @@ class TierSet:
         tier, folder = self._configuration.tier(name), self.folders.get(name)
         if folder is None:
             return 0
-        size_bytes = _used_bytes(name, totals) + folder.free_bytes()
+        size_bytes = _count_used_bytes(name, totals) + folder.free_bytes()
         limit_bytes = size_bytes if tier.capacity_bytes is None else min(size_bytes, tier.capacity_bytes)
         return int(limit_bytes * (1 - self._configuration.headroom))
 
@@ -130,7 +132,7 @@ class TierSet:
         self._resources.run()
 
 
-def _used_bytes(name: str, totals: Mapping[str, TierTotals]) -> int:
+def _count_used_bytes(name: str, totals: Mapping[str, TierTotals]) -> int:
     return totals.get(name, TierTotals()).allocated_bytes
 
 

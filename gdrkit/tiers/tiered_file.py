@@ -96,7 +96,7 @@ class TieredFile:
         Transferred
             The result, with the route that the bytes took.
         """
-        result = self._gds_file(direct).read_into(
+        result = self._open_gds_file(direct).read_into(
             buffer,
             file_offset_bytes=file_offset_bytes,
             length_bytes=length_bytes,
@@ -115,7 +115,7 @@ class TieredFile:
         direct: Direct = "preferred",
     ) -> Transferred:
         """Write device or host memory into a range; see :meth:`read_into` and :meth:`sync`."""
-        result = self._gds_file(direct).write_from(
+        result = self._open_gds_file(direct).write_from(
             buffer,
             file_offset_bytes=file_offset_bytes,
             length_bytes=length_bytes,
@@ -142,7 +142,7 @@ class TieredFile:
             for file in self._gds_files.values():
                 stack.callback(file.close)
 
-    def _gds_file(self, direct: Direct) -> File:
+    def _open_gds_file(self, direct: Direct) -> File:
         """Return the :class:`gdrkit.gds.File` for this file, opened by its descriptor's path."""
         with self._gds_files_lock:
             if direct not in self._gds_files:

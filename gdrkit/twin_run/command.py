@@ -72,7 +72,7 @@ def run_on_twins(
         message = f"a required API must run on a twin, which --apis excludes: {names}"
         raise UsageError(message)
     environment = launch.environment(options)
-    with _shared_state(options, environment) as folder:
+    with _open_shared_state(options, environment) as folder:
         usage_file = None
         if folder is not None:
             usage_file = folder / f"run.{os.getpid()}.{secrets.token_hex(4)}"
@@ -103,7 +103,7 @@ def run_on_twins(
 
 
 @contextlib.contextmanager
-def _shared_state(options: launch.Launch, environment: dict[str, str]) -> Iterator[Path | None]:
+def _open_shared_state(options: launch.Launch, environment: dict[str, str]) -> Iterator[Path | None]:
     """Create or join the state of the domain, with the device files of the verbs twin.
 
     A program needs neither to run on the twins. So if that fails, one line says so, and the value is None.

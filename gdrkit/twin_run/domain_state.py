@@ -39,9 +39,9 @@ def joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
     OSError
         The folder cannot be created, or another user owns it.
     """
-    user_folder = _user_folder()
+    user_folder = _open_user_folder()
     _sweep(user_folder)
-    folder, lock = _join(user_folder / _domain_key(environment))
+    folder, lock = _join(user_folder / _make_domain_key(environment))
     try:
         yield folder
     finally:
@@ -92,14 +92,14 @@ def write_devices(folder: Path, program: Path, environment: Mapping[str, str]) -
     return None
 
 
-def _domain_key(environment: Mapping[str, str]) -> str:
+def _make_domain_key(environment: Mapping[str, str]) -> str:
     # Programs with different numbers of devices cannot share a tree. The twins refuse a malformed value.
     counts = ["".join(filter(str.isalnum, environment.get(name, "2")))[:8] for name in _COUNTED_DEVICES]
     domain = environment.get("GDRKIT_TWINS_DOMAIN", "default").replace("/", "_")[:32]
     return "-".join([domain, *counts])
 
 
-def _user_folder() -> Path:
+def _open_user_folder() -> Path:
     """Create and return the folder of this user. Other users cannot enter it."""
     memory = Path("/dev/shm")  # noqa: S108 - the folder below it is checked.
     parent = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())

@@ -59,11 +59,11 @@ class LoadedLibraries:
     def _observe_process(self, process_id: int, program: str) -> None:
         maps = self._tree.text(f"/proc/{process_id}/maps") or ""
         for path in dict.fromkeys(_EXECUTABLE_MAPPING.findall(maps)):
-            api = self._replaced_api(path)
+            api = self._find_replaced_api(path)
             if api is not None:
                 self.real.add(RealLibrary(api.value, path, program, process_id))
 
-    def _replaced_api(self, path: str) -> Api | None:
+    def _find_replaced_api(self, path: str) -> Api | None:
         """Return the API whose twin should have been loaded instead of this library, or None."""
         if path not in self._api_of_path:
             api = launch.api_of_library(path)

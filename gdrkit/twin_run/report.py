@@ -46,23 +46,23 @@ def report_lines(
     for the other APIs.
     """
     lines = []
-    untouched = []
+    untouched_apis = []
     for api in sorted(software, key=lambda api: api.value):
         of_api = [use for use in uses if use.api is api]
         if of_api:
-            lines.append(_line(api, of_api))
+            lines.append(_describe_use(api, of_api))
         else:
-            untouched.append(api.value)
+            untouched_apis.append(api.value)
     for runtime in dict.fromkeys(use.library for use in runtimes):
-        names = _programs([(use.program, use.process_id) for use in runtimes if use.library == runtime])
+        names = _describe_programs([(use.program, use.process_id) for use in runtimes if use.library == runtime])
         lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {names}")
     libraries = dict.fromkeys((library.api, library.path) for library in real)
     for api_name, path in libraries:
         processes = [library for library in real if library.path == path]
-        names = _programs([(library.program, library.process_id) for library in processes])
+        names = _describe_programs([(library.program, library.process_id) for library in processes])
         lines.append(f"{api_name}: {path}, not the twin, was loaded by {names}")
-    if untouched:
-        lines.append(f"not used: {', '.join(untouched)}")
+    if untouched_apis:
+        lines.append(f"not used: {', '.join(untouched_apis)}")
     return lines
 
 
@@ -94,19 +94,19 @@ def report_document(
     return {"exit_code": exit_code, "apis": apis, "cuda_runtimes": cuda_runtimes, "real_libraries": libraries}
 
 
-def _line(api: Api, uses: Sequence[ProcessUse]) -> str:
-    programs = _programs([(use.program, use.process_id) for use in uses])
+def _describe_use(api: Api, uses: Sequence[ProcessUse]) -> str:
+    programs = _describe_programs([(use.program, use.process_id) for use in uses])
     objects_count = sum(use.objects_count for use in uses)
     moved_bytes = sum(use.moved_bytes for use in uses)
     one, several, none = _OBJECT_OF_API[api]
     if objects_count == 0:
         return f"{api.value}: twin opened by {programs}, but not used: {none}"
     objects = f"{objects_count} {one if objects_count == 1 else several}"
-    moved = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
-    return f"{api.value}: twin opened by {programs}; {objects}{moved}"
+    moved_text = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
+    return f"{api.value}: twin opened by {programs}; {objects}{moved_text}"
 
 
-def _programs(processes: Sequence[tuple[str, int]]) -> str:
+def _describe_programs(processes: Sequence[tuple[str, int]]) -> str:
     """Return text such as ``ib_write_bw (pid 12, 13), python3 (pid 14)``."""
     ids_of_program: dict[str, list[int]] = {}
     for program, process_id in processes:
@@ -114,7 +114,7 @@ def _programs(processes: Sequence[tuple[str, int]]) -> str:
     texts = []
     for program, process_ids in list(ids_of_program.items())[:_PROGRAMS_MAX]:
         ids = ", ".join(map(str, process_ids[:_PROCESSES_MAX]))
-        more = len(process_ids) - _PROCESSES_MAX
-        texts.append(f"{program} (pid {ids}{f' and {more} more' if more > 0 else ''})")
-    more = len(ids_of_program) - _PROGRAMS_MAX
-    return ", ".join(texts) + (f" and {more} more programs" if more > 0 else "")
+        unlisted_count = len(process_ids) - _PROCESSES_MAX
+        texts.append(f"{program} (pid {ids}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
+    unlisted_count = len(ids_of_program) - _PROGRAMS_MAX
+    return ", ".join(texts) + (f" and {unlisted_count} more programs" if unlisted_count > 0 else "")

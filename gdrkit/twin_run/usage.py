@@ -93,7 +93,7 @@ def read_usage(path: Path) -> list[ProcessUse]:
     Every process of the run can write into the file, so slots with impossible values are left out.
     """
     uses = []
-    for api, process_id, program, objects_count, moved_bytes, *present in _ready_slots(path):
+    for api, process_id, program, objects_count, moved_bytes, *present in _find_ready_slots(path):
         if api in _API_OF_NUMBER:
             # A forked child that destroyed objects of its parent has negative numbers.
             present_counts = (max(count, 0) for count in present)
@@ -107,12 +107,12 @@ def read_runtimes(path: Path) -> list[RuntimeUse]:
     """Return which processes opened a twin of the CUDA runtime, in this order."""
     return [
         RuntimeUse(_RUNTIME_OF_NUMBER[api], process_id, program)
-        for api, process_id, program, *_ in _ready_slots(path)
+        for api, process_id, program, *_ in _find_ready_slots(path)
         if api in _RUNTIME_OF_NUMBER
     ]
 
 
-def _ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int, int, int]]:
+def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int, int, int]]:
     """Yield of each slot in use: API number, process ID, program, objects, moved bytes, and three present counts."""
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):

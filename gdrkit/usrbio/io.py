@@ -345,12 +345,12 @@ def _read_blocks(
 ) -> Iterator[bytes]:
     """Read blocks from `offset` to the end of the file. Yield their bytes, or pass them to `cb`."""
     while True:
-        completed = ring.prepare(iov[:], True, fd, offset).submit().wait(min_results=1)[0]  # noqa: FBT003 - the signature of 3FS.
-        if completed.result < 0:
-            raise OSError(-completed.result, os.strerror(-completed.result))
-        if completed.result == 0:
+        completion = ring.prepare(iov[:], True, fd, offset).submit().wait(min_results=1)[0]  # noqa: FBT003 - the signature of 3FS.
+        if completion.result < 0:
+            raise OSError(-completion.result, os.strerror(-completion.result))
+        if completion.result == 0:
             return
-        with memoryview(iov) as view, view[: completed.result] as block:
+        with memoryview(iov) as view, view[: completion.result] as block:
             if cb is None:
                 yield bytes(block)
                 next_offset = None
@@ -360,9 +360,9 @@ def _read_blocks(
         if isinstance(next_offset, int) and not isinstance(next_offset, bool):
             offset = next_offset
             continue
-        if next_offset or completed.result < len(iov):
+        if next_offset or completion.result < len(iov):
             return
-        offset += completed.result
+        offset += completion.result
 
 
 def _count_as_open(iovec: Iovec, unpublish: Callable[[], None]) -> None:

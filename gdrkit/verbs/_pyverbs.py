@@ -154,7 +154,7 @@ def call(
         error_number = None if code in {_NO_ERRNO, 0} else abs(code)
         detail = "" if error_number is not None else str(error)
         if operation in {_errors.DEVICE_LIST, _errors.OPEN_DEVICE} and error_number is None:
-            error_number, description = _device_list_errno()
+            error_number, description = _read_device_list_errno()
             detail = f"{error}; {description}"
         raise _errors.error_of(
             operation=operation,
@@ -190,7 +190,7 @@ def close(operation: str, instance: Any) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     """Return the libibverbs that pyverbs has loaded."""
     _modules()
     library = ctypes.CDLL(_LIBRARY, use_errno=True)
@@ -208,12 +208,12 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _device_list_errno() -> tuple[int | None, str]:
+def _read_device_list_errno() -> tuple[int | None, str]:
     """Return the errno of a new call of ibv_get_device_list, or None if the call succeeds, and the text for the error.
 
     pyverbs does not keep the errno of the first call.
     """
-    library, count = _library(), ctypes.c_int()
+    library, count = _load_library(), ctypes.c_int()
     ctypes.set_errno(0)
     devices, error_number = library.ibv_get_device_list(ctypes.byref(count)), ctypes.get_errno()
     if devices:
@@ -290,8 +290,8 @@ def register_address(domain: Any, *, address: int, length_bytes: int, access: in
     }
     pointer = domain_pointer(domain)
     if pointer is not None:
-        region_pointer = _library().ibv_reg_mr(pointer, address, length_bytes, access)
-        return _region_of_call(operation, region_pointer, iova=address, **error_fields)
+        region_pointer = _load_library().ibv_reg_mr(pointer, address, length_bytes, access)
+        return _make_region(operation, region_pointer, iova=address, **error_fields)
     region = _create(operation, lambda: _modules().mr.MR(domain, length_bytes, access, address=address), **error_fields)
     return NativeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
 
@@ -310,8 +310,8 @@ def register_dmabuf(
     arguments = {"fd": fd, "offset_bytes": offset_bytes, "length_bytes": length_bytes, "access": access}
     pointer = domain_pointer(domain)
     if pointer is not None:
-        region_pointer = _library().ibv_reg_dmabuf_mr(pointer, offset_bytes, length_bytes, iova, fd, access)
-        return _region_of_call(_errors.REG_DMABUF_MR, region_pointer, iova=iova, arguments={**arguments, "iova": iova})
+        region_pointer = _load_library().ibv_reg_dmabuf_mr(pointer, offset_bytes, length_bytes, iova, fd, access)
+        return _make_region(_errors.REG_DMABUF_MR, region_pointer, iova=iova, arguments={**arguments, "iova": iova})
     region = _create(
         _errors.REG_DMABUF_MR,
         lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
@@ -320,7 +320,7 @@ def register_dmabuf(
     return NativeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
 
 
-def _region_of_call(
+def _make_region(
     operation: str, region_pointer: Any, *, iova: int, arguments: Mapping[str, object], pinned_bytes: int = 0
 ) -> NativeRegion:
     """Return the region that a ctypes call registered, or raise the error of its errno if it returned NULL."""
@@ -335,7 +335,7 @@ def _region_of_call(
     def deregister() -> None:
         if id(region_pointer) not in _open_objects.ids:
             return
-        error_number = _library().ibv_dereg_mr(region_pointer)
+        error_number = _load_library().ibv_dereg_mr(region_pointer)
         if error_number:
             raise _errors.error_of(operation="ibv_dereg_mr", error_number=error_number, arguments={"lkey": lkey})
         _open_objects.ids.remove(id(region_pointer))

@@ -130,7 +130,7 @@ class CompletionQueue(Resource):
             if self._channel is not None:
                 _pyverbs.close("ibv_destroy_comp_channel", self._channel)
             raise
-        self._polled: deque[Completion] = deque()  # Completions that no caller has received yet.
+        self._undelivered_completions: deque[Completion] = deque()  # Completions that no caller has received yet.
         super().__init__("verbs.completion_queue", name="completion queue", on_close=nic.on_close)
 
     @property
@@ -146,9 +146,11 @@ class CompletionQueue(Resource):
 
     def poll(self, count: int = _POLL_MAX) -> list[Completion]:
         """Return up to `count` completions that are available now, oldest first."""
-        completions = [self._polled.popleft() for _ in range(min(count, len(self._polled)))]
+        completions = [
+            self._undelivered_completions.popleft() for _ in range(min(count, len(self._undelivered_completions)))
+        ]
         if len(completions) < count:
-            completions += [_completion(entry) for entry in _pyverbs.poll(self.queue, count - len(completions))]
+            completions += [_parse_completion(entry) for entry in _pyverbs.poll(self.queue, count - len(completions))]
         return completions
 
     def wait(self, timeout_ms: float, *, qp_number: int | None = None) -> Completion:
@@ -169,7 +171,7 @@ class CompletionQueue(Resource):
         deadline = time.monotonic() + timeout_ms / 1e3
         spin_end, pause_s = time.monotonic() + _SPIN_S, _PAUSE_S
         while True:
-            completion = self._next(qp_number)
+            completion = self._take_next(qp_number)
             if completion is not None:
                 return completion
             now = time.monotonic()
@@ -230,19 +232,19 @@ class CompletionQueue(Resource):
         if self._channel is not None:
             _pyverbs.close("ibv_destroy_comp_channel", self._channel)
 
-    def _next(self, qp_number: int | None) -> Completion | None:
+    def _take_next(self, qp_number: int | None) -> Completion | None:
         """Return the oldest completion of one queue pair, or of any queue pair if `qp_number` is None.
 
         Return None if no completion has arrived.
         """
-        for completion in self._polled:
+        for completion in self._undelivered_completions:
             if qp_number in {None, completion.qp_number}:
-                self._polled.remove(completion)
+                self._undelivered_completions.remove(completion)
                 return completion
-        new_completions = [_completion(entry) for entry in _pyverbs.poll(self.queue, _POLL_MAX)]
-        self._polled.extend(new_completions)
+        new_completions = [_parse_completion(entry) for entry in _pyverbs.poll(self.queue, _POLL_MAX)]
+        self._undelivered_completions.extend(new_completions)
         if any(qp_number in {None, completion.qp_number} for completion in new_completions):
-            return self._next(qp_number)
+            return self._take_next(qp_number)
         return None
 
     def _require_events(self) -> None:
@@ -257,7 +259,7 @@ class CompletionQueue(Resource):
             )
 
 
-def _completion(entry: WorkCompletion) -> Completion:
+def _parse_completion(entry: WorkCompletion) -> Completion:
     status = Status(entry.status)
     type_index = entry.work_id >> _WORK_ID_BITS
     return Completion(

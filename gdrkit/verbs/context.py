@@ -37,7 +37,7 @@ class NicContext(Closeable):
         """Open the device. Callers use :meth:`Nic.open` instead."""
         self.name = name
         self._releases = ReleaseStack()
-        self._closed = False
+        self._is_closed = False
         try:
             self._context = _pyverbs.open_device(name)
             self._releases.push(lambda: _pyverbs.close("ibv_close_device", self._context))
@@ -57,7 +57,7 @@ class NicContext(Closeable):
     @property
     def closed(self) -> bool:
         """Whether the device was closed."""
-        return self._closed
+        return self._is_closed
 
     @property
     def context(self) -> object:
@@ -87,16 +87,16 @@ class NicContext(Closeable):
             Some objects could not be closed. The error of the first one is raised, with the other errors as notes.
             Another close tries again.
         """
-        if self._closed:
+        if self._is_closed:
             return
         self._releases.run()
-        self._closed = True
+        self._is_closed = True
         self._handle.release()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._is_closed:
             resource = f"RDMA device {self.name}"
             raise ClosedResource(resource)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name}{', closed' if self._closed else f', gid={self.gid}'})"
+        return f"{type(self).__name__}({self.name}{', closed' if self._is_closed else f', gid={self.gid}'})"

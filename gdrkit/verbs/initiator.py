@@ -120,11 +120,11 @@ class Initiator:
     @property
     def reads_max(self) -> int:
         """Largest number of outstanding RDMA READs of one queue pair of this device."""
-        return int(self._checked_native().reads_max)
+        return int(self._require_native().reads_max)
 
     def endpoints(self) -> tuple[Endpoint, ...]:
         """Return the endpoints of the queue pairs. The peer connects one queue pair to each of them."""
-        return tuple(Endpoint.from_dict(fields) for fields in self._checked_native().endpoints)
+        return tuple(Endpoint.from_dict(fields) for fields in self._require_native().endpoints)
 
     def connect(self, peers: Sequence[Endpoint], *, reads_max: int = 1) -> None:
         """Connect each queue pair to a queue pair of the peer, in the order of :meth:`endpoints`.
@@ -138,19 +138,19 @@ class Initiator:
         """
         peer_fields = [peer.to_dict() for peer in peers]
         with _native.raise_as_verbs_error(peers=len(peers), reads_max=reads_max):
-            self._checked_native().connect(peer_fields, reads_max=reads_max)
+            self._require_native().connect(peer_fields, reads_max=reads_max)
 
     def write(self, data: bytes | bytearray | memoryview, *, offset_bytes: int = 0) -> None:
         """Copy bytes into the local memory."""
         view = memoryview(data).cast("B")
         check_range(offset_bytes=offset_bytes, length_bytes=view.nbytes, size_bytes=self.memory_bytes)
-        self._checked_native().memory()[offset_bytes : offset_bytes + view.nbytes] = view
+        self._require_native().memory()[offset_bytes : offset_bytes + view.nbytes] = view
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Return a copy of a part of the local memory. A length of None means up to the end."""
         length_bytes = self.memory_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=self.memory_bytes)
-        return bytes(self._checked_native().memory()[offset_bytes : offset_bytes + length_bytes])
+        return bytes(self._require_native().memory()[offset_bytes : offset_bytes + length_bytes])
 
     def run(
         self,
@@ -242,8 +242,8 @@ class Initiator:
         **depth_options: int,
     ) -> dict[str, Any]:
         options = {"length_bytes": length_bytes, "operations": operations, **depth_options}
-        options["slots"] = self._slot_count(remote, length_bytes, operations)
-        native = self._checked_native()
+        options["slots"] = self._count_slots(remote, length_bytes, operations)
+        native = self._require_native()
         with _native.raise_as_verbs_error(nic=self.nic_name, direction=direction.value, **options):
             result: dict[str, Any] = getattr(native, method_name)(
                 to_peer=direction is Direction.WRITE,
@@ -255,7 +255,7 @@ class Initiator:
         self._check_result(result, direction, time_limit_s)
         return result
 
-    def _slot_count(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
+    def _count_slots(self, remote: RemoteRange, length_bytes: int, operations: int) -> int:
         available_bytes = min(remote.length_bytes, self.memory_bytes)
         length_bytes_max = min(_LENGTH_BYTES_MAX, available_bytes)
         if not 1 <= length_bytes <= length_bytes_max:
@@ -291,7 +291,7 @@ class Initiator:
             qp_number=0,
         ).expect()
 
-    def _checked_native(self) -> _native.native.Initiator:
+    def _require_native(self) -> _native.native.Initiator:
         if self._native is None:
             resource = f"initiator on {self.nic_name}"
             raise ClosedResource(resource)

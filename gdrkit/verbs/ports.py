@@ -141,13 +141,13 @@ def _query_device(row: DeviceRow) -> NicInfo:
     return NicInfo(
         name=row.name,
         node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
-        driver=_driver_name(_SYSFS / row.name),
+        driver=_read_driver_name(_SYSFS / row.name),
         ports=ports,
         error=failure,
     )
 
 
-def _driver_name(folder: Path) -> str | None:
+def _read_driver_name(folder: Path) -> str | None:
     # rxe reports the device of its network interface as its own device. Only rxe has the file `parent`, which names
     # that interface.
     if (folder / "parent").exists():

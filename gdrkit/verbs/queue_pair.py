@@ -165,7 +165,7 @@ class QueuePair(Resource):
             | _AttributeMask.RQ_PSN
             | _AttributeMask.MAX_DEST_RD_ATOMIC
             | _AttributeMask.MIN_RNR_TIMER,
-            address=self._address_of(remote),
+            address=self._find_address(remote),
             path_mtu=mtu_code(min(remote.mtu_bytes, port.mtu_bytes)),
             dest_qp_num=remote.qp_number,
             rq_psn=remote.psn,
@@ -242,7 +242,9 @@ class QueuePair(Resource):
             There are more bytes than `remote` or the region has.
         """
         opcode = _SendOpcode.RDMA_WRITE if immediate is None else _SendOpcode.RDMA_WRITE_WITH_IMM
-        elements = _elements(source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
+        elements = _make_elements(
+            source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes
+        )
         flags = _send_flags(signaled=signaled, inline=inline)
         self._post(
             opcode, elements, remote, work_id=work_id, request_type="rdma_write", flags=flags, immediate=immediate
@@ -259,7 +261,9 @@ class QueuePair(Resource):
         signaled: bool = True,
     ) -> None:
         """Post an RDMA READ from the beginning of `remote` into local bytes; see :meth:`post_write`."""
-        elements = _elements(target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes)
+        elements = _make_elements(
+            target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes
+        )
         flags = _send_flags(signaled=signaled, inline=False)
         self._post(
             _SendOpcode.RDMA_READ,
@@ -289,7 +293,7 @@ class QueuePair(Resource):
         """
         opcode = _SendOpcode.SEND if immediate is None else _SendOpcode.SEND_WITH_IMM
         flags = _send_flags(signaled=signaled, inline=inline) | (_SendFlag.SOLICITED if solicited else _SendFlag(0))
-        elements = _elements(source, local_offset_bytes, length_bytes)
+        elements = _make_elements(source, local_offset_bytes, length_bytes)
         self._post(opcode, elements, None, work_id=work_id, request_type="send", flags=flags, immediate=immediate)
 
     def post_receive(
@@ -304,9 +308,9 @@ class QueuePair(Resource):
 
         With an empty sequence, it receives the immediate of the next RDMA WRITE with immediate.
         """
-        elements = _elements(target, local_offset_bytes, length_bytes)
+        elements = _make_elements(target, local_offset_bytes, length_bytes)
         _pyverbs.post_receive(
-            self._open_pair(), work_id=encode_work_id(work_id, "recv"), elements=_sge_tuples(elements)
+            self._open_pair(), work_id=encode_work_id(work_id, "recv"), elements=_make_sge_tuples(elements)
         )
 
     def wait(self, timeout_ms: float) -> Completion:
@@ -324,7 +328,7 @@ class QueuePair(Resource):
     def _release(self) -> None:
         _pyverbs.close("ibv_destroy_qp", self._pair)
 
-    def _address_of(self, remote: Endpoint) -> dict[str, int | str]:
+    def _find_address(self, remote: Endpoint) -> dict[str, int | str]:
         port = self.nic.port
         # RoCE has no LIDs and is addressed by the GID. InfiniBand is addressed by the LID within a subnet.
         is_global = port.link_layer is LinkLayer.ETHERNET or not remote.lid
@@ -373,7 +377,7 @@ class QueuePair(Resource):
             work_id=encode_work_id(work_id, request_type),
             opcode=int(opcode),
             flags=int(flags),
-            elements=_sge_tuples(elements),
+            elements=_make_sge_tuples(elements),
             remote=None if remote is None else (remote.rkey, remote.address),
             immediate=immediate or 0,
         )
@@ -383,10 +387,10 @@ class QueuePair(Resource):
         return self._pair
 
     def __repr__(self) -> str:
-        return f"QueuePair({self.nic.name}, number={self.number}{', closed' if self._closed else ''})"
+        return f"QueuePair({self.nic.name}, number={self.number}{', closed' if self._is_closed else ''})"
 
 
-def _elements(
+def _make_elements(
     source: Region | Sequence[ScatterGatherElement], offset_bytes: int, length_bytes: int | None
 ) -> Sequence[ScatterGatherElement]:
     if isinstance(source, Region):
@@ -397,7 +401,7 @@ def _elements(
     return source
 
 
-def _sge_tuples(elements: Sequence[ScatterGatherElement]) -> list[tuple[int, int, int]]:
+def _make_sge_tuples(elements: Sequence[ScatterGatherElement]) -> list[tuple[int, int, int]]:
     return [(element.address, element.length_bytes, element.lkey) for element in elements]
 
 

@@ -64,22 +64,22 @@ class Region(Resource):
     @property
     def lkey(self) -> int:
         """The key for local requests."""
-        return self._checked_native().lkey
+        return self._require_native().lkey
 
     @property
     def rkey(self) -> int:
         """The key for requests of peers."""
-        return self._checked_native().rkey
+        return self._require_native().rkey
 
     @property
     def address(self) -> int:
         """The address of the first byte in local requests."""
-        return self._checked_native().iova
+        return self._require_native().iova
 
     @property
     def remote_address(self) -> int:
         """The address of the first byte in requests of peers. It equals :attr:`address`: both are the iova."""
-        return self._checked_native().iova
+        return self._require_native().iova
 
     def element(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> ScatterGatherElement:
         """Return a scatter/gather element for a part of the region, for local requests.
@@ -112,10 +112,10 @@ class Region(Resource):
         # The references keep a host buffer at its address, so they are dropped only after the deregistration.
         self.memory = self._buffer_export = None
 
-    def _checked_native(self) -> NativeRegion:
+    def _require_native(self) -> NativeRegion:
         self._check_open()
         return self._native
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"lkey={self.lkey:#x}, rkey={self.rkey:#x}"
+        state = "closed" if self._is_closed else f"lkey={self.lkey:#x}, rkey={self.rkey:#x}"
         return f"Region({self.nic.name}, {state}, length_bytes={self.length_bytes})"

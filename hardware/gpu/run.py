@@ -187,7 +187,7 @@ def _install_extras(extras: Path, site: Path) -> None:
         _say("gpu: additional packages: " + ", ".join(Path(wheel).name.partition("-")[0] for wheel in wheels))
 
 
-def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[str, str]:
+def _make_environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[str, str]:
     bundle = options.bundle.resolve()
     metadata = json.loads((bundle / "bundle.json").read_text())
     paths = {
@@ -210,9 +210,9 @@ def _environment(options: argparse.Namespace, site: Path, folder: Path) -> dict[
 
 
 def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
-    environment = _environment(options, site, folder)
+    environment = _make_environment(options, site, folder)
     data = site / "gdrkit" / "_data"
-    launch, substrate = _launch_command(is_software=options.software)
+    launch, substrate = _make_launch_command(is_software=options.software)
     paths = {site: "{site}", options.bundle.resolve(): "{bundle}"}
     documents = {
         name: _describe_machine(command, launch, environment, folder, paths) for name, command in DOCUMENTS.items()
@@ -248,7 +248,7 @@ def _run_parts(options: argparse.Namespace, site: Path, folder: Path) -> int:
     return FAILED if any(codes) else 0
 
 
-def _launch_command(*, is_software: bool) -> tuple[list[str], str]:
+def _make_launch_command(*, is_software: bool) -> tuple[list[str], str]:
     """Return the first words of each command, and the value of the option --substrate."""
     run = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated"]
     if is_software:
@@ -325,11 +325,13 @@ def _move_records(records: Path, out: Path) -> Path | None:
         _say("gpu: no record was written")
         return None
     parsed_records = [json.loads(line) for line in records.read_text().splitlines()]
-    target = Path(out, str(parsed_records[0]["profile"]), records.name)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    shutil.move(records, target)
+    records_path = Path(out, str(parsed_records[0]["profile"]), records.name)
+    records_path.parent.mkdir(parents=True, exist_ok=True)
+    shutil.move(records, records_path)
     verdict_counts = Counter(record["verdict"] for record in parsed_records)
-    _say(f"gpu: {target}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdict_counts.items())))
+    _say(
+        f"gpu: {records_path}: " + ", ".join(f"{count} {verdict}" for verdict, count in sorted(verdict_counts.items()))
+    )
     unmet = Counter(
         f"{reason['need']}: {reason['text']}"
         for record in parsed_records
@@ -344,9 +346,9 @@ def _move_records(records: Path, out: Path) -> Path | None:
             cases_by_failure.setdefault(record["reasons"][0]["text"], []).append(record["case"])
         _print_numbers(record)
     for text, cases in cases_by_failure.items():
-        more = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
-        _say(f"  fail: {cases[0]}{more}: {text}")
-    return target.parent
+        count_text = f" and {len(cases) - 1} more" if len(cases) > 1 else ""
+        _say(f"  fail: {cases[0]}{count_text}: {text}")
+    return records_path.parent
 
 
 def _print_numbers(record: dict[str, object]) -> None:

@@ -48,7 +48,9 @@ def main() -> int:
         # The machine is configured first, so that missing programs are reported before the slow steps.
         machine = None if options.here else configure_machine(options)
         codes = [
-            subprocess.call(_pytest_command(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT)
+            subprocess.call(
+                _make_pytest_command(records["twin"], cases, ["--software", "--isolated"], []), cwd=PROJECT_ROOT
+            )
         ]
         if machine is None:
             codes.append(_run_here(records["kernel"], cases, options))
@@ -76,16 +78,16 @@ def _parse_options() -> argparse.Namespace:
     return options
 
 
-def _pytest_command(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:
+def _make_pytest_command(records: Path, cases: list[str], launch: list[str], options: list[str]) -> list[str]:
     run = [sys.executable, "-m", "gdrkit", "run", *launch, "--"] if launch else []
     return [*run, sys.executable, "-m", "pytest", "-q", f"--records={records}", *options, *cases]
 
 
 def _run_in_guest(machine: Machine, records: Path, cases: list[str], options: argparse.Namespace) -> int:
     harness_options = ["--profile=lab", "--substrate=verbs=kernel_software,cuda=twin"]
-    command = _pytest_command(records, cases, ["--software", "--isolated", "--apis", "cuda"], harness_options)
-    inherited = ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES")
-    environ = {name: os.environ[name] for name in inherited if name in os.environ}
+    command = _make_pytest_command(records, cases, ["--software", "--isolated", "--apis", "cuda"], harness_options)
+    inherited_variables = ("PYTHONPATH", "GDRKIT_TWINS_LIB", "GDRKIT_EXAMPLES")
+    environ = {name: os.environ[name] for name in inherited_variables if name in os.environ}
     # The root file system of the guest is read-only, so Hypothesis gets another folder for its database.
     environ |= {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": str(options.output / "hypothesis")}
     # The commit is determined here, because git would be too slow in the guest.
@@ -104,7 +106,7 @@ def _run_here(records: Path, cases: list[str], options: argparse.Namespace) -> i
     has_cuda = Path("/proc/driver/nvidia/version").exists()
     launch = [] if has_cuda else ["--software", "--isolated", "--apis", "cuda"]
     profile = [] if has_nic or has_cuda else ["--profile=lab"]
-    command = _pytest_command(records, cases, launch, profile)
+    command = _make_pytest_command(records, cases, launch, profile)
     prefix = [] if has_nic else ["bash", str(Path(__file__).with_name("rxe.sh"))]
     _say("lab: the RDMA devices of this machine" if has_nic else "lab: rxe devices of this machine's kernel")
     try:

@@ -44,7 +44,7 @@ def kernel_image(cache: Path, *, backports: bool = False) -> Path:
     if not stamp.exists() or stamp.read_text() != modules:
         shutil.rmtree(cache, ignore_errors=True)
         cache.mkdir(parents=True)
-        packages = _download(cache, _backports_options(cache) if backports else [])
+        packages = _download(cache, _choose_backports_options(cache) if backports else [])
         for package in packages:
             _unpack(package, cache)
             package.unlink()
@@ -65,7 +65,7 @@ def _find_image(cache: Path) -> Path:
     return images[-1]
 
 
-def _backports_options(cache: Path) -> list[str]:
+def _choose_backports_options(cache: Path) -> list[str]:
     """Download the package lists of this release's backports. Return options with which apt uses only these lists."""
     release = platform.freedesktop_os_release().get("VERSION_CODENAME", "")
     targets = ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME)", "Created-By: Packages"]
@@ -86,7 +86,7 @@ def _download(cache: Path, options: Sequence[str]) -> list[Path]:
     if not shutil.which("apt-get") or not shutil.which("apt-cache"):
         message = f"apt is missing, so no kernel package can be downloaded: copy boot/ and lib/ of a kernel to {cache}"
         raise LabError(message)
-    names = _package_names(options) or (_update_package_lists() and _package_names(options))
+    names = _list_package_names(options) or (_update_package_lists() and _list_package_names(options))
     if not names:
         message = f"apt has no kernel package ({' or '.join(_META_PACKAGES)}): run apt-get update, then try again"
         raise LabError(message)
@@ -99,7 +99,7 @@ def _download(cache: Path, options: Sequence[str]) -> list[Path]:
     return packages
 
 
-def _package_names(options: Sequence[str]) -> list[str]:
+def _list_package_names(options: Sequence[str]) -> list[str]:
     """Return the names of the packages of the newest kernel. The list is empty if apt does not know them."""
     for package in _META_PACKAGES:
         command = ["apt-cache", *options, "depends", package]

@@ -159,8 +159,8 @@ def can_virtualize(*, cpuinfo: Path = Path("/proc/cpuinfo"), device: Path = Path
     if not re.search(r"^flags\s*:.*\b(vmx|svm)\b", cpuinfo.read_text(), re.MULTILINE) or not device.exists():
         return False
     try:
-        with device.open("rb", buffering=0) as opened:
-            version = fcntl.ioctl(opened, _KVM_GET_API_VERSION)
+        with device.open("rb", buffering=0) as device_file:
+            version = fcntl.ioctl(device_file, _KVM_GET_API_VERSION)
     except PermissionError:
         return False
     except OSError as error:

@@ -59,7 +59,9 @@ class Pair:
 
 def compare(twin: Path, kernel: Path) -> tuple[Pair, ...]:
     """Return the cases of two records files, in the order of the first file."""
-    verdicts = {path: {record.case: _outcome(record) for record in read_records(path)} for path in (twin, kernel)}
+    verdicts = {
+        path: {record.case: _decide_outcome(record) for record in read_records(path)} for path in (twin, kernel)
+    }
     cases = dict.fromkeys((*verdicts[twin], *verdicts[kernel]))
     return tuple(
         Pair(case, verdicts[twin].get(case, _NO_RECORD), verdicts[kernel].get(case, _NO_RECORD)) for case in cases
@@ -78,16 +80,16 @@ def find_missing_refusals(records: Iterable[Record], profile: Profile) -> tuple[
     )
 
 
-def _outcome(record: Record) -> str:
+def _decide_outcome(record: Record) -> str:
     return REFUSED if record.refused else record.verdict.value
 
 
-def find_wrong_substrates(records: Iterable[Record], allowed: frozenset[str]) -> tuple[str, ...]:
-    """Return a sentence for each case that used verbs on a substrate that is not in `allowed`."""
+def find_wrong_substrates(records: Iterable[Record], allowed_substrates: frozenset[str]) -> tuple[str, ...]:
+    """Return a sentence for each case that used verbs on a substrate that is not in `allowed_substrates`."""
     return tuple(
         f"{record.case} ran verbs on {record.substrate['verbs']}"
         for record in records
-        if record.substrate.get("verbs", "") not in {"", *allowed}
+        if record.substrate.get("verbs", "") not in {"", *allowed_substrates}
     )
 
 

@@ -59,7 +59,7 @@ def _compare_speed(options: argparse.Namespace) -> int:
     """Measure the speed of the twin, write one record, and return the exit code."""
     began_s, load_before = time.monotonic(), os.getloadavg()[0]
     try:
-        values = measure_speed(_target_of(options), _say)
+        values = measure_speed(_choose_target(options), _say)
     except ProgramFailedError as error:
         _say(f"peers: {error}")
         return FAILED
@@ -76,7 +76,7 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     """Run the tests of cuda-python on the twin, join the results, write one record, and return the exit code."""
     began_s = time.monotonic()
     results = options.records.with_suffix(".cases")
-    run_cuda_python(options.python, options.tests, _target_of(options), results)
+    run_cuda_python(options.python, options.tests, _choose_target(options), results)
     join = join_results(options.gpu_results, results)
     numbers = {"counted_count": float(len(join.counted)), "passed_count": float(join.passed_count)}
     numbers |= {"passed_percent": join.share_percent, "kinder_count": float(len(join.kinder))}
@@ -96,14 +96,14 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     return FAILED if join.failure else 0
 
 
-def _target_of(options: argparse.Namespace) -> Target:
+def _choose_target(options: argparse.Namespace) -> Target:
     launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
     return Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
 
 
 def _run_programs(options: argparse.Namespace) -> int:
     """Run all programs, print the table, write the records, and return how many failed."""
-    target = _target_of(options)
+    target = _choose_target(options)
     substrate = "kernel_software" if options.here else "twin"
     programs = cuda_programs(options.python) if options.cuda else debian_programs()
     if options.python and not options.debian_only and not options.cuda:
@@ -118,7 +118,9 @@ def _run_programs(options: argparse.Namespace) -> int:
         record = program_record(program, outcome, version=version, substrate=substrate)
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
-        rows.append((program.name, version, _number(outcome.moved_bytes), program.data, outcome.failure or "pass"))
+        rows.append(
+            (program.name, version, _parse_number(outcome.moved_bytes), program.data, outcome.failure or "pass")
+        )
         _say("  ".join(rows[-1]))
     if options.tests is not None and options.only in "rdma-core's tests":
         record, row = _run_rdma_core(options, target, substrate)
@@ -173,8 +175,14 @@ def _run_rdma_core(
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder:
         results = run_tests(options.python, options.tests, target, Path(folder))
-    wrong = {test: text for test, text in results.outcomes.items() if text.startswith(("fail", "error", "started"))}
-    failure = "" if results.outcomes and not wrong else f"{len(wrong)} of {len(results.outcomes)} tests failed"
+    wrong_outcomes = {
+        test: text for test, text in results.outcomes.items() if text.startswith(("fail", "error", "started"))
+    }
+    failure = (
+        ""
+        if results.outcomes and not wrong_outcomes
+        else f"{len(wrong_outcomes)} of {len(results.outcomes)} tests failed"
+    )
     numbers = {f"tests_{name}_count": float(results.count(name)) for name in ("pass", "skip", "fail", "error")}
     numbers["tests_run_count"] = float(len(results.outcomes))
     evidence: dict[str, object] = {"tests": dict(results.outcomes)} | ({"output": results.output} if failure else {})
@@ -186,12 +194,12 @@ def _run_rdma_core(
         substrate=substrate,
         duration_s=time.monotonic() - began_s,
     )
-    result = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong)} fail"
+    result = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong_outcomes)} fail"
     version = pypi_version(options.python, "pyverbs")
-    return record, ("rdma-core's tests", version, _number(results.moved_bytes), "by the tests", result)
+    return record, ("rdma-core's tests", version, _parse_number(results.moved_bytes), "by the tests", result)
 
 
-def _number(moved_bytes: int | None) -> str:
+def _parse_number(moved_bytes: int | None) -> str:
     return "not counted" if moved_bytes is None else f"{moved_bytes:,}"
 
 

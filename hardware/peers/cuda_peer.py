@@ -19,41 +19,41 @@ _TIMEOUT_S, _PAUSE_S = 40.0, 0.002
 _DEVICE_PAIRS = ((0, 1), (1, 0))
 
 
-def _pattern(seed: int = 0) -> Any:  # noqa: ANN401 - numpy does not name the type of its arrays.
+def _make_pattern(seed: int = 0) -> Any:  # noqa: ANN401 - numpy does not name the type of its arrays.
     return np.random.default_rng(seed).integers(0, 256, LENGTH_BYTES, dtype=np.uint8)
 
 
-def _check(found: Any, expected: Any, what: str) -> None:  # noqa: ANN401 - as _pattern().
-    if not np.array_equal(found, expected):
-        sys.exit(f"{what}: {int(np.count_nonzero(found != expected))} bytes are wrong")
+def _check(actual: Any, expected: Any, what: str) -> None:  # noqa: ANN401 - as _pattern().
+    if not np.array_equal(actual, expected):
+        sys.exit(f"{what}: {int(np.count_nonzero(actual != expected))} bytes are wrong")
 
 
 def torch_copies(torch: Any) -> str:  # noqa: ANN401 - the package is imported by name.
     """Copy to each of two devices, within a device, between the devices, and back."""
-    content = torch.from_numpy(_pattern())
+    content = torch.from_numpy(_make_pattern())
     for first, second in _DEVICE_PAIRS:
         source = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{first}")
         source.copy_(content)
         # Tensors are not filled on the device, because torch fills them by a kernel.
         target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device=f"cuda:{second}")
         target.copy_(source)
-        _check(target.clone().cpu().numpy(), _pattern(), f"device {first} to {second}")
+        _check(target.clone().cpu().numpy(), _make_pattern(), f"device {first} to {second}")
         # Rows of two different widths are copied as a matrix.
         rows = torch.empty((64, 4096), dtype=torch.uint8, device=f"cuda:{second}")
         rows.copy_(source[: 64 * 4096].view(64, 4096))
-        _check(rows.cpu().numpy().ravel(), _pattern()[: 64 * 4096], "rows")
+        _check(rows.cpu().numpy().ravel(), _make_pattern()[: 64 * 4096], "rows")
     return f"{torch.cuda.device_count()} devices"
 
 
 def torch_pinned(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Copy from and to pinned memory without waiting, and then wait."""
-    source = torch.from_numpy(_pattern()).pin_memory()
+    source = torch.from_numpy(_make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
     memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
     memory.copy_(source, non_blocking=True)
     target.copy_(memory, non_blocking=True)
     torch.cuda.synchronize()
-    _check(target.numpy(), _pattern(), "pinned memory")
+    _check(target.numpy(), _make_pattern(), "pinned memory")
     if not (source.is_pinned() and target.is_pinned()):
         sys.exit("the memory is not pinned")
     return "pinned"
@@ -64,7 +64,7 @@ def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     first, second = torch.cuda.Stream(), torch.cuda.Stream()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     memory = torch.empty(LENGTH_BYTES, dtype=torch.uint8, device="cuda")
-    source, zeros = torch.from_numpy(_pattern()).pin_memory(), torch.from_numpy(0 * _pattern()).pin_memory()
+    source, zeros = torch.from_numpy(_make_pattern()).pin_memory(), torch.from_numpy(0 * _make_pattern()).pin_memory()
     target = torch.empty(LENGTH_BYTES, dtype=torch.uint8, pin_memory=True)
     for _ in range(20):
         target.zero_()
@@ -77,36 +77,36 @@ def torch_streams(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
         with torch.cuda.stream(second):
             target.copy_(memory, non_blocking=True)
         second.synchronize()
-        _check(target.numpy(), _pattern(), "the second stream")
+        _check(target.numpy(), _make_pattern(), "the second stream")
     if not end.query() or begin.elapsed_time(end) < 0:
         sys.exit("the events are wrong")
     return "two streams"
 
 
-def _change_shared(queue: Any, changed: Any) -> None:  # noqa: ANN401 - queues of torch.multiprocessing.
+def _change_shared(queue: Any, is_changed_queue: Any) -> None:  # noqa: ANN401 - queues of torch.multiprocessing.
     torch = importlib.import_module("torch")
     tensor = queue.get()
-    _check(tensor.cpu().numpy(), _pattern(), "the tensor in the second process")
-    tensor.copy_(torch.from_numpy(_pattern(1)))
+    _check(tensor.cpu().numpy(), _make_pattern(), "the tensor in the second process")
+    tensor.copy_(torch.from_numpy(_make_pattern(1)))
     torch.cuda.synchronize()
     del tensor
-    changed.put("changed")
+    is_changed_queue.put("changed")
 
 
 def torch_shared(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     """Pass a tensor to a second process, which checks and changes it."""
     context = importlib.import_module("torch.multiprocessing").get_context("spawn")
-    queue, changed = context.Queue(), context.Queue()
-    process = context.Process(target=_change_shared, args=(queue, changed), daemon=True)
+    queue, is_changed_queue = context.Queue(), context.Queue()
+    process = context.Process(target=_change_shared, args=(queue, is_changed_queue), daemon=True)
     process.start()
     # The tensor begins within an allocation, and its storage is what the processes share.
     storage = torch.empty(LENGTH_BYTES + 4096, dtype=torch.uint8, device="cuda")
     tensor = storage[4096:]
-    tensor.copy_(torch.from_numpy(_pattern()))
+    tensor.copy_(torch.from_numpy(_make_pattern()))
     queue.put(tensor)
-    changed.get(timeout=40)
+    is_changed_queue.get(timeout=40)
     process.join(20)
-    _check(tensor.cpu().numpy(), _pattern(1), "the tensor that the second process changed")
+    _check(tensor.cpu().numpy(), _make_pattern(1), "the tensor that the second process changed")
     return f"shared, exit code {process.exitcode}"
 
 
@@ -115,9 +115,9 @@ def torch_expandable(torch: Any) -> str:  # noqa: ANN401 - as torch_copies().
     tensors = []
     for index in range(12):
         tensors.append(torch.empty(LENGTH_BYTES * (index + 1), dtype=torch.uint8, device="cuda"))
-        tensors[-1][:LENGTH_BYTES].copy_(torch.from_numpy(_pattern(index)))
+        tensors[-1][:LENGTH_BYTES].copy_(torch.from_numpy(_make_pattern(index)))
     for index, tensor in enumerate(tensors):
-        _check(tensor[:LENGTH_BYTES].cpu().numpy(), _pattern(index), f"tensor {index}")
+        _check(tensor[:LENGTH_BYTES].cpu().numpy(), _make_pattern(index), f"tensor {index}")
     segments = [segment for segment in torch.cuda.memory_snapshot() if segment.get("is_expandable")]
     if len(segments) != 1:
         sys.exit(f"{len(segments)} expandable segments, not one")
@@ -148,26 +148,26 @@ def kvikio_files(kvikio: Any, mode: str) -> str:  # noqa: ANN401 - as torch_copi
     for task_size in (1 << 20, 4 << 20):
         kvikio.defaults.set("task_size", task_size)
         source, target = driver.allocate(LENGTH_BYTES), driver.allocate(LENGTH_BYTES)
-        driver.write(source, _pattern())
-        driver.write(target, 0 * _pattern())
+        driver.write(source, _make_pattern())
+        driver.write(target, 0 * _make_pattern())
         with kvikio.CuFile(path, "w") as file:
             if file.write(source) != LENGTH_BYTES:
                 sys.exit("a part was written")
-        _check(np.fromfile(path, dtype=np.uint8), _pattern(), "the file")
+        _check(np.fromfile(path, dtype=np.uint8), _make_pattern(), "the file")
         with kvikio.CuFile(path, "r") as file:
             if file.pread(target).get() != LENGTH_BYTES:
                 sys.exit("a part was read")
-            _check(driver.read(target), _pattern(), "pread")
-            driver.write(target, 0 * _pattern())
+            _check(driver.read(target), _make_pattern(), "pread")
+            driver.write(target, 0 * _make_pattern())
             if file.raw_read(target, file_offset=0) != LENGTH_BYTES:
                 sys.exit("a part was read by raw_read")
-            _check(driver.read(target), _pattern(), "raw_read")
+            _check(driver.read(target), _make_pattern(), "raw_read")
             part = driver.allocate(4096)
             file.read(part, file_offset=8192)
-            _check(driver.read(part), _pattern()[8192 : 8192 + 4096], "a range")
+            _check(driver.read(part), _make_pattern()[8192 : 8192 + 4096], "a range")
             host = np.zeros(LENGTH_BYTES, dtype=np.uint8)
             file.read(host)
-            _check(host, _pattern(), "host memory")
+            _check(host, _make_pattern(), "host memory")
     return f"compat_mode {mode}"
 
 
@@ -175,7 +175,7 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
     """Write GPU memory to a file by a storage backend of NIXL, and read it back. POSIX takes only host memory."""
     driver = _Driver()
     memory = driver.allocate(LENGTH_BYTES)
-    driver.write(memory, _pattern())
+    driver.write(memory, _make_pattern())
     api = importlib.import_module(f"{nixl.__name__}._api")
     agent = api.nixl_agent("files", api.nixl_agent_config(backends=[backend]))
     host = driver.read(memory)
@@ -195,10 +195,10 @@ def nixl_files(nixl: Any, backend: str) -> str:  # noqa: ANN401 - as torch_copie
                 state = agent.check_xfer_state(handle)
             agent.release_xfer_handle(handle)
             if operation == "WRITE":
-                _check(np.fromfile("nixl-data", dtype=np.uint8), _pattern(), "the file")
-                driver.write(memory, 0 * _pattern())
+                _check(np.fromfile("nixl-data", dtype=np.uint8), _make_pattern(), "the file")
+                driver.write(memory, 0 * _make_pattern())
                 host[:] = 0
-        _check(host if kind == "DRAM" else driver.read(memory), _pattern(), "the memory")
+        _check(host if kind == "DRAM" else driver.read(memory), _make_pattern(), "the memory")
         for registration in registrations:
             agent.deregister_memory(registration)
     return f"backend {backend}, {kind}"

@@ -94,7 +94,7 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
     texts: dict[str, str] = {}
     for case in [*gpu, *(case for case in twin if case not in gpu)]:
         on_gpu, on_twin = gpu.get(case, absent), twin.get(case, absent)
-        words = (_first_word(on_gpu), _first_word(on_twin))
+        words = (_take_first_word(on_gpu), _take_first_word(on_twin))
         outcomes[case] = words
         needs = {*on_gpu["needs"], *on_twin["needs"]}
         if words[0] != _PASS or needs or _EXCLUDING_TEXT.search(on_twin["outcome"]):
@@ -107,10 +107,13 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
 
 def share_table(join: CudaPythonJoin) -> str:
     """Return a table in Markdown: for each module of tests, the cases that count and how many pass on the twin."""
-    totals = Counter(_module(case) for case in join.counted)
-    failed = Counter(_module(case) for case in join.texts)
+    totals = Counter(_find_module(case) for case in join.counted)
+    failure_count_by_module = Counter(_find_module(case) for case in join.texts)
     rows = ["| module of tests | passes on the GPU, counted | of these, passes on the twin |", "|---|---|---|"]
-    rows += [f"| `{module}` | {count} | {count - failed[module]} |" for module, count in sorted(totals.items())]
+    rows += [
+        f"| `{module}` | {count} | {count - failure_count_by_module[module]} |"
+        for module, count in sorted(totals.items())
+    ]
     rows.append(f"| all | {len(join.counted)} | {join.passed_count} ({join.share_percent:.1f} %) |")
     return "\n".join(rows)
 
@@ -120,9 +123,9 @@ def _read(path: Path) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     return first["machine"], {line["test"]: line for line in lines}
 
 
-def _first_word(result: Mapping[str, Any]) -> str:
+def _take_first_word(result: Mapping[str, Any]) -> str:
     return str(result["outcome"]).partition(":")[0]
 
 
-def _module(case: str) -> str:
+def _find_module(case: str) -> str:
     return case.partition("::")[0].replace("/tests/", "/")

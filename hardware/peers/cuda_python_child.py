@@ -55,14 +55,14 @@ class _Recorder:
 
     def __init__(self, results: Path) -> None:
         self._results = results
-        self._ended = {line["test"] for line in _read(results)}
+        self._ended_tests = {line["test"] for line in _read(results)}
         self._outcomes: dict[str, str] = {}
 
     def pytest_collection_modifyitems(self, config: Any, items: list[Any]) -> None:  # noqa: ANN401 - pytest's type.
         """Leave out the cases that an earlier process of this module has started."""
-        ended = [item for item in items if item.nodeid in self._ended]
-        items[:] = [item for item in items if item.nodeid not in self._ended]
-        config.hook.pytest_deselected(items=ended)
+        ended_items = [item for item in items if item.nodeid in self._ended_tests]
+        items[:] = [item for item in items if item.nodeid not in self._ended_tests]
+        config.hook.pytest_deselected(items=ended_items)
 
     def pytest_runtest_protocol(self, item: Any) -> None:  # noqa: ANN401 - pytest's type.
         """Write that a case has started, and what its source needs."""
@@ -116,8 +116,8 @@ def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
     definitions = item._fixtureinfo.name2fixturedefs  # noqa: SLF001 - pytest has no public list of the fixtures.
     fixtures = [overriding[-1].func for overriding in definitions.values()]
     needs = set()
-    for function in _called_functions([item.obj, *fixtures]):
-        names = set(_names_of(function.__code__))
+    for function in _find_called_functions([item.obj, *fixtures]):
+        names = set(_list_names(function.__code__))
         values = [function.__globals__.get(name) for name in names]
         modules = {str(getattr(value, "__module__", getattr(value, "__name__", ""))) for value in values}
         modules |= {value.__name__ for value in values if isinstance(value, types.ModuleType)}
@@ -130,9 +130,9 @@ def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
     return sorted(needs)
 
 
-def _called_functions(functions: list[Any]) -> Iterator[types.FunctionType]:
+def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]:
     """Yield the functions, and the functions and methods of the tests' own modules that they refer to."""
-    seen: set[types.FunctionType] = set()
+    seen_functions: set[types.FunctionType] = set()
     waiting = list(functions)
     while waiting:
         value = waiting.pop()
@@ -140,23 +140,27 @@ def _called_functions(functions: list[Any]) -> Iterator[types.FunctionType]:
         value = getattr(value, "__func__", value)
         if isinstance(value, type):
             waiting += [entry for entry in vars(value).values() if isinstance(entry, types.FunctionType)]
-        elif isinstance(value, types.FunctionType) and value not in seen and _is_of_tests(value.__code__.co_filename):
-            seen.add(value)
+        elif (
+            isinstance(value, types.FunctionType)
+            and value not in seen_functions
+            and _is_of_tests(value.__code__.co_filename)
+        ):
+            seen_functions.add(value)
             yield value
-            named = (value.__globals__.get(name) for name in _names_of(value.__code__))
-            waiting += [entry for entry in named if isinstance(entry, types.FunctionType | type)]
+            named_objects = (value.__globals__.get(name) for name in _list_names(value.__code__))
+            waiting += [entry for entry in named_objects if isinstance(entry, types.FunctionType | type)]
 
 
 def _is_of_tests(file_name: str) -> bool:
     return file_name.startswith(os.environ[_FOLDER])
 
 
-def _names_of(code: types.CodeType) -> Iterator[str]:
+def _list_names(code: types.CodeType) -> Iterator[str]:
     """Yield the names that a function, and the functions inside it, refer to."""
     yield from (*code.co_names, *code.co_varnames, *code.co_freevars)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _names_of(constant)
+            yield from _list_names(constant)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:

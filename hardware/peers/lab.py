@@ -105,20 +105,20 @@ def compare(twin: Path, kernel: Path) -> list[Difference]:
         Tests of rdma-core ran on the twin, and none on the kernel.
     """
     twin_records, kernel_records = list(read_records(twin)), list(read_records(kernel))
-    if any(map(_tests_of, twin_records)) and not any(map(_tests_of, kernel_records)):
+    if any(map(_list_tests, twin_records)) and not any(map(_list_tests, kernel_records)):
         outputs = [str(record.evidence["output"]) for record in kernel_records if "output" in record.evidence]
         message = f"rdma-core's tests did not run on the kernel of {kernel.name}: {''.join(outputs) or 'no record'}"
         raise LabError(message)
-    twin_outcomes, kernel_outcomes = _outcomes(twin_records), _outcomes(kernel_records)
+    twin_outcomes, kernel_outcomes = _parse_outcomes(twin_records), _parse_outcomes(kernel_records)
     common = [name for name in twin_outcomes if name in kernel_outcomes]
     differences = [Difference(name, twin_outcomes[name], kernel_outcomes[name]) for name in common]
     return [entry for entry in differences if (entry.twin == _PASS) != (entry.kernel == _PASS)]
 
 
-def _outcomes(records: Iterable[Record]) -> dict[str, str]:
+def _parse_outcomes(records: Iterable[Record]) -> dict[str, str]:
     outcomes: dict[str, str] = {}
     for record in records:
-        if tests := _tests_of(record):
+        if tests := _list_tests(record):
             outcomes |= tests
         else:
             reasons = "; ".join(reason.text for reason in record.reasons)
@@ -126,6 +126,6 @@ def _outcomes(records: Iterable[Record]) -> dict[str, str]:
     return outcomes
 
 
-def _tests_of(record: Record) -> dict[str, str]:
+def _list_tests(record: Record) -> dict[str, str]:
     tests = record.evidence.get("tests")
     return {str(name): str(outcome) for name, outcome in tests.items()} if isinstance(tests, dict) else {}

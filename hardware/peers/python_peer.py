@@ -148,7 +148,7 @@ class Mooncake:
         self._engine.unregister_memory(self._address)
 
 
-def _pattern() -> Any:  # noqa: ANN401 - as HostBuffer.write().
+def _make_pattern() -> Any:  # noqa: ANN401 - as HostBuffer.write().
     return np.arange(LENGTH_BYTES, dtype=np.uint64).astype(np.uint8)
 
 
@@ -172,19 +172,19 @@ def main() -> None:
     """Run one side."""
     package, role, folder = sys.argv[1], sys.argv[2], Path(sys.argv[3])
     buffer = GpuBuffer() if package == "nixl-gpu" else HostBuffer()
-    buffer.write(_pattern() if role == "target" else 0 * _pattern())
+    buffer.write(_make_pattern() if role == "target" else 0 * _make_pattern())
     endpoint = Mooncake(role, buffer) if package == "mooncake" else Nixl(role, buffer)
     if role == "target":
         endpoint.publish(folder)
         _wait_for(folder / "written")
-        if not np.array_equal(buffer.read(), 255 - _pattern()):
+        if not np.array_equal(buffer.read(), 255 - _make_pattern()):
             sys.exit("the written bytes are wrong")
     else:
         endpoint.connect(folder)
         endpoint.transfer("READ")
-        if not np.array_equal(buffer.read(), _pattern()):
+        if not np.array_equal(buffer.read(), _make_pattern()):
             sys.exit("the read bytes are wrong")
-        buffer.write(255 - _pattern())
+        buffer.write(255 - _make_pattern())
         endpoint.transfer("WRITE")
         _publish(folder / "written", b"1")
     endpoint.close()

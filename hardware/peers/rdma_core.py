@@ -54,9 +54,11 @@ class RdmaCoreResults:
 
 def unpack_tests(archive: Path, folder: Path) -> Path:
     """Unpack the tests in a source distribution of pyverbs into `folder`, and return the folder of their modules."""
-    with tarfile.open(archive) as opened:
-        members = [member for member in opened.getmembers() if "/rdma-core/tests/" in member.name and member.isfile()]
-        opened.extractall(folder, members=members, filter="data")
+    with tarfile.open(archive) as open_archive:
+        members = [
+            member for member in open_archive.getmembers() if "/rdma-core/tests/" in member.name and member.isfile()
+        ]
+        open_archive.extractall(folder, members=members, filter="data")
     return next(folder.glob("*/rdma-core/tests"))
 
 

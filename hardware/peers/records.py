@@ -67,7 +67,7 @@ def new_record(
         verdict=Verdict.FAIL if failure else Verdict.PASS,
         reasons=(CaseReason(text=failure),) if failure else (),
         profile="lab" if substrate == "kernel_software" else "bare",
-        facts_digest=_facts_digest(),
+        facts_digest=_compute_facts_digest(),
         substrate=dict.fromkeys(apis, substrate),
         libraries=(),
         seed=1,
@@ -83,7 +83,7 @@ def new_record(
 
 
 @functools.cache
-def _facts_digest() -> str:
+def _compute_facts_digest() -> str:
     return probe().digest
 
 

@@ -182,10 +182,10 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
         # The record names no folder of this machine.
-        shown = {**placeholders, "folder": "FOLDER"}
-        command = shlex.join(_without_root(word.format_map(shown)) for word in program.client)
+        shown_placeholders = {**placeholders, "folder": "FOLDER"}
+        command = shlex.join(_drop_root(word.format_map(shown_placeholders)) for word in program.client)
         outputs = {
-            name: _last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
+            name: _read_last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
         return ProgramOutcome(failure, moved_bytes, duration_s, command, outputs if failure else {}, client.output)
 
@@ -254,7 +254,7 @@ def _free_port() -> int:
     return port
 
 
-def _without_root(word: str) -> str:
+def _drop_root(word: str) -> str:
     return word.replace(f"{_PROJECT_ROOT}/", "").replace(str(_PROJECT_ROOT), ".")
 
 
@@ -269,5 +269,5 @@ def _read(path: Path) -> bytes:
     return path.read_bytes() if path.exists() else b""
 
 
-def _last_lines(text: str, count: int = 12) -> str:
+def _read_last_lines(text: str, count: int = 12) -> str:
     return "\n".join(text.strip().splitlines()[-count:])

@@ -95,19 +95,21 @@ def measure_speed(target: Target, say: Callable[[str], None]) -> dict[str, list[
     verbs = ("UCX_TLS=rc_v,self", "UCX_NET_DEVICES={device}:1")
     tcp = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo")
     figures: dict[str, Callable[[], float]] = {
-        "ucx_tcp_tag_lat_us": lambda: _figure(
+        "ucx_tcp_tag_lat_us": lambda: _run_and_parse(
             _ucx(tcp, "-t", "tag_lat", "-s", "8", "-n", "20000"), without_twins, _UCX_MEDIAN_US
         ),
-        "ib_write_lat_us": lambda: _figure(
+        "ib_write_lat_us": lambda: _run_and_parse(
             _perftest("ib_write_lat", "-s", "8", "-n", "20000"), target, _PERFTEST_TYPICAL_US
         ),
-        "memcpy_gbps": _memcpy_gbps,
-        "ib_write_bw_gbps": lambda: _bandwidth_gbps("ib_write_bw", target),
-        "ib_read_bw_gbps": lambda: _bandwidth_gbps("ib_read_bw", target),
+        "memcpy_gbps": _measure_memcpy_gbps,
+        "ib_write_bw_gbps": lambda: _measure_bandwidth_gbps("ib_write_bw", target),
+        "ib_read_bw_gbps": lambda: _measure_bandwidth_gbps("ib_read_bw", target),
         "ucx_tcp_put_bw_gbps": lambda: (
-            _figure(_ucx(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+            _run_and_parse(_ucx(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
         ),
-        "ucx_verbs_put_bw_gbps": lambda: _figure(_ucx(verbs, *put_options), target, _UCX_OVERALL_MIBPS) / _MIB_PER_GB,
+        "ucx_verbs_put_bw_gbps": lambda: (
+            _run_and_parse(_ucx(verbs, *put_options), target, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+        ),
     }
     values: dict[str, list[float]] = {name: [] for name in figures}
     for turn in range(TURNS_COUNT):
@@ -132,12 +134,12 @@ def speed_numbers(values: Mapping[str, list[float]]) -> dict[str, float]:
 def speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float) -> Record:
     """Return the record of a run. It passed if every goal is reached. `load` is the load before and after the run."""
     numbers = speed_numbers(values)
-    missed = [
+    missed_limits = [
         f"{goal} does not hold: {numbers[goal.name]:.2f}" for goal in _GOALS if not goal.is_reached(numbers[goal.name])
     ]
     return new_record(
         "speed",
-        failure="; ".join(missed),
+        failure="; ".join(missed_limits),
         evidence={
             "turns": dict(values),
             "load_1min": list(load),
@@ -155,9 +157,9 @@ def _perftest(program: str, *options: str) -> StockProgram:
     return StockProgram(program, "perftest", (*command, "{address}"), command)
 
 
-def _bandwidth_gbps(program: str, target: Target) -> float:
-    described = _perftest(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
-    return _figure(described, target, _PERFTEST_AVERAGE_GBITPS) / 8
+def _measure_bandwidth_gbps(program: str, target: Target) -> float:
+    bandwidth_program = _perftest(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
+    return _run_and_parse(bandwidth_program, target, _PERFTEST_AVERAGE_GBITPS) / 8
 
 
 def _ucx(settings: tuple[str, ...], *options: str) -> StockProgram:
@@ -165,7 +167,7 @@ def _ucx(settings: tuple[str, ...], *options: str) -> StockProgram:
     return StockProgram(f"{settings[0]} ucx_perftest", "ucx-utils", (*command, *options, "{address}"), command)
 
 
-def _figure(program: StockProgram, target: Target, pattern: str) -> float:
+def _run_and_parse(program: StockProgram, target: Target, pattern: str) -> float:
     outcome = run_program(program, target)
     match = re.search(pattern, outcome.client_output, re.MULTILINE)
     if outcome.failure or match is None:
@@ -175,7 +177,7 @@ def _figure(program: StockProgram, target: Target, pattern: str) -> float:
     return float(match[1])
 
 
-def _memcpy_gbps() -> float:
+def _measure_memcpy_gbps() -> float:
     """Return the rate at which one thread copies a block of 1 MiB again and again."""
     source, copy = (ctypes.create_string_buffer(_LARGE_BYTES) for _ in range(2))
     copies_count = 0

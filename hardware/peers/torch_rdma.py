@@ -50,13 +50,13 @@ def receive(connection: Connection, path: str, length_bytes: int) -> None:
 def send(path: Path, length_bytes: int) -> None:
     """Read the file into a tensor, write it into the other process' tensor, and print the result."""
     context = multiprocessing.get_context("spawn")
-    connection, other = context.Pipe()
-    receiver = context.Process(target=receive, args=(other, str(path), length_bytes), daemon=True)
+    connection, child_connection = context.Pipe()
+    receiver = context.Process(target=receive, args=(child_connection, str(path), length_bytes), daemon=True)
     receiver.start()
-    other.close()
+    child_connection.close()
     tensor = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{_DEVICE}")
     with gds.File(path, direct="never") as file:
-        done = file.read_into(tensor)
+        transfer = file.read_into(tensor)
     with (
         cuda.Device(_DEVICE) as device,
         verbs.open_active_nics(count_max=1)[0] as nic,
@@ -75,12 +75,13 @@ def send(path: Path, length_bytes: int) -> None:
         route, wrong_count = connection.recv()
     receiver.join()
     gds.close_engines()
-    if done.bytes != length_bytes or wrong_count:
-        message = f"{done.bytes} of {length_bytes} bytes were read, and {wrong_count} bytes arrived wrong"
+    if transfer.bytes != length_bytes or wrong_count:
+        message = f"{transfer.bytes} of {length_bytes} bytes were read, and {wrong_count} bytes arrived wrong"
         raise SystemExit(message)
     name = torch.cuda.get_device_name(_DEVICE)
     print(  # noqa: T201 - the output of a program.
-        f"{name}: {length_bytes} bytes: file -> tensor by {done.route.value}, tensor -> tensor by RDMA ({route}): right"
+        f"{name}: {length_bytes} bytes: file -> tensor by {transfer.route.value}, "
+        f"tensor -> tensor by RDMA ({route}): right"
     )
 
 

@@ -133,11 +133,11 @@ def pinned_copies(devices: Sequence[Device], length_bytes: int, stack: contextli
 def copy_methods(copies: Sequence[PinnedCopy], *, is_write: bool) -> dict[str, Callable[[], object]]:
     """Return two methods that move the same number of bytes: ``one`` device alone, and ``all`` devices at once."""
 
-    def copy_with(used: Sequence[PinnedCopy]) -> None:
-        for _ in range(len(copies) // len(used)):
-            for copy in used:
+    def copy_with(used_copies: Sequence[PinnedCopy]) -> None:
+        for _ in range(len(copies) // len(used_copies)):
+            for copy in used_copies:
                 copy.start(is_write=is_write)
-        for copy in used:
+        for copy in used_copies:
             copy.stream.synchronize()
 
     return {"one": lambda: copy_with(copies[:1]), "all": lambda: copy_with(copies)}

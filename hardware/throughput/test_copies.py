@@ -35,40 +35,44 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
     meter.record_path(f"GPU{device.index}")
     with (
         device.allocate(length_bytes) as memory,
-        PinnedMemory(device, length_bytes) as pinned,
+        PinnedMemory(device, length_bytes) as pinned_memory,
         device.stream() as stream,
     ):
         if is_write:
-            pinned.view()[:] = data
+            pinned_memory.view()[:] = data
         else:
             memory.write(data)
 
         def copy_all() -> None:
             for _ in range(repeats):
                 if is_write:
-                    stream.write(memory, pinned.view())
+                    stream.write(memory, pinned_memory.view())
                 else:
-                    stream.read_into(memory, pinned.view())
+                    stream.read_into(memory, pinned_memory.view())
             stream.synchronize()
 
         meter.measure(copy_all, moved_bytes=length_bytes * repeats)
-        pattern.check(memory.read() if is_write else bytes(pinned.view()), seed=seed)
+        pattern.check(memory.read() if is_write else bytes(pinned_memory.view()), seed=seed)
 
 
 @needs(cuda.device())
 def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
     repeats = meter.transfers_per_round(length_bytes // 16)
-    with device.allocate(length_bytes) as source, device.allocate(length_bytes) as target, device.stream() as stream:
+    with (
+        device.allocate(length_bytes) as source,
+        device.allocate(length_bytes) as destination,
+        device.stream() as stream,
+    ):
         source.write(pattern.payload(length_bytes, seed=seed))
 
         def copy_all() -> None:
             for _ in range(repeats):
-                stream.copy(source, target)
+                stream.copy(source, destination)
             stream.synchronize()
 
         meter.measure(copy_all, moved_bytes=length_bytes * repeats)
-        pattern.check(target.read(), seed=seed)
+        pattern.check(destination.read(), seed=seed)
 
 
 @needs(cuda.device(count_min=2))
@@ -80,8 +84,8 @@ def test_peer_copy_beside_a_copy_through_the_host(
     length_bytes, repeats = meter.choose_length(256 * MIB), 4
     with (
         near.allocate(length_bytes) as source,
-        far.allocate(length_bytes) as target,
-        PinnedMemory(near, length_bytes) as pinned,
+        far.allocate(length_bytes) as destination,
+        PinnedMemory(near, length_bytes) as pinned_memory,
         near.stream() as near_stream,
         far.stream() as far_stream,
         peer_access(near, far),
@@ -89,25 +93,25 @@ def test_peer_copy_beside_a_copy_through_the_host(
 
         def copy_directly() -> None:
             for _ in range(repeats):
-                near_stream.copy(source, target)
+                near_stream.copy(source, destination)
             near_stream.synchronize()
 
         def copy_by_host() -> None:
             for _ in range(repeats):
-                near_stream.read_into(source, pinned.view())
+                near_stream.read_into(source, pinned_memory.view())
                 near_stream.synchronize()
-                far_stream.write(target, pinned.view())
+                far_stream.write(destination, pinned_memory.view())
                 far_stream.synchronize()
 
         source.write(pattern.payload(length_bytes, seed=seed))
         for copy in (copy_directly, copy_by_host):
-            target.fill(0)
+            destination.fill(0)
             copy()
-            pattern.check(target.read(), seed=seed)
+            pattern.check(destination.read(), seed=seed)
         rates = meter.measure_methods(
             {"direct": copy_directly, "by_host": copy_by_host}, moved_bytes=length_bytes * repeats
         )
-        pattern.check(target.read(), seed=seed)
+        pattern.check(destination.read(), seed=seed)
     if rates:
         evidence.number("direct_over_by_host_ratio", rates["direct"].median / rates["by_host"].median)
 
@@ -119,18 +123,18 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
     peer_memory = peer.device().allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
-        open_handle(device, peer_memory.export_ipc(), length_bytes=length_bytes) as imported,
-        device.allocate(length_bytes) as target,
+        open_handle(device, peer_memory.export_ipc(), length_bytes=length_bytes) as imported_memory,
+        device.allocate(length_bytes) as destination,
         device.stream() as stream,
     ):
 
         def copy_all() -> None:
             for _ in range(repeats):
-                stream.copy(imported, target)
+                stream.copy(imported_memory, destination)
             stream.synchronize()
 
         meter.measure(copy_all, moved_bytes=length_bytes * repeats)
-        pattern.check(target.read(), seed=seed)
+        pattern.check(destination.read(), seed=seed)
 
 
 @needs(cuda.device(count_min=2), cuda.ipc)
@@ -141,16 +145,16 @@ def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
-        open_handle(far, peer_memory.export_ipc(), length_bytes=length_bytes) as imported,
-        near.allocate(length_bytes) as target,
+        open_handle(far, peer_memory.export_ipc(), length_bytes=length_bytes) as imported_memory,
+        near.allocate(length_bytes) as destination,
         near.stream() as stream,
         peer_access(near, far),
     ):
 
         def copy_all() -> None:
             for _ in range(repeats):
-                stream.copy(imported, target)
+                stream.copy(imported_memory, destination)
             stream.synchronize()
 
         meter.measure(copy_all, moved_bytes=length_bytes * repeats)
-        pattern.check(target.read(), seed=seed)
+        pattern.check(destination.read(), seed=seed)

@@ -46,8 +46,10 @@ def fill_source(memory: RdmaMemory, initiator: Initiator, direction: Direction, 
 
 def check_target(memory: RdmaMemory, initiator: Initiator, direction: Direction, moved_bytes: int, seed: int) -> None:
     """Check that the target of the transfer has the pattern of the seed."""
-    received = memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
-    pattern.check(received, seed=seed)
+    received_bytes = (
+        memory.read(length_bytes=moved_bytes) if direction is Direction.WRITE else initiator.read()[:moved_bytes]
+    )
+    pattern.check(received_bytes, seed=seed)
 
 
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
@@ -206,10 +208,10 @@ def test_direct_write_beside_a_copy_through_the_host(
     operations = meter.choose_count(64, small=4)
     with (
         register_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
-        PinnedMemory(device, length_bytes) as pinned,
+        PinnedMemory(device, length_bytes) as pinned_memory,
         connect_initiator(nic, memory_bytes=length_bytes) as initiator,
         device.stream() as stream,
-        nic.register_host(pinned.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
+        nic.register_host(pinned_memory.view(), access=Access.LOCAL_WRITE | Access.REMOTE_WRITE) as region,
     ):
         initiator.write(pattern.payload(length_bytes, seed=seed))
         direct_target, staging_target = registration.remote(nic), region.remote()
@@ -221,7 +223,7 @@ def test_direct_write_beside_a_copy_through_the_host(
         def write_by_host() -> None:
             for _ in range(operations):
                 initiator.run(Direction.WRITE, staging_target, length_bytes=length_bytes, operations=1)
-                stream.write(memory, pinned.view())
+                stream.write(memory, pinned_memory.view())
                 stream.synchronize()
 
         for write in (write_directly, write_by_host):

@@ -160,7 +160,7 @@ def test_error_of_a_nic_keeps_no_frames() -> None:
     failure = ApiError(api=Api.VERBS, operation="ibv_open_device", status=13, status_name="EACCES", errno=13)
     nic_info = NicInfo(name="mlx5_0", node_guid="", driver=None, ports=(), error=failure)
     for _ in range(2):
-        facts = api_query._nic_facts(nic_info, {})  # noqa: SLF001 - a NIC that cannot be opened needs a machine that has one.
+        facts = api_query._collect_nic_facts(nic_info, {})  # noqa: SLF001 - a NIC that cannot be opened needs a machine that has one.
         assert facts.failure is not None
         assert facts.failure.errno == 13
     assert failure.__traceback__ is None

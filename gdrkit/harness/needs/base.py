@@ -41,7 +41,7 @@ def reason_without_facts(api: str, failure: ApiFailure | None) -> str:
     return f"{api} does not answer: {error}"
 
 
-def _library_file(api: str) -> tuple[LoadedLibrary, ...]:
+def _find_library_file(api: str) -> tuple[LoadedLibrary, ...]:
     """Return the library that the dynamic loader would open for an API that has no facts, such as cuFile."""
     path = loader.find_library(_SONAME_WITHOUT_FACTS[api]) if api in _SONAME_WITHOUT_FACTS else None
     return () if path is None else (evidence.describe_library(str(path)),)
@@ -56,7 +56,7 @@ class _Software:
         return f"software({self.api})"
 
     def check(self, facts: Facts) -> str | None:
-        if any(is_twin(library) for library in facts.api_libraries(self.api) or _library_file(self.api)):
+        if any(is_twin(library) for library in facts.api_libraries(self.api) or _find_library_file(self.api)):
             return None
         return f"{self.api} does not run on its software twin"
 

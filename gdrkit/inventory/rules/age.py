@@ -29,7 +29,7 @@ _FIRMWARE_MIN = {12: 28, 14: 32, 16: 35, 18: 33, 20: 35, 22: 35, 24: 35, 26: 35,
 _FIRMWARE_REFUSALS = ("Driver cmdif rev(", "Installed FW has unsupported command interface revision")
 
 
-def _gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
+def _list_gpu_ages(context: RuleContext) -> Iterator[tuple[str, bool, bool]]:
     """Yield for each GPU of NVIDIA: its name, whether it is older than Kepler, and whether it is older than Turing."""
     capability_of_address = {}
     for device in context.facts.cuda.devices if context.facts.cuda else ():
@@ -64,7 +64,7 @@ def _check_gpu_too_old(context: RuleContext) -> RuleResult:
     not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
-    ages = list(_gpu_ages(context))
+    ages = list(_list_gpu_ages(context))
     before_kepler = [name for name, is_before_kepler, _ in ages if is_before_kepler]
     if before_kepler:
         return context.fails(f"no GPUDirect RDMA before Kepler: {', '.join(before_kepler)}")
@@ -88,20 +88,20 @@ def _check_gpu_too_old(context: RuleContext) -> RuleResult:
     return context.fails("; ".join(causes))
 
 
-def _nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, str | None]]:
+def _list_nic_models(context: RuleContext) -> Iterator[tuple[str, int | None, str | None]]:
     """Yield for each NIC of Mellanox: its name, the number of its model, and the version of its firmware."""
     function_of_address = {function.address: function for function in context.nic_functions}
-    seen = set()
+    seen_addresses = set()
     for device in context.facts.rdma_devices:
         function = function_of_address.get(device.pci_address or "")
-        seen.add(device.pci_address)
+        seen_addresses.add(device.pci_address)
         type_match = re.fullmatch(r"MT(\d+)", context.text(f"/sys/class/infiniband/{device.name}/hca_type") or "")
         if type_match:
             yield device.name, int(type_match[1]), device.firmware
         elif function and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
             yield device.name, function.device_id, device.firmware
     for address, function in function_of_address.items():
-        if address not in seen and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
+        if address not in seen_addresses and function.vendor_id == _VENDOR_MELLANOX and function.device_id:
             yield address, function.device_id, None
 
 
@@ -126,7 +126,7 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
         context.record("kernel log", refusals[-1])
         return context.fails(f"the driver refused the firmware of a NIC: {refusals[-1]}")
     old_models, old_firmware, known_count = [], [], 0
-    for name, model, firmware in _nic_models(context):
+    for name, model, firmware in _list_nic_models(context):
         known_count += 1
         context.record(f"model and firmware of {name}", f"MT{model}, {firmware or 'unknown'}")
         if model is not None and (model < _CONNECTX_4 or model in _OLDEST_HCA_TYPES):
@@ -149,8 +149,10 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
     is_every_nic_old = len(old_models) >= max(known_count, len(context.facts.rdma_devices))
     if is_every_nic_old and (context.facts.routes or not context.has_peer_memory):
         return context.fails(text)
-    tried = "every registration that was tried was refused" if context.facts.routes else "no registration was tried"
-    return context.unproven(f"{text}; {tried}, and nothing here shows whether the NIC is the reason")
+    attempts_text = (
+        "every registration that was tried was refused" if context.facts.routes else "no registration was tried"
+    )
+    return context.unproven(f"{text}; {attempts_text}, and nothing here shows whether the NIC is the reason")
 
 
 RULES = (_check_gpu_too_old, _check_nic_too_old)

@@ -106,7 +106,7 @@ def _check_direct_io(context: RuleContext) -> RuleResult:
     "the dma-bufs of every process that has a GPU open",
 )
 def _check_bar1_small(context: RuleContext) -> RuleResult:
-    sizes = dict(_bar1_sizes(context))
+    sizes = dict(_read_bar1_sizes(context))
     if not sizes:
         return context.not_run("the BAR1 size cannot be read for any GPU")
     _, config = context.cufile_config()
@@ -128,7 +128,7 @@ def _check_bar1_small(context: RuleContext) -> RuleResult:
     return context.passes("every BAR1 has free space")
 
 
-def _bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]]:
+def _read_bar1_sizes(context: RuleContext) -> list[tuple[str, tuple[int, int | None]]]:
     """Return the address of each GPU, and the size and free part of its BAR1 in bytes. sysfs has no free part."""
     if context.facts.nvml is not None:
         return [

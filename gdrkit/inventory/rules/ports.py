@@ -50,7 +50,7 @@ def _check_port_down(context: RuleContext) -> RuleResult:
     return context.passes("; ".join([f"{up_count} NICs have an active port", *link_down_texts]))
 
 
-def _roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
+def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     """Return the RDMA devices with an Ethernet port, and their network interfaces."""
     interfaces = {}
     for device in context.facts.rdma_devices:
@@ -70,7 +70,7 @@ def _roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:
     reads="/sys/class/net/*/mtu of the interfaces of RoCE devices",
 )
 def _check_small_mtu(context: RuleContext) -> RuleResult:
-    interfaces = _roce_interfaces(context)
+    interfaces = _list_roce_interfaces(context)
     if not interfaces:
         return context.not_run("no RoCE device here")
     mtu_of_interface = {

@@ -57,7 +57,7 @@ def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
     return None
 
 
-def _pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
+def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
     """Yield for each pair that may be without CUDA IPC whether it is of one job, the obstacle, and a text."""
     # Of processes with equal values, only one is compared. A hostile capture may have any number of processes.
     distinct_processes = {
@@ -75,7 +75,7 @@ def _pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool
             yield _is_one_job(first, second), obstacle, f"{first.title} and {second.title}: {obstacle}"
 
 
-def _ptrace_obstacle(context: RuleContext) -> str | None:
+def _find_ptrace_obstacle(context: RuleContext) -> str | None:
     """Return why processes may be unable to share memory of cuMemCreate, or None if no reason is known."""
     scope = context.tree.number(_PTRACE_SCOPE)
     context.record(_PTRACE_SCOPE, "does not exist" if scope is None else scope)
@@ -109,7 +109,7 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     if not context.has_gpu:
         return context.not_run("no GPU here")
     processes = [process for process in context.gpu_processes() if process.has_contexts]
-    pairs = list(_pairs_with_obstacle(processes))
+    pairs = list(_find_pairs_with_obstacle(processes))
     refused_pairs = [
         text for is_one_job, obstacle, text in pairs if is_one_job and obstacle == f"another {_PID_NAMESPACE}"
     ]
@@ -117,13 +117,13 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
         return context.fails(_shorten(refused_pairs))
     undecided_texts = [text for is_one_job, _, text in pairs if is_one_job is not False]
     has_job = any(count > 1 for count in Counter(process.job for process in processes if process.job).values())
-    obstacle = _ptrace_obstacle(context) if has_job else None
+    obstacle = _find_ptrace_obstacle(context) if has_job else None
     undecided_texts += [obstacle] if obstacle else []
     if undecided_texts:
         return context.unproven(f"CUDA IPC may be refused between processes of one job: {_shorten(undecided_texts)}")
     if context.machine.observe(GPU_PROCESSES) is None:
         return context.not_run("the processes that use GPUs were not read")
-    gap = "; ".join(filter(None, (_namespace_gap(context), context.gpu_processes_gap)))
+    gap = "; ".join(filter(None, (_describe_namespace_gap(context), context.gpu_processes_gap)))
     seen_text = f"{len(processes)} processes with CUDA contexts were seen"
     unseen_text = f"; not seen: {gap}" if gap else ""
     if len(processes) > 1 and (has_job or not pairs):
@@ -134,7 +134,7 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     return context.not_run(seen_text + (unrelated_text if pairs else "") + unseen_text)
 
 
-def _namespace_gap(context: RuleContext) -> str | None:
+def _describe_namespace_gap(context: RuleContext) -> str | None:
     """Return what a process in a PID namespace of its own does not see, or None if this is the first namespace."""
     namespace = context.tree.link_name("/proc/self/ns/pid")
     context.record("/proc/self/ns/pid", namespace or "not readable")
@@ -164,7 +164,7 @@ def _shorten(texts: Sequence[str]) -> str:
 def _check_descriptors_low(context: RuleContext) -> RuleResult:
     if not context.has_gpu and not context.has_nic:
         return context.not_run("neither a GPU nor an RDMA device here")
-    causes = list(_exhausted_descriptors(context))
+    causes = list(_find_exhausted_descriptors(context))
     limit = context.facts.limits.open_files
     if limit is not None:
         context.record("/proc/self/limits", f"Max open files {limit}")
@@ -180,7 +180,7 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
     return context.passes(f"{text}; not seen: {gap}" if gap else text)
 
 
-def _exhausted_descriptors(context: RuleContext) -> Iterator[str]:
+def _find_exhausted_descriptors(context: RuleContext) -> Iterator[str]:
     """Yield a text for each process that has a GPU open, and for the machine, if few descriptors are left."""
     for process in context.gpu_processes():
         limit = process.descriptors_max

@@ -109,16 +109,16 @@ def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911
     not_run_result = context.not_run_without_both()
     if not_run_result:
         return not_run_result
-    loaded = [name for name in PEER_MEMORY_MODULES if context.exists(f"/sys/module/{name}")]
-    if not loaded:
+    loaded_modules = [name for name in PEER_MEMORY_MODULES if context.exists(f"/sys/module/{name}")]
+    if not loaded_modules:
         return context.not_run("no peer memory module is loaded")
-    module, routes = loaded[0], context.working_routes()
+    module, routes = loaded_modules[0], context.working_routes()
     if "peer_memory" in routes:
         return context.passes("registration by peer memory was tried and works")
     if any(route.way == "peer_memory" for route in context.facts.routes):
         cause = f"{module} is loaded, and registration by peer memory was tried and refused"
         return context.passes(f"{cause}, but dma-buf works instead") if "dmabuf" in routes else context.fails(cause)
-    registered_gpus = _peermem_registration(context, module)
+    registered_gpus = _describe_peermem_registration(context, module)
     if registered_gpus:
         return context.passes(f"{registered_gpus}; no registration of GPU memory was tried")
     if context.is_uncaptured(MEMORY_PEERS):
@@ -126,7 +126,7 @@ def _check_peermem_refused(context: RuleContext) -> RuleResult:  # noqa: PLR0911
     return context.unproven(f"{module} is loaded, and no registration by peer memory was tried")
 
 
-def _peermem_registration(context: RuleContext, module: str) -> str | None:
+def _describe_peermem_registration(context: RuleContext, module: str) -> str | None:
     """Return what shows that a loaded module has registered, or None. An RDMA stack may show nothing."""
     clients = set(context.names(MEMORY_PEERS)) & set(PEER_MEMORY_CLIENTS)
     if clients:
@@ -159,7 +159,9 @@ def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
     gpus_without_support = [nic.name for nic in nics if not nic.dmabuf]
     if nics and not gpus_without_support:
         return context.passes("every NIC supports dma-buf regions")
-    cause = f"no dma-buf regions on {', '.join(gpus_without_support)}" if nics else _kernel_without_dmabuf(context)
+    cause = (
+        f"no dma-buf regions on {', '.join(gpus_without_support)}" if nics else _describe_kernel_without_dmabuf(context)
+    )
     if cause is None and context.is_uncaptured("/proc/sys/kernel/osrelease"):
         return context.not_run("the capture does not contain the files of this rule")
     if cause is None:
@@ -169,7 +171,7 @@ def _check_no_dmabuf_region(context: RuleContext) -> RuleResult:
     return context.fails(cause)
 
 
-def _kernel_without_dmabuf(context: RuleContext) -> str | None:
+def _describe_kernel_without_dmabuf(context: RuleContext) -> str | None:
     """Return the reason why the kernel does not support dma-buf regions, or None if no reason is known."""
     if (0, 0) < context.kernel_version() < _DMABUF_KERNEL_MIN:
         return f"Linux {context.text('/proc/sys/kernel/osrelease')} is older than 5.12"

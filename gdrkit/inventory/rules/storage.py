@@ -192,7 +192,7 @@ def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, 
     config = context.kernel_config()
     if config and "CONFIG_RANDOMIZE_MEMORY=y" not in config:
         return context.passes("the kernel was built without KASLR of memory")
-    memory_end = _memory_end(context)
+    memory_end = _read_memory_end(context)
     if memory_end is None:
         return context.not_run("/proc/zoneinfo cannot be read")
     padding = re.search(r"^CONFIG_RANDOMIZE_MEMORY_PHYSICAL_PADDING=(0x[0-9a-f]+)$", config, re.MULTILINE)
@@ -213,7 +213,7 @@ def _compare_with_direct_map(context: RuleContext, ranges: dict[str, tuple[int, 
     return context.unproven(f"{cause}, unless this kernel has the commit 7ffb791423c7")
 
 
-def _memory_end(context: RuleContext) -> int | None:
+def _read_memory_end(context: RuleContext) -> int | None:
     """Return the end of the memory in bytes, or None if it cannot be read."""
     memory_end, spanned_pages = None, 0
     for line in context.tree.lines("/proc/zoneinfo", ("spanned", "start_pfn:")):

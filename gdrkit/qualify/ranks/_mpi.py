@@ -35,6 +35,6 @@ def exchange_texts(text: str) -> tuple[int, list[str]]:
             detail=str(error),
         ) from error
     communicator = mpi.COMM_WORLD
-    rank, texts = int(communicator.Get_rank()), [str(gathered) for gathered in communicator.allgather(text)]
+    rank, texts = int(communicator.Get_rank()), [str(text_of_rank) for text_of_rank in communicator.allgather(text)]
     mpi.Finalize()
     return rank, texts

@@ -147,7 +147,7 @@ class _Admission:
     def accept(self, listener: socket.socket) -> None:
         """Accept a connection, and add its peer to the candidates."""
         try:
-            connected, _ = listener.accept()
+            connected_socket, _ = listener.accept()
         except BlockingIOError:
             return
         except OSError:
@@ -156,7 +156,7 @@ class _Admission:
             time.sleep(_ACCEPT_RETRY_S)
             return
         deadline_s = min(self._deadline_s, time.monotonic() + _HELLO_TIMEOUT_S)
-        candidate = _Candidate(MessageSocket(connected), deadline_s)
+        candidate = _Candidate(MessageSocket(connected_socket), deadline_s)
         self.candidates.add(candidate)
         self._selector.register(candidate.connection, selectors.EVENT_READ, candidate)
         unverified_candidates = [peer for peer in self.candidates if peer.hello is None]

@@ -70,7 +70,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     """
     listener = socket.create_server(("", 0), backlog=1024)
     contact_data = {
-        "addresses": _ipv4_addresses(),
+        "addresses": _list_ipv4_addresses(),
         "port": listener.getsockname()[1],
         "token": secrets.token_hex(16),
         "seed": secrets.randbits(_SEED_BITS) if options.seed is None else options.seed,
@@ -85,7 +85,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
         software=software, seed=rank0_contact["seed"], domain=f"job-{rank0_contact['token'][:12]}"
     )
     environment = launch.environment(launch_options)
-    hello = RankHello(rank0_contact["token"], rank, _host_identity(), gdrkit.__version__)
+    hello = RankHello(rank0_contact["token"], rank, _identify_host(), gdrkit.__version__)
 
     def join_and_measure() -> int:
         # The probe is slow. It comes before join, because a connected rank must send its facts without delay.
@@ -182,8 +182,8 @@ class _Job:
         self._progress = progress
         self._within_hosts = within_hosts
         self._identity = host_identity(HostTree())
-        self._started, self._clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
-        self.folder = RunFolder(options.output or install_paths().runs / self._started.strftime("%Y%m%dT%H%M%SZ"))
+        self._start_time, self._clock_start_s = dt.datetime.now(dt.UTC), time.monotonic()
+        self.folder = RunFolder(options.output or install_paths().runs / self._start_time.strftime("%Y%m%dT%H%M%SZ"))
 
     def run(self, listener: socket.socket, count: int, token: str, local_rank: _LocalRank) -> int:
         """Admit the ranks, measure, write the report, and return the exit code, which all ranks receive."""
@@ -227,7 +227,7 @@ class _Job:
         planned_cases = tuple(PlannedCase(name, "", (), ()) for name in names)
         self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned_cases))
         try:
-            for rank, reason in self._missing_ranks(admitted, count):
+            for rank, reason in self._list_missing_ranks(admitted, count):
                 recorder.record_missing_rank(rank, reason)
             for pair in pairs:
                 recorder.measure(pair, ranks)
@@ -256,7 +256,7 @@ class _Job:
         return int(outcome.code)
 
     @staticmethod
-    def _missing_ranks(admitted: AdmittedRanks, count: int) -> Iterator[tuple[int, str]]:
+    def _list_missing_ranks(admitted: AdmittedRanks, count: int) -> Iterator[tuple[int, str]]:
         for rank in sorted(set(range(count)) - admitted.ranks.keys()):
             default_reason = f"rank {rank} did not send its facts within {_FACTS_TIMEOUT_S:g} s"
             yield rank, admitted.rejected.get(rank, default_reason)
@@ -284,7 +284,7 @@ class _Job:
     def _write_run(self, profile: Profile, substrates: dict[str, str], **outcome: Any) -> None:  # noqa: ANN401 - fields of Run.
         run = Run(
             schema_version=SCHEMA_VERSION,
-            started=self._started.strftime("%Y-%m-%dT%H:%M:%SZ"),
+            started=self._start_time.strftime("%Y-%m-%dT%H:%M:%SZ"),
             duration_s=round(time.monotonic() - self._clock_start_s, 3),
             command=self._options.command,
             profile=profile.name,
@@ -301,7 +301,7 @@ class _Job:
         self.folder.write_run(run)
 
 
-def _host_identity() -> str:
+def _identify_host() -> str:
     """Return the identity of this machine: host name, boot id and network namespace.
 
     A container with a separate network namespace counts as a separate machine.
@@ -310,7 +310,7 @@ def _host_identity() -> str:
     return f"{socket.gethostname()} {boot[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
-def _ipv4_addresses() -> list[str]:
+def _list_ipv4_addresses() -> list[str]:
     """Return the IPv4 addresses of this machine, with loopback addresses last."""
     lines = Path("/proc/net/fib_trie").read_text(encoding="ascii").splitlines()
     # An address is on the line above its entry "/32 host LOCAL".

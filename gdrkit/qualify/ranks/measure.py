@@ -47,7 +47,7 @@ class _Operations:
     def __init__(self) -> None:
         self._objects = contextlib.ExitStack()
         self._memory: DeviceMemory | None = None
-        self._target: QueuePair | None = None
+        self._target_queue_pair: QueuePair | None = None
         self._initiator: Initiator | None = None
         self._port: tuple[str, int] = "", 0  # Name of the NIC, and number of its port.
 
@@ -62,27 +62,27 @@ class _Operations:
         memory.fill(0)
         registration = self._objects.enter_context(register(memory, [opened_nic]))
         completions = self._objects.enter_context(opened_nic.completion_queue(depth=16))
-        self._target = self._objects.enter_context(opened_nic.queue_pair(completions))
+        self._target_queue_pair = self._objects.enter_context(opened_nic.queue_pair(completions))
         self._memory = memory
         return {
-            "endpoint": self._target.endpoint().to_dict(),
+            "endpoint": self._target_queue_pair.endpoint().to_dict(),
             "remote": registration.remote(opened_nic).to_dict(),
             "way": registration.route.value,
         }
 
     def connect(self, endpoint: dict[str, Any]) -> None:
         """Connect the queue pair of the target to the queue pair of the initiator."""
-        if self._target is None:
+        if self._target_queue_pair is None:
             message = "connect is allowed only after open_target"
             raise UsageError(message)
-        self._target.connect(Endpoint.from_dict(endpoint), reads_max=16)
+        self._target_queue_pair.connect(Endpoint.from_dict(endpoint), reads_max=16)
 
     def open_initiator(self, nic: str, endpoint: dict[str, Any], length_bytes: int) -> dict[str, Any]:
         """Create the initiator and connect it to `endpoint`, which `open_target` of the other rank has returned.
 
         The target of this process stays open: in a balance, each process has a target and an initiator.
         """
-        if self._target is None:
+        if self._target_queue_pair is None:
             self.close()
         self._open_nic(nic)
         initiator = self._objects.enter_context(Initiator(nic, memory_bytes=length_bytes))
@@ -174,7 +174,7 @@ class _Operations:
 
     def close(self) -> None:
         """Close the objects of the current pair, in the reverse order of their creation."""
-        self._memory = self._target = self._initiator = None
+        self._memory = self._target_queue_pair = self._initiator = None
         self._objects.close()
 
 

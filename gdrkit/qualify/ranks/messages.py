@@ -31,8 +31,8 @@ class PeerGone(Exception):
 class MessageSocket:
     """A connected stream socket that sends and receives messages. It owns the socket."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self._socket = connected
+    def __init__(self, connected_socket: socket.socket) -> None:
+        self._socket = connected_socket
         self._buffer = bytearray()
         # Number of the leading bytes of `_buffer` that were searched and contain no end of a line.
         self._searched_bytes = 0

@@ -128,7 +128,7 @@ def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
         Round(
             f"{name}-rail{rail}",
             tuple(
-                _pair_on_rail(member, members[(position + shift) % len(members)], rail)
+                _make_pair_on_rail(member, members[(position + shift) % len(members)], rail)
                 for position, member in enumerate(members)
             ),
         )
@@ -137,6 +137,6 @@ def plan_rounds(ranks: Sequence[RankFacts]) -> tuple[Round, ...]:
     )
 
 
-def _pair_on_rail(initiator: RankFacts, target: RankFacts, rail: int) -> Pair:
+def _make_pair_on_rail(initiator: RankFacts, target: RankFacts, rail: int) -> Pair:
     device = target.devices[rail % len(target.devices)]
     return Pair(initiator.rank, initiator.nics[rail], target.rank, target.nics[rail], device)

@@ -60,11 +60,11 @@ class MeasuringChild:
         except PeerGone:
             return {"lost": self._wait()}
         except TimeoutError:
-            abandoned = self._kill()
-            return {"lost": f"it did not reply within {timeout_s:g} s and was killed{abandoned}"}
+            kill_failure = self._kill()
+            return {"lost": f"it did not reply within {timeout_s:g} s and was killed{kill_failure}"}
         except UsageError as error:
-            abandoned = self._kill()
-            return {"lost": f"it sent an invalid reply and was killed: {error.message}{abandoned}"}
+            kill_failure = self._kill()
+            return {"lost": f"it sent an invalid reply and was killed: {error.message}{kill_failure}"}
         except OSError as error:
             return {"lost": f"it cannot be started: {error}"}
 
@@ -75,9 +75,9 @@ class MeasuringChild:
     def _kill(self) -> str:
         """Kill the child if it runs. Return a text for the error if it did not end, else an empty string."""
         child, self._child = self._child, None
-        abandoned = "" if child is None else kill_child(child, leads_group=False)
+        kill_failure = "" if child is None else kill_child(child, leads_group=False)
         self._wait()
-        return f"; {abandoned}" if abandoned else ""
+        return f"; {kill_failure}" if kill_failure else ""
 
     def _start(self, timeout_s: float) -> MessageSocket:
         """Start a child and wait for its first message."""
@@ -106,8 +106,8 @@ class MeasuringChild:
         try:
             code = child.wait(_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            if abandoned := kill_child(child, leads_group=False):
-                return abandoned
+            if kill_failure := kill_child(child, leads_group=False):
+                return kill_failure
             code = child.returncode
         return f"it was ended by {signal.Signals(-code).name}" if code < 0 else f"it exited with code {code}"
 
@@ -160,9 +160,9 @@ def serve(connection: MessageSocket, facts: Facts, environment: Mapping[str, str
 
 
 def _connect(address: str, port: int, hello: RankHello) -> MessageSocket:
-    connected = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection = MessageSocket(connected)
+    connected_socket = socket.create_connection((address, port), timeout=_CONNECT_TIMEOUT_S)
+    connected_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection = MessageSocket(connected_socket)
     try:
         _exchange_hello(connection, hello)
     except BaseException:

@@ -179,7 +179,7 @@ class PairRecorder:
             {"nic": pair.initiator_nic, "endpoint": target_reply.endpoint, "length_bytes": memory_bytes},
         )
         target.request("connect", endpoint)
-        counters_before, moved_bytes = _port_counters(target, initiator), []
+        counters_before, moved_bytes = _read_port_counters(target, initiator), []
         for direction in ("write", "read"):
             # READ transfers other data than WRITE, so that data left over from the WRITE is detected.
             transfer_seed = seed + (direction == "read")
@@ -196,7 +196,7 @@ class PairRecorder:
             moved_bytes.append(rate.moved_bytes)
         path, deadline_s = _find_path(pair, target, initiator), time.monotonic() + COUNTERS_TIMEOUT_S
         while True:
-            counters_after = _port_counters(target, initiator)
+            counters_after = _read_port_counters(target, initiator)
             growths = [port_growth(first, last) for first, last in zip(counters_before, counters_after, strict=True)]
             unproven = unproven_reason(path, min(moved_bytes), *growths)
             # Some drivers update their counters late.
@@ -250,7 +250,7 @@ def _find_path(pair: Pair, target: RankProxy, initiator: RankProxy) -> TransferP
     return TransferPath.LOOPBACK if ends[0] == ends[1] else TransferPath.WIRE
 
 
-def _port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCounters]:
+def _read_port_counters(target: RankProxy, initiator: RankProxy) -> list[PortCounters]:
     """Return the counters of the ports of both ranks."""
     return [
         serialization.from_json_data(PortCounters, rank.request("counters", {}), where="counters")

@@ -133,7 +133,7 @@ class FuseSession:
         self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._callbacks = _Callbacks(operations, self._ready)
-        self._fuse_class = _fuse_class(_import_mfusepy())
+        self._make_fuse_class = _make_fuse_class(_import_mfusepy())
         # When libfuse starts, it changes the working folder of the process to the root folder.
         working_folder = os.open(".", os.O_PATH | os.O_CLOEXEC)
         try:
@@ -173,7 +173,7 @@ class FuseSession:
         if (module.fuse_version_major, module.fuse_version_minor) >= (3, 12):
             options["max_threads"] = _THREADS_MAX
         try:
-            self._fuse_class(self._callbacks, str(self._mount), foreground=True, **options)
+            self._make_fuse_class(self._callbacks, str(self._mount), foreground=True, **options)
         except BaseException as error:
             self._failure = error
             if self._ready.is_set():
@@ -227,7 +227,7 @@ def _with_errno(method: Callable[..., Any]) -> Callable[..., Any]:
     return call_with_errno
 
 
-def _fuse_class(module: Any) -> Any:
+def _make_fuse_class(module: Any) -> Any:
     """Return a subclass of mfusepy.FUSE that also passes the flags of a rename, and the handles of open files."""
 
     class Fuse(module.FUSE):  # type: ignore[misc] # mfusepy is optional.
@@ -270,7 +270,7 @@ def _file_handle(info: Any) -> int | None:
 
 
 @contextmanager
-def _default_library(name: str) -> Iterator[None]:
+def _find_default_library(name: str) -> Iterator[None]:
     previous_name = os.environ.get(_LIBRARY_NAME_VARIABLE)
     os.environ.setdefault(_LIBRARY_NAME_VARIABLE, name)
     try:
@@ -291,7 +291,7 @@ _lock = threading.Lock()
 
 def _import_mfusepy() -> Any:
     """Return the module mfusepy. The first call opens libfuse3."""
-    with _lock, _default_library("fuse3"):
+    with _lock, _find_default_library("fuse3"):
         try:
             reply_library = _reply_library()
             import mfusepy

@@ -146,8 +146,10 @@ def fuse_agent(
     if is_shared:
         check_may_share()
     unmount_stale(path)
-    resolved = check_mount(path)
-    mount = AgentMount(resolved, agent_folder=private_folder(resolved, is_shared=is_shared), is_shared=is_shared)
+    resolved_path = check_mount(path)
+    mount = AgentMount(
+        resolved_path, agent_folder=private_folder(resolved_path, is_shared=is_shared), is_shared=is_shared
+    )
     try:
         if store is not None:
             endpoint: ServerEndpoint = EmbeddedServer(check_mount(store), mount)
@@ -166,7 +168,7 @@ def fuse_agent(
         lambda: StorageClient(address, token=token), user_of_request=_user_of_request if is_shared else None
     )
     return FuseAgent(
-        resolved,
+        resolved_path,
         endpoint,
         mount,
         store=files,

@@ -62,15 +62,15 @@ class MountOperations(Operations):
 
     def _hardlink(self, fh: int, argument: bytes) -> None:
         folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
-        folder = self._folder_of_inode(folder_inode)
-        self.link(_join(folder, padded_name), self._current_path(None, fh))
+        folder = self._find_folder_of_inode(folder_inode)
+        self.link(_join(folder, padded_name), self._find_current_path(None, fh))
 
     def _punch_hole(self, fh: int, argument: bytes) -> None:
         count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
         if not 0 <= count <= virtual.PUNCH_HOLE_MAX:
             raise _error(errno.EINVAL)
         begins, ends = bounds[:count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
-        file = self._file(fh)
+        file = self._find_file(fh)
         if not file.writable:
             raise _error(errno.EBADF)
         request = messages.PunchHole(handle=file.handle, ranges=tuple(zip(begins, ends, strict=True)))
@@ -79,14 +79,14 @@ class MountOperations(Operations):
     def _move(self, fh: int, argument: bytes) -> None:
         """Rename an entry of the open folder. The flag for the trash has no effect: a store has no trash."""
         inode, padded_name, new_inode, padded_new_name, _to_trash = virtual.MOVE_ARGUMENT.unpack(argument)
-        folder = self._folder_with_inode(fh, inode)
-        new_folder = self._folder_of_inode(new_inode)
+        folder = self._find_folder_with_inode(fh, inode)
+        new_folder = self._find_folder_of_inode(new_inode)
         self.rename(_join(folder, padded_name), _join(new_folder, padded_new_name))
 
     def _remove(self, fh: int, argument: bytes) -> None:
         """Remove an entry of the open folder: a file or an empty folder; the flag also allows a full folder."""
         inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
-        path = _join(self._folder_with_inode(fh, inode), padded_name)
+        path = _join(self._find_folder_with_inode(fh, inode), padded_name)
         if is_recursive:
             self._remove_tree(path)
             return
@@ -97,7 +97,7 @@ class MountOperations(Operations):
                 raise
             self.rmdir(path)
 
-    def _folder_with_inode(self, fh: int, inode: int) -> str:
+    def _find_folder_with_inode(self, fh: int, inode: int) -> str:
         """Return the path of the open folder. Raise EINVAL if the argument names another folder."""
         path, open_inode = self._open_folder(fh)
         if inode != open_inode:

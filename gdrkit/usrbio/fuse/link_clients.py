@@ -66,7 +66,7 @@ class LinkClients:
             The agent refused the publication.
         """
         try:
-            client = self._client_of(uid, user, _process_of(thread_id))
+            client = self._find_client(uid, user, _find_process(thread_id))
             client.publish(name, target)
             if parse_name(name).ring is not None:
                 self._register_open_files(client)
@@ -115,7 +115,7 @@ class LinkClients:
         """
         with self._files_lock:
             self._open_files[fh] = access, uid
-            for client in self._ring_clients_of(uid):
+            for client in self._find_ring_clients(uid):
                 _register(client, access)
 
     def remove_file(self, fh: int) -> None:
@@ -123,7 +123,7 @@ class LinkClients:
         with self._files_lock:
             if fh in self._open_files:
                 access, uid = self._open_files.pop(fh)
-                for client in self._ring_clients_of(uid):
+                for client in self._find_ring_clients(uid):
                     _deregister(client, access)
 
     def close(self) -> None:
@@ -149,10 +149,10 @@ class LinkClients:
                     if uid == client.process.uid:
                         _register(client, access)
 
-    def _ring_clients_of(self, uid: int) -> list[Client]:
+    def _find_ring_clients(self, uid: int) -> list[Client]:
         return [client for client in self._ring_clients.values() if client.process.uid == uid]
 
-    def _client_of(self, uid: int, user: SetUser | None, process_id: int) -> Client:
+    def _find_client(self, uid: int, user: SetUser | None, process_id: int) -> Client:
         """Return the client of a process. Watch the process if it is new."""
         with self._lock:
             entry = self._clients.get((process_id, uid, user))
@@ -171,9 +171,9 @@ class LinkClients:
         """Release the client of each process when the process ends, until :meth:`close`."""
         while True:
             with self._lock:
-                watched = {pidfd: key for key, (_, pidfd) in self._clients.items()}
+                key_by_pidfd = {pidfd: key for key, (_, pidfd) in self._clients.items()}
             poller = select.poll()
-            for fd in (self._wake_reader, *watched):
+            for fd in (self._wake_reader, *key_by_pidfd):
                 poller.register(fd, select.POLLIN)
             readable = [fd for fd, _ in poller.poll()]
             if self._wake_reader in readable and _STOP in os.read(self._wake_reader, 4096):
@@ -181,7 +181,7 @@ class LinkClients:
             for pidfd in readable:
                 if pidfd != self._wake_reader:
                     with self._lock:
-                        client, _ = self._clients.pop(watched[pidfd])
+                        client, _ = self._clients.pop(key_by_pidfd[pidfd])
                     os.close(pidfd)
                     with self._files_lock:
                         self._ring_clients.pop(client.number, None)
@@ -205,7 +205,7 @@ def _deregister(client: Client, access: PathAccess) -> None:
             _LOG.warning("process %d still uses %s: %s", client.process.process_id, access.path, error)
 
 
-def _process_of(thread_id: int) -> int:
+def _find_process(thread_id: int) -> int:
     """Return the process of a thread. FUSE reports the thread that sent a request."""
     try:
         status = Path(f"/proc/{thread_id}/status").read_text()

@@ -37,11 +37,11 @@ _UNMOUNT_TIMEOUT_S = 10
 
 def fuse_obstacle() -> str | None:
     """Return why this user cannot mount by FUSE on this machine and what to do, or None if no obstacle is known."""
-    obstacle = _obstacle()
+    obstacle = _find_obstacle()
     return None if obstacle is None else obstacle[1]
 
 
-def _obstacle() -> tuple[int, str] | None:
+def _find_obstacle() -> tuple[int, str] | None:
     """Return an errno and the sentence of :func:`fuse_obstacle`."""
     if (dependency := missing_dependency()) is not None:
         return errno.ENOENT, dependency
@@ -89,7 +89,7 @@ class FuseMount:
     def __init__(
         self, mount: Path, *, store: StoreFiles, links: LinkClients, real_folder: Path, is_shared: bool = False
     ) -> None:
-        if (obstacle := _obstacle()) is not None:
+        if (obstacle := _find_obstacle()) is not None:
             error_number, sentence = obstacle
             detail, _, what_to_do = sentence.partition(": ")
             raise SetupMissing(
@@ -155,7 +155,7 @@ def unmount_stale(mount: Path) -> bool:
     """
     # If no process serves the mount, lstat(2) fails. realpath() ignores that error.
     path = Path(os.path.realpath(mount))
-    if (str(path), _SOURCE) not in _mounts():
+    if (str(path), _SOURCE) not in _list_mounts():
         return False
     try:
         path.stat()
@@ -168,7 +168,7 @@ def unmount_stale(mount: Path) -> bool:
     return True
 
 
-def _mounts() -> list[tuple[str, str]]:
+def _list_mounts() -> list[tuple[str, str]]:
     """Return path and source of every mount with the file system type of an agent."""
     mounts = []
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -193,7 +193,7 @@ def _unmount(path: Path) -> None:
     result = _run(commands[0])
     if result.returncode != 0:
         result = _run(commands[1])
-    if result.returncode != 0 and any(mounted == str(path) for mounted, _ in _mounts()):
+    if result.returncode != 0 and any(mounted == str(path) for mounted, _ in _list_mounts()):
         raise ApiError(
             api=Api.FUSE,
             operation=commands[1][0],

@@ -88,16 +88,16 @@ class Operations:
     def getattr(self, path: str | None, fh: int | None = None) -> dict[str, int]:
         """Return the attributes of a path or of an open file, as stat(2) does."""
         if fh:
-            status = self._store.request(messages.Stat(handle=self._file(fh).handle), messages.FileStat)
+            status = self._store.request(messages.Stat(handle=self._find_file(fh).handle), messages.FileStat)
         elif path is None:
             raise _error(errno.ENOENT)
         elif self._folder.has(path):
             return self._folder.attributes(path)
         else:
-            status = self._store.request(messages.Stat(path=_relative(path)), messages.FileStat)
+            status = self._store.request(messages.Stat(path=_make_relative(path)), messages.FileStat)
         if path is not None and stat.S_ISDIR(status.mode):
             self._remember_folder(status.inode, path)
-        return _attributes(status)
+        return _make_attributes(status)
 
     def opendir(self, path: str) -> int:
         """Open a folder and return its number, by which the later requests name the folder."""
@@ -121,15 +121,15 @@ class Operations:
         path, _inode = folder
         # libfuse does not add these two entries.
         dot_entries = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
-        return dot_entries + list(self._folder.entries(path) if self._folder.has(path) else self._entries(path))
+        return dot_entries + list(self._folder.entries(path) if self._folder.has(path) else self._list_entries(path))
 
-    def _entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
+    def _list_entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
         """Yield the entries of a folder of the store."""
         if path == "/":
             yield virtual.VIRTUAL_FOLDER, self._folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
         after: str | None = None
         while True:
-            reply = self._store.request(messages.List(path=_relative(path), after=after), messages.ListReply)
+            reply = self._store.request(messages.List(path=_make_relative(path), after=after), messages.ListReply)
             for entry in reply.entries:
                 yield entry.name, {"st_ino": entry.inode, "st_mode": entry.kind}, 0
                 after = entry.name
@@ -140,36 +140,38 @@ class Operations:
         """Return the target of a symbolic link."""
         if self._folder.has(path):
             return self._folder.readlink(path)
-        return self._store.request(messages.Readlink(path=_relative(path)), messages.ReadlinkReply).target
+        return self._store.request(messages.Readlink(path=_make_relative(path)), messages.ReadlinkReply).target
 
     def mkdir(self, path: str, mode: int) -> None:
         """Create a folder."""
         self._check_in_store(path)
-        self._store.request(messages.Mkdir(path=_relative(path), mode=stat.S_IMODE(mode)), messages.FileStat)
+        self._store.request(messages.Mkdir(path=_make_relative(path), mode=stat.S_IMODE(mode)), messages.FileStat)
 
     def rmdir(self, path: str) -> None:
         """Remove an empty folder."""
         self._check_in_store(path)
-        self._store.request(messages.Rmdir(path=_relative(path)), messages.Done)
+        self._store.request(messages.Rmdir(path=_make_relative(path)), messages.Done)
 
     def unlink(self, path: str) -> None:
         """Remove a file, or a publication."""
         if self._folder.has(path):
             self._folder.unlink(path)
             return
-        self._store.request(messages.Unlink(path=_relative(path)), messages.Done)
+        self._store.request(messages.Unlink(path=_make_relative(path)), messages.Done)
 
     def symlink(self, path: str, target: str) -> None:
         """Create a symbolic link, or publish an iov."""
         if self._folder.has(path):
             self._folder.symlink(path, target)
             return
-        self._store.request(messages.Symlink(path=_relative(path), target=target), messages.FileStat)
+        self._store.request(messages.Symlink(path=_make_relative(path), target=target), messages.FileStat)
 
     def link(self, new_path: str, path: str) -> None:
         """Create a hard link."""
         self._check_in_store(path, new_path)
-        self._store.request(messages.HardLink(path=_relative(path), new_path=_relative(new_path)), messages.FileStat)
+        self._store.request(
+            messages.HardLink(path=_make_relative(path), new_path=_make_relative(new_path)), messages.FileStat
+        )
 
     def rename(self, path: str, new_path: str, flags: int = 0) -> None:
         """Rename a file or folder, with the flags of renameat2(2)."""
@@ -178,7 +180,7 @@ class Operations:
             raise _error(errno.EINVAL)
         exclusive, exchange = bool(flags & _RENAME_NOREPLACE), bool(flags & _RENAME_EXCHANGE)
         request = messages.Rename(
-            path=_relative(path), new_path=_relative(new_path), exclusive=exclusive, exchange=exchange
+            path=_make_relative(path), new_path=_make_relative(new_path), exclusive=exclusive, exchange=exchange
         )
         self._store.request(request, messages.Done)
 
@@ -186,7 +188,7 @@ class Operations:
 
     def chmod(self, path: str | None, mode: int, fh: int | None = None) -> None:
         """Change permission bits."""
-        request = messages.Chmod(path=_relative(self._current_path(path, fh)), mode=stat.S_IMODE(mode))
+        request = messages.Chmod(path=_make_relative(self._find_current_path(path, fh)), mode=stat.S_IMODE(mode))
         self._store.request(request, messages.FileStat)
 
     def chown(self, path: str | None, uid: int, gid: int, fh: int | None = None) -> None:
@@ -197,15 +199,17 @@ class Operations:
             for requested, current in ((uid, attributes["st_uid"]), (gid, attributes["st_gid"]))
         )
         if new_uid is not None or new_gid is not None:
-            request = messages.Chown(path=_relative(self._current_path(path, fh)), uid=new_uid, gid=new_gid)
+            request = messages.Chown(path=_make_relative(self._find_current_path(path, fh)), uid=new_uid, gid=new_gid)
             self._store.request(request, messages.FileStat)
 
     def truncate(self, path: str | None, length_bytes: int, fh: int | None = None) -> None:
         """Set the size of a file."""
         if fh:
-            request = messages.Truncate(size_bytes=length_bytes, handle=self._file(fh).handle)
+            request = messages.Truncate(size_bytes=length_bytes, handle=self._find_file(fh).handle)
         else:
-            request = messages.Truncate(size_bytes=length_bytes, path=_relative(self._current_path(path, None)))
+            request = messages.Truncate(
+                size_bytes=length_bytes, path=_make_relative(self._find_current_path(path, None))
+            )
         self._store.request(request, messages.FileStat)
 
     def utimens(self, path: str | None, access_ns: int | None, modification_ns: int | None, fh: int | None) -> None:
@@ -215,7 +219,7 @@ class Operations:
             now_ns if time_ns == -1 else time_ns for time_ns in (access_ns, modification_ns)
         )
         request = messages.Utimens(
-            path=_relative(self._current_path(path, fh)),
+            path=_make_relative(self._find_current_path(path, fh)),
             access_time_ns=access_time_ns,
             modification_time_ns=modification_time_ns,
         )
@@ -250,15 +254,15 @@ class Operations:
 
     def read(self, _path: str | None, length_bytes: int, offset_bytes: int, fh: int) -> bytes:
         """Read from the server."""
-        return self._store.read(self._file(fh).handle, offset_bytes=offset_bytes, length_bytes=length_bytes)
+        return self._store.read(self._find_file(fh).handle, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     def write(self, _path: str | None, data: bytes, offset_bytes: int, fh: int) -> int:
         """Write to the server."""
-        return self._store.write(self._file(fh).handle, data, offset_bytes=offset_bytes)
+        return self._store.write(self._find_file(fh).handle, data, offset_bytes=offset_bytes)
 
     def fsync(self, _path: str | None, data_only: int, fh: int) -> None:
         """Sync a file at the server."""
-        self._store.request(messages.Sync(handle=self._file(fh).handle, data_only=bool(data_only)), messages.Done)
+        self._store.request(messages.Sync(handle=self._find_file(fh).handle, data_only=bool(data_only)), messages.Done)
 
     def release(self, _path: str | None, fh: int) -> None:
         """Close a file, because its last descriptor was closed."""
@@ -277,7 +281,7 @@ class Operations:
 
     # ------------------------------------------------------------------------------------------------------ helpers
 
-    def _file(self, fh: int) -> _OpenFile:
+    def _find_file(self, fh: int) -> _OpenFile:
         """Return an open file. EBADF if there is none with this number."""
         with self._lock:
             file = self._open_files.get(fh)
@@ -285,17 +289,17 @@ class Operations:
             raise _error(errno.EBADF)
         return file
 
-    def _current_path(self, path: str | None, fh: int | None) -> str:
+    def _find_current_path(self, path: str | None, fh: int | None) -> str:
         """Return `path` if it is set, else the path of an open file. ENOENT if the file no longer has that path."""
         if path is not None:
             self._check_in_store(path)
             return path
-        file = self._file(fh or 0)
+        file = self._find_file(fh or 0)
         if self.getattr(file.path)["st_ino"] != file.inode:
             raise _error(errno.ENOENT)
         return file.path
 
-    def _folder_of_inode(self, inode: int) -> str:
+    def _find_folder_of_inode(self, inode: int) -> str:
         """Return the path of a folder. ENOENT if the kernel has not looked the folder up, or the folder was renamed."""
         with self._lock:
             path = self._folder_paths.get(inode)
@@ -322,7 +326,7 @@ class Operations:
         writable = access_mode != os.O_RDONLY
         reply = self._store.request(
             messages.Open(
-                path=_relative(path),
+                path=_make_relative(path),
                 read=access_mode != os.O_WRONLY,
                 write=writable or create,
                 create=create,
@@ -337,7 +341,7 @@ class Operations:
             fh = self._last_fh
             self._open_files[fh] = _OpenFile(reply.handle, reply.stat.inode, writable, path)
         access = PathAccess(
-            _relative(path),
+            _make_relative(path),
             inode=reply.stat.inode,
             readable=access_mode != os.O_WRONLY,
             writable=writable,
@@ -360,7 +364,7 @@ class Operations:
                 del self._folder_paths[next(iter(self._folder_paths))]
 
 
-def _relative(path: str) -> str:
+def _make_relative(path: str) -> str:
     return path.lstrip("/")
 
 
@@ -368,7 +372,7 @@ def _error(error_number: int) -> OSError:
     return OSError(error_number, os.strerror(error_number))
 
 
-def _attributes(status: messages.FileStat) -> dict[str, int]:
+def _make_attributes(status: messages.FileStat) -> dict[str, int]:
     return {
         "st_ino": status.inode,
         "st_mode": status.mode,

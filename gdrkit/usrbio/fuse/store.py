@@ -73,7 +73,7 @@ class StoreFiles:
             user = self.user_of_request()
         with self._lock:
             if getattr(message, "handle", None) is not None:
-                message = replace(message, handle=self._file(message.handle).handle)
+                message = replace(message, handle=self._find_file(message.handle).handle)
             reply: Any = self._with_client(lambda client: self._request_as(client, user, message, reply_type))
             if isinstance(reply, messages.OpenReply):
                 assert self._client is not None  # noqa: S101 - it has just replied.
@@ -157,7 +157,7 @@ class StoreFiles:
         return client.request(request, reply_type)
 
     def _transfer(self, handle: int, length_bytes: int, offset_bytes: int, *, is_read: bool) -> int:
-        file = self._file(handle)
+        file = self._find_file(handle)
 
         def transfer(_client: StorageClient) -> int:
             assert self._buffer is not None  # noqa: S101 - it is registered when the session begins.
@@ -167,7 +167,7 @@ class StoreFiles:
 
         return self._with_client(transfer)
 
-    def _file(self, handle: int) -> StorageFile:
+    def _find_file(self, handle: int) -> StorageFile:
         """Return the open file of a handle."""
         file = self._files.get(handle)
         if file is None or file.client is not self._client:

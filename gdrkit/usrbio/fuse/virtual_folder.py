@@ -73,8 +73,8 @@ class VirtualFolder:
         """Return the attributes of a path, as stat(2) does."""
         if path in _FOLDER_MODES:
             sticky = stat.S_ISVTX if self._is_shared and path == _IOVS else 0
-            return _attributes(path, stat.S_IFDIR | _FOLDER_MODES[path] | sticky, 0)
-        attributes = _attributes(path, stat.S_IFLNK | 0o777, len(os.fsencode(self.readlink(path))))
+            return _make_attributes(path, stat.S_IFDIR | _FOLDER_MODES[path] | sticky, 0)
+        attributes = _make_attributes(path, stat.S_IFLNK | 0o777, len(os.fsencode(self.readlink(path))))
         folder, name = os.path.split(path)
         owner = self._links.owner(name) if self._is_shared and folder == _IOVS else None
         return attributes if owner is None else {**attributes, "st_uid": owner}
@@ -153,7 +153,7 @@ class VirtualFolder:
         self._store.remove_tree(path, status.mode)
 
 
-def _attributes(path: str, mode: int, size_bytes: int) -> dict[str, int]:
+def _make_attributes(path: str, mode: int, size_bytes: int) -> dict[str, int]:
     return {
         "st_ino": _inode(path),
         "st_mode": mode,

@@ -41,7 +41,7 @@ PROOF_PATCHES = (READ_NOT_FLUSHED, NIC_NOT_ASKED)
 
 def ignore_counters(routes: Any) -> None:
     """a route is proven if the process loaded the hardware's libraries, without the port counters"""
-    routes._why_no_proof = lambda record, _route, apis: routes._why_not_hardware(record, apis)
+    routes._explain_missing_proof = lambda record, _route, apis: routes._explain_substrate_of_record(record, apis)
 
 
 def call_loopback_wire(reach: Any) -> None:

@@ -98,12 +98,12 @@ def free_before_deregistration(memory: Any) -> None:
     """`CudaMemory.close` frees the memory and then deregisters it"""
 
     def close(self: Any) -> None:
-        if self._closed:
+        if self._is_closed:
             return
         with self.current():
             self._release()
         self._release_actions.run()
-        self._closed = True
+        self._is_closed = True
         if self._remove_from_owner is not None:
             self._remove_from_owner()
         self._handle.release()

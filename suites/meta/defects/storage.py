@@ -52,24 +52,24 @@ def copy_short_read_by_cpu(batch: Any) -> None:
 
 def copy_short_write_by_cpu(batch: Any) -> None:
     """the CPU copies the data of a short write into the request"""
-    original = batch.Batch._operation
+    original = batch.Batch._make_operation
 
-    def _operation(self: Any, request: Any, *arguments: Any) -> Any:
+    def _make_operation(self: Any, request: Any, *arguments: Any) -> Any:
         buffer = request.buffer
         is_write = self.opcode is batch.IoOpcode.WRITE
         if is_write and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
             ctypes.string_at(_address(buffer), buffer.length_bytes)
         return original(self, request, *arguments)
 
-    batch.Batch._operation = _operation
+    batch.Batch._make_operation = _make_operation
 
 
 def checksum_read_by_cpu(batch: Any) -> None:
     """the CPU computes the checksum of received data in device memory"""
-    join, flags_of = batch.Batch._join, batch.Batch._flags
+    join, flags_of = batch.Batch._join, batch.Batch._choose_flags
     checksum_wanted, checksum_valid = batch.OperationFlag.CHECKSUM_WANTED, batch.ResultFlag.CHECKSUM_VALID
 
-    def _flags(self: Any, chunk: Any) -> Any:
+    def _choose_flags(self: Any, chunk: Any) -> Any:
         flags, checksum = flags_of(self, chunk)
         return flags | checksum_wanted if self.opcode is batch.IoOpcode.READ else flags, checksum
 
@@ -85,21 +85,21 @@ def checksum_read_by_cpu(batch: Any) -> None:
                 raise AssertionError(message)
         return joined
 
-    batch.Batch._flags, batch.Batch._join = _flags, _join
+    batch.Batch._choose_flags, batch.Batch._join = _choose_flags, _join
 
 
 def checksum_write_by_cpu(batch: Any) -> None:
     """the CPU computes the checksum of device memory before it is written"""
-    original = batch.Batch._flags
+    original = batch.Batch._choose_flags
 
-    def _flags(self: Any, chunk: Any) -> Any:
+    def _choose_flags(self: Any, chunk: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
         if self.opcode is batch.IoOpcode.WRITE and self._checksum and chunk.is_device_memory:
             return batch.OperationFlag.CHECKSUM_GIVEN, crc32c(_view(chunk, chunk.length_bytes))
         return original(self, chunk)
 
-    batch.Batch._flags = _flags
+    batch.Batch._choose_flags = _choose_flags
 
 
 def fill_holes_by_cpu(iobuffer: Any) -> None:
