@@ -2,7 +2,7 @@
 
 The first matrix shows for each GPU, like ``gdscheck -p``, the NICs and mounts that it reaches directly, and the cause
 if it does not reach one. The second matrix shows the bytes of each NIC while all GPUs and all NICs transferred at the
-same time. The third matrix is the one of ``nvidia-smi topo -m``.
+same time. The third matrix has the distances between devices, like ``nvidia-smi topo -m``.
 """
 
 from __future__ import annotations
