@@ -34,9 +34,9 @@ class ChildQuery:
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         self._command = command
         self._api = command[-1]
-        # These are files and not pipes: a child could block in a write to a pipe that nobody reads, and a pipe stays
-        # open as long as any process that the child started. Libraries may print text, so the output of the child has
-        # a separate file.
+        # These are files and not pipes: a child can block in a write to a pipe without a reader, and a pipe stays open
+        # as long as any process that the child started. Libraries may print text, so the output of the child has a
+        # separate file.
         self._result = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close().
         try:
