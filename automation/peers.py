@@ -24,10 +24,10 @@ _DEBIAN_PROGRAMS = {
 _PYPI_REQUIREMENTS = ("mooncake-transfer-engine-non-cuda==0.3.13.post1", "numpy")
 # NIXL depends on PyTorch with five gigabytes of CUDA libraries, but imports it only for memory of PyTorch.
 _NIXL_REQUIREMENTS = ("nixl==1.5.1", "nixl-cu12==1.5.1")
-# PyTorch brings NVIDIA's own libraries, also of the runtime and of cuFile. All packages have six gigabytes.
+# PyTorch depends on NVIDIA's packages of the CUDA runtime and of cuFile. All these packages take six gigabytes.
 _CUDA_REQUIREMENTS = ("torch==2.9.1", "numpy", "packaging", "cuda-pathfinder")
 # These packages would bring other versions of NVIDIA's libraries than PyTorch needs.
-_CUDA_REQUIREMENTS_ALONE = (
+_CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES = (
     "cuda-bindings==12.9.*",
     "cupy-cuda12x==14.2.*",
     "kvikio-cu12==26.10.*",
@@ -71,7 +71,7 @@ def prepare_cuda_peers() -> Path:
         "peers-cuda",
         python=python,
         requirements=(*_CUDA_REQUIREMENTS, PYVERBS_REQUIREMENT),
-        without_dependencies=_CUDA_REQUIREMENTS_ALONE,
+        without_dependencies=_CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES,
     )
     return environment / "python"
 

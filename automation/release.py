@@ -53,7 +53,8 @@ _REQUIREMENTS = (
     "setuptools>=77",
     "wheel>=0.45",
 )
-# The Pythons that build: 3.11 for itself, 3.12 for the stable ABI of 3.12 and later. Then those that run the wheels.
+# Python 3.11 builds the wheels for 3.11, and 3.12 builds the wheels with the stable ABI of 3.12 and later. Python 3.11
+# and 3.13 run the wheels.
 _BUILD_PYTHONS, _RUN_PYTHONS = ((3, 11), (3, 12)), ((3, 11), (3, 13))
 # Libraries that are not copied into the wheels: they belong to the RDMA stack of the machine, or have a twin in the
 # wheel.

@@ -1,7 +1,7 @@
 # ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
 """The commands ``gdrkit observe``, which says which path the bytes of any program took, and ``gdrkit monitor``.
 
-:mod:`gdrkit.cli` adds it to its command line, and turns its errors into messages and exit codes.
+:mod:`gdrkit.cli` adds them to its command line, and turns their errors into messages and exit codes.
 """
 
 from __future__ import annotations

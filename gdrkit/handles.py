@@ -4,7 +4,7 @@ Every object that holds a resource of a driver or of the kernel is counted here 
 that no object is left open.
 
 An object that is garbage-collected without being closed does not free its resource. A NIC may still access the memory
-of such a resource, and freed memory may already belong to other code. A leak does less harm.
+of such a resource, and freed memory may already belong to other code. A leak does less harm than that.
 """
 
 from __future__ import annotations

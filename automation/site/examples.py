@@ -1,4 +1,4 @@
-"""Which programs show how a public name of gdrkit is used.
+"""The programs that show how each public name of gdrkit is used.
 
 A program shows a name if it uses the name, or calls a function or method that returns objects of the named class.
 """

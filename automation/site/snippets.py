@@ -57,7 +57,7 @@ def example_files() -> list[Path]:
 
 
 def snippets(path: Path) -> Iterator[Snippet]:
-    """Yield the blocks of code in a document: fenced ones, and ones that are indented by four spaces."""
+    """Yield the blocks of code in a document: fenced blocks, and blocks that are indented by four spaces."""
     document = path.relative_to(ROOT).as_posix()
     lines = path.read_text().splitlines()
     number = 0

@@ -58,8 +58,8 @@ class CudaMemory(MemoryResource):
         with self.device.current():
             return pointer.allocation_key(self.address, self.length_bytes)
 
-    # Returns a function that checks whether all chunks of an earlier allocation_key() still exist. It needs no
-    # instance, because the key contains the addresses.
+    # This function takes the result of an earlier allocation_key(), and returns a function that checks whether all its
+    # chunks still exist. It needs no instance, because the key contains the addresses.
     make_existence_check = staticmethod(pointer.make_existence_check)
 
     def allocation(self) -> BorrowedMemory:

@@ -232,7 +232,7 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
             extensions = 1 << (_TCP_INFO - 1)
             request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
             for reply in _request(netlink, _SOCKETS_GET, request, dump=True):
-                data = _slice_checked(reply, 0, _SOCKET.size, 0)
+                data = _take_payload(reply, 0, _SOCKET.size, 0)
                 *_, source, destination, inode = _SOCKET.unpack(data)
                 information = _parse_attributes(reply[_SOCKET.size :]).get(_TCP_INFO, b"")
                 # A listening or closed socket has moved nothing, and a kernel before 4.1 does not count bytes.
@@ -310,7 +310,7 @@ def _request(netlink: socket.socket, command: int, attributes: bytes, *, dump: b
             if message_type == _NLMSG_DONE:
                 return
             if message_type == _NLMSG_ERROR:
-                error_number = -_ERROR.unpack(_slice_checked(payload, 0, _ERROR.size, 0))[0]
+                error_number = -_ERROR.unpack(_take_payload(payload, 0, _ERROR.size, 0))[0]
                 if error_number:
                     raise OSError(error_number, os.strerror(error_number), "NETLINK_RDMA")
                 return
@@ -322,7 +322,7 @@ def _split_messages(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _HEADER.size <= len(data):
         length, message_type, _flags, _sequence, _port = _HEADER.unpack_from(data, offset)
-        yield message_type, _slice_checked(data, offset, length, _HEADER.size)
+        yield message_type, _take_payload(data, offset, length, _HEADER.size)
         offset += (length + 3) & ~3
 
 
@@ -334,11 +334,11 @@ def _list_attributes(data: bytes) -> Iterator[tuple[int, bytes]]:
     offset = 0
     while offset + _ATTRIBUTE.size <= len(data):
         length, attribute_type = _ATTRIBUTE.unpack_from(data, offset)
-        yield attribute_type & _TYPE_MASK, _slice_checked(data, offset, length, _ATTRIBUTE.size)
+        yield attribute_type & _TYPE_MASK, _take_payload(data, offset, length, _ATTRIBUTE.size)
         offset += (length + 3) & ~3
 
 
-def _slice_checked(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:
+def _take_payload(data: bytes, offset: int, length: int, header_bytes: int) -> bytes:
     """Return the payload of a message or an attribute whose header begins at `offset`. A wrong length is EBADMSG."""
     if not header_bytes <= length <= len(data) - offset:
         raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")

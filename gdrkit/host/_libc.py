@@ -66,7 +66,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def drop_write_capabilities() -> None:
-    """Do without CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
+    """Give up CAP_FSETID and CAP_SYS_RESOURCE in this thread and in the threads that it starts later: capset(2).
 
     Then the kernel treats writes of root as writes of any user: it clears the set-user-ID and set-group-ID bits of a
     file that is written, and it enforces the disk quotas of the file system. Blocks that ext4 reserves
@@ -117,7 +117,7 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
     OSError
         EPERM: this thread may not do so. The errors of setgroups(2).
     """
-    previous_uid, previous_gid = _hold_file_ids()
+    previous_uid, previous_gid = _read_file_ids()
     previous_groups = os.getgroups()
     try:
         _set_thread_groups(groups)
@@ -130,7 +130,7 @@ def acting_as(uid: int, gid: int, groups: Sequence[int]) -> Iterator[None]:
         _set_thread_groups(previous_groups)
 
 
-def _hold_file_ids() -> tuple[int, int]:
+def _read_file_ids() -> tuple[int, int]:
     """Return the user and the group with whose rights this thread uses files."""
     library = ctypes.CDLL(None)
     # A call with an invalid number changes nothing and returns the current number.
@@ -143,7 +143,7 @@ def _set_file_ids(uid: int, gid: int) -> None:
     library.setfsgid(ctypes.c_uint32(gid))
     library.setfsuid(ctypes.c_uint32(uid))
     # The two functions report no errors.
-    if _hold_file_ids() != (uid, gid):
+    if _read_file_ids() != (uid, gid):
         raise OSError(errno.EPERM, f"this thread may not act as user {uid} and group {gid}")
 
 
@@ -156,7 +156,7 @@ def _set_thread_groups(groups: Sequence[int]) -> None:
 
 
 def separate_umask() -> None:
-    """Give this thread its own umask, which other threads share until now, and set it to 0: unshare(2), CLONE_FS.
+    """Give this thread a umask of its own instead of the umask of the process, and set it to 0: unshare(2), CLONE_FS.
 
     Raises
     ------

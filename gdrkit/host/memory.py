@@ -48,7 +48,8 @@ class HostBuffer(MemoryResource):
         self._check_open()
         return self._mapping.key
 
-    # Takes the result of an earlier :meth:`allocation_key`, and returns a function that checks that mapping.
+    # This function takes the result of an earlier allocation_key(), and returns a function that checks whether that
+    # mapping still exists.
     make_existence_check = staticmethod(_make_existence_check)
 
     def allocation(self) -> BorrowedHostMemory:

@@ -424,7 +424,7 @@ def run_observed(command: Sequence[str], *, with_logs: bool = False) -> tuple[Ob
 
 
 def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic, tuple[str, ...]]:
-    """Return by how much the counters of a port grew, and one sentence for each counter that cannot tell."""
+    """Return the growth of each counter of a port, and one sentence for each counter whose growth is unknown."""
     port, gaps = f"{before.device} port {before.port}", []
     growths: dict[str, int | None] = {}
     for name in ("sent_bytes", "received_bytes", "sent_packets", "received_packets"):

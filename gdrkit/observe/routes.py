@@ -244,7 +244,7 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     if sizes.by_nvidia_fs >= sizes.counted / 2:
         route = "nvfs"
     elif "cufile" in names and sizes.from_storage >= sizes.read / 2:
-        # cuFile reads peer to peer only from the storage device. What the page cache held came through host memory.
+        # cuFile reads peer to peer only from the storage device. Bytes from the page cache came through host memory.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
     other_process_ids = _find_other_gpu_processes(observation, gpus)
     cause = cause or _describe_pcie_gap(sizes, is_late=any(gpu.late_count for gpu in gpus))

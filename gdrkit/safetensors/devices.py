@@ -176,17 +176,17 @@ class DeviceLoad:
 def remember_rates(loads: Sequence[DeviceLoad], report: LoadReport, *, copy_duration_s: float) -> None:
     """Remember the rates of a load of several devices for :func:`shares_are_faster`."""
     if len(loads) > 1 and report.bytes >= _RATE_MIN_BYTES:
-        indices = frozenset(one.device_index for one in loads)
+        indices = frozenset(load.device_index for load in loads)
         _read_rates[indices] = report.bytes / report.duration_s
         if report.peer_bytes:
             _copy_rates[indices] = report.peer_bytes / copy_duration_s
 
 
 def shares_are_faster(files: Sequence[File], indices: Sequence[int], access: Access) -> bool:
-    """Return whether reads of shares and copies between the devices take less time than reads of everything by each.
+    """Return whether it takes less time to read each byte once and to copy it than to read it once per device.
 
-    If n devices read everything, they read n times as many bytes as by shares. By shares, the other bytes are copied.
-    So the rates of the last loads decide. A disk is slower than every link, so what is not cached is read once.
+    In a load by shares, each of n devices reads 1/n of the bytes, and copies them to the other devices. The rates of
+    the last loads decide. A disk is slower than every link, so bytes outside the page cache are read once.
     """
     if HOST in indices:
         return False
@@ -206,16 +206,16 @@ def copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
     """Copy the share of each device to all other devices. Return the number of copied bytes."""
     copied_bytes = 0
     with contextlib.ExitStack() as stack:
-        devices = [stack.enter_context(cuda.Device(one.device_index)) for one in loads]
+        devices = [stack.enter_context(cuda.Device(load.device_index)) for load in loads]
         for device in devices:
             for peer in devices:
                 if device is not peer and cuda.can_access_peer(device, peer):
                     stack.enter_context(cuda.peer_access(device, peer))
         streams = [stack.enter_context(device.stream()) for device in devices]
-        for index, (one, device) in enumerate(zip(loads, devices, strict=True)):
-            for other, peer in zip(loads, devices, strict=True):
-                if other is not one:
-                    for from_address, to_address, length in _list_copies(one, other, index, len(loads)):
+        for index, (load, device) in enumerate(zip(loads, devices, strict=True)):
+            for peer_load, peer in zip(loads, devices, strict=True):
+                if peer_load is not load:
+                    for from_address, to_address, length in _list_copies(load, peer_load, index, len(loads)):
                         begin, end = _borrow(device, from_address, length), _borrow(peer, to_address, length)
                         with begin, end:
                             streams[index].copy(begin, end)
@@ -226,13 +226,13 @@ def copy_to_peers(loads: Sequence[DeviceLoad]) -> int:
 
 
 def _list_copies(
-    one: DeviceLoad, other: DeviceLoad, share_index: int, shares_count: int
+    load: DeviceLoad, peer_load: DeviceLoad, share_index: int, shares_count: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the addresses and the length of each copy of a share to another device.
 
     Reads of a file that follow each other in both memories are one copy.
     """
-    for reads in zip(one.reads, other.reads, strict=True):
+    for reads in zip(load.reads, peer_load.reads, strict=True):
         source, target = (file_share(part, share_index, shares_count) for part in reads)
         begin = end = joined_bytes = 0
         for from_address, to_address, length in zip(source[1::3], target[1::3], source[2::3], strict=True):

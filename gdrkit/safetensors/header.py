@@ -30,9 +30,9 @@ __all__ = [
     "ElementType",
     "Header",
     "TensorEntry",
-    "collector_paused",
     "pack_header",
     "parse_header",
+    "pause_collector",
     "read_header",
 ]
 
@@ -144,7 +144,7 @@ class Header(NamedTuple):
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def pause_collector() -> Iterator[None]:
     """Pause Python's collector of reference cycles during the block, unless it is off anyway.
 
     A header of 20,000 tensors becomes 100,000 objects without a cycle. They would start many collections, which take

@@ -23,7 +23,7 @@ from gdrkit.safetensors.devices import (
     remember_rates,
     shares_are_faster,
 )
-from gdrkit.safetensors.header import collector_paused, read_header
+from gdrkit.safetensors.header import pause_collector, read_header
 from gdrkit.safetensors.layout import layout_of
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ModelLoad:
         self.close()
 
     def _list_transfers(self) -> list[Transfer]:
-        return [one.transfer for one in self._devices if one.transfer is not None]
+        return [load.transfer for load in self._devices if load.transfer is not None]
 
     def _finish(self, on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
         transfers = self._list_transfers()
@@ -138,7 +138,7 @@ class ModelLoad:
         remember_rates(self._devices, report, copy_duration_s=time.monotonic() - began_s)
         for file in self._files:
             file.close()
-        tensors_of_devices = [one.tensors for one in self._devices]
+        tensors_of_devices = [load.tensors for load in self._devices]
         for tensors in tensors_of_devices:
             tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
         self._devices = []
@@ -179,7 +179,7 @@ def start_load_files(
         Function that returns the index of the part of a tensor to load, from its name and shape: ``...`` for the whole
         tensor, slices and numbers as in ``tensor[0, 4:8]``, or None to leave it out. Only the selected bytes are read.
     own_memory : bool
-        False: the tensors of a file share one memory. It is freed when the last of them is gone. True: each tensor has
+        False: the tensors of a file share one memory. It is freed when the last tensor is gone. True: each tensor has
         memory of its own.
     access : str
         See :class:`gdrkit.gds.File`.
@@ -197,7 +197,7 @@ def start_load_files(
         The kernel does not open a file, or a device has too little memory.
     """
     maker = maker_of(framework)
-    indices = [maker.device_index(one) for one in (device if isinstance(device, list | tuple) else [device])]
+    indices = [maker.device_index(name) for name in (device if isinstance(device, list | tuple) else [device])]
     if not indices or len(set(indices)) != len(indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)
@@ -207,23 +207,23 @@ def start_load_files(
         if not files:
             message = "paths must name at least one file"
             raise UsageError(message)
-        with collector_paused():
+        with pause_collector():
             headers = [read_header(file) for file in files]
             _check_names(files, headers)
             for header in headers:
                 layout = layout_of(header, select)
-                for one in devices:
-                    one.place(layout)
+                for device_load in devices:
+                    device_load.place(layout)
         is_shared = len(indices) > 1 and (shares_are_faster(files, indices, access) if share is None else share)
         open_resources.pop_all()
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:
-        for share_index, one in enumerate(devices):
-            one.start(files, share_index if is_shared else 0, shares_count)
-        with collector_paused():
-            for one in devices:
-                one.make_tensors()
+        for share_index, device_load in enumerate(devices):
+            device_load.start(files, share_index if is_shared else 0, shares_count)
+        with pause_collector():
+            for device_load in devices:
+                device_load.make_tensors()
     except BaseException:
         load.close()
         raise

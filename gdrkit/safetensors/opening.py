@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 from gdrkit.errors import UsageError
 from gdrkit.gds import File
 from gdrkit.safetensors.devices import DeviceLoad, maker_of
-from gdrkit.safetensors.header import collector_paused, read_header
+from gdrkit.safetensors.header import pause_collector, read_header
 from gdrkit.safetensors.layout import EVERYTHING, layout_of
 from gdrkit.safetensors.loading import ModelLoad
 
@@ -33,7 +33,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
     device : str, int or torch.device
         The device that gets the tensors.
     backend : str or None
-        It is ignored. safetensors chooses by it how it reads files of the host.
+        Ignored. This parameter only lets a call of safetensors' ``safe_open`` stay unchanged.
     whole_file : bool
         True: the first access to a whole tensor loads the whole file, and later accesses return its tensors. This is
         faster if a program takes all tensors one after the other, in any number of threads.
@@ -62,7 +62,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         self._loaded_tensors: LoadedTensors | None = None
         self._file = File(filename, direct="never")
         try:
-            with collector_paused():
+            with pause_collector():
                 self._header = read_header(self._file)
         except BaseException:
             self._file.close()
@@ -118,7 +118,7 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         device = DeviceLoad(self._maker, self._device_index, own_memory=False)
         # This file stays open, so the load has no file to close.
         with ModelLoad([], [self._header], [device], shares_count=1, is_list=False) as load:
-            with collector_paused():
+            with pause_collector():
                 device.place(layout)
                 device.start([self._file], 0, 1)
                 device.make_tensors()

@@ -176,7 +176,7 @@ class Listener:
             connected_socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connected_socket.settimeout(0)
         waiting_connection = _WaitingConnection(
-            ControlConnection(connected_socket), _count_key_of(connected_socket, address)
+            ControlConnection(connected_socket), _find_count_key(connected_socket, address)
         )
         self._evict_if_full(waiting_connection.address)
         self._waiting_connections[waiting_connection] = None
@@ -236,7 +236,7 @@ class Listener:
                 del self._connections_by_address[waiting_connection.address]
 
 
-def _count_key_of(connected_socket: socket.socket, address: object) -> str:
+def _find_count_key(connected_socket: socket.socket, address: object) -> str:
     """Return the key that connections are counted by: this host, an IPv4 address, or the /64 of an IPv6 address."""
     if connected_socket.family == socket.AF_UNIX or not isinstance(address, tuple):
         return "this host"

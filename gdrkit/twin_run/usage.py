@@ -113,7 +113,7 @@ def read_runtimes(path: Path) -> list[RuntimeUse]:
 
 
 def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int, int, int]]:
-    """Yield of each slot in use: API number, process ID, program, objects, moved bytes, and three present counts."""
+    """Yield for each slot in use: API number, process ID, program, objects, moved bytes, and three present counts."""
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
         return

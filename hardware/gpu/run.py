@@ -116,7 +116,7 @@ class SetupError(Exception):
 
 
 def main() -> int:
-    """Exit code 0: every case that ran passed; 1: a case failed; 3: the cases could not start."""
+    """Return the exit code: 0 if every case that ran passed, 1 if a case failed, 3 if the cases could not start."""
     default_parts = [name for name, part in PARTS.items() if not part.is_optional]
     parser = argparse.ArgumentParser(prog="gpu.py", description=main.__doc__)
     parser.add_argument("--bundle", type=Path, default=BUNDLE, help="the folder that `nox -s bundle` made")

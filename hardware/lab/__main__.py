@@ -34,7 +34,7 @@ FAILED, SETUP_MISSING = 1, 3
 
 
 def main() -> int:
-    """Exit code 0: all cases passed and agree; 1: a case failed or differs, or too few agree; 3: the lab cannot run."""
+    """Return the exit code: 0 if all cases passed and agree, 3 if the lab cannot run, 1 in all other cases."""
     options = _parse_options()
     os.environ.setdefault("GDRKIT_EXAMPLES", EXAMPLE_COUNT)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -33,7 +33,11 @@ FAILED, SETUP_MISSING = 1, 3
 
 
 def main() -> int:
-    """Exit code 0: every program passed; 1: one failed, or passed only on the kernel (--lab); 3: the lab cannot run."""
+    """Return the exit code.
+
+    It is 0 if every program passed, 1 if a program failed or passed only on the kernel (--lab), and 3 if the lab cannot
+    run.
+    """
     options = _parse_options()
     if options.records is None:
         options.records = _BUILD_FOLDER / "records.jsonl"
@@ -79,7 +83,7 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     run_cuda_python(options.python, options.tests, _choose_target(options), results)
     join = join_results(options.gpu_results, results)
     numbers = {"counted_count": float(len(join.counted)), "passed_count": float(join.passed_count)}
-    numbers |= {"passed_percent": join.share_percent, "kinder_count": float(len(join.kinder))}
+    numbers |= {"passed_percent": join.share_percent, "kinder_count": float(len(join.cases_passing_only_on_twin))}
     evidence: dict[str, object] = {"gpu": dict(join.gpu), "twin": dict(join.twin), "not_passed": dict(join.texts)}
     record = new_record(
         "cuda-python's tests",

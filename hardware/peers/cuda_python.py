@@ -58,11 +58,11 @@ class CudaPythonJoin:
 
     @property
     def share_percent(self) -> float:
-        """Share of the cases that count which pass on the twin."""
+        """Percentage of the counted cases that pass on the twin."""
         return 100.0 * self.passed_count / len(self.counted) if self.counted else 0.0
 
     @property
-    def kinder(self) -> list[str]:
+    def cases_passing_only_on_twin(self) -> list[str]:
         """The cases that pass on the twin and fail on the GPU. There must be none."""
         return [case for case, (gpu, twin) in self.outcomes.items() if gpu == _FAIL and twin == _PASS]
 
@@ -72,8 +72,9 @@ class CudaPythonJoin:
         parts = []
         if self.share_percent < SHARE_MIN_PERCENT:
             parts.append(f"{self.share_percent:.1f} % of {len(self.counted)} cases pass, not {SHARE_MIN_PERCENT:g} %")
-        if self.kinder:
-            parts.append(f"{len(self.kinder)} cases pass on the twin and fail on the GPU, such as {self.kinder[0]}")
+        cases = self.cases_passing_only_on_twin
+        if cases:
+            parts.append(f"{len(cases)} cases pass on the twin and fail on the GPU, such as {cases[0]}")
         return "; ".join(parts)
 
 

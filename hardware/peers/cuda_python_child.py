@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _RESULTS, _FOLDER = "GDRKIT_CUDA_PYTHON_RESULTS", "GDRKIT_CUDA_PYTHON_FOLDER"
 _CASE_LIMIT_S, _MODULE_LIMIT_S, _STARTS_MAX = 30.0, 300.0, 12
 # These folders need a compiler for C, packages that the samples use, or a device without a twin.
-_LEFT_OUT = {"cython", "example_tests", "cudla", "legacy_api"}
+_EXCLUDED_FOLDERS = {"cython", "example_tests", "cudla", "legacy_api"}
 _COMPILERS = ("nvrtc", "nvvm", "nvJitLink", "nvfatbin")
 _KERNELS, _STATIC_RUNTIME = "kernels", "static runtime"
 _KERNEL_WORDS = re.compile(
@@ -91,7 +91,7 @@ def pytest_configure(config: Any) -> None:  # noqa: ANN401 - pytest's type.
 
 
 def _hide_compilers() -> None:
-    """Let this process find no compiler. cuda.bindings takes the function from pathfinder when it is imported."""
+    """Hide the compilers from this process. cuda.bindings takes this function of pathfinder when it is imported."""
     pathfinder: Any = importlib.import_module("cuda.pathfinder")
     load = pathfinder.load_nvidia_dynamic_lib
 
@@ -234,7 +234,7 @@ def main() -> int:
         path
         for package in ("cuda_bindings", "cuda_core")
         for path in sorted((folder / package / "tests").rglob("test_*.py"))
-        if not _LEFT_OUT & set(path.parts) and options.only in str(path)
+        if not _EXCLUDED_FOLDERS & set(path.parts) and options.only in str(path)
     ]
     work = results.with_suffix(".work")
     shutil.rmtree(work, ignore_errors=True)

@@ -22,7 +22,7 @@ VENDOR_MODULES = ("test_mlx5", "test_efa", "test_hns", "test_mana", "test_irdma"
 
 
 class _Recorder(unittest.TestResult):
-    """Writes the outcome of each test to a file."""
+    """A result of unittest that writes the outcome of each test to a file."""
 
     def __init__(self, file: TextIO) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class _AbsentProvider(types.ModuleType):
 
 
 class _AbsentProviders(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads an empty module for each of ``pyverbs.providers``.
+    """A finder and loader of empty modules in place of the modules of ``pyverbs.providers``.
 
-    The common code of the tests imports them. They are linked to the provider libraries of the same version of
-    rdma-core, which the distribution does not have.
+    The common code of the tests imports ``pyverbs.providers``, which is linked to the provider libraries of the same
+    version of rdma-core. The distribution has another version of them.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ARG002

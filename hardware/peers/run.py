@@ -183,7 +183,7 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
         # The record names no folder of this machine.
         shown_placeholders = {**placeholders, "folder": "FOLDER"}
-        command = shlex.join(_drop_root(word.format_map(shown_placeholders)) for word in program.client)
+        command = shlex.join(_remove_root_path(word.format_map(shown_placeholders)) for word in program.client)
         outputs = {
             name: _read_last_lines(process.output) for name, process in zip(("first", "last"), processes, strict=False)
         }
@@ -254,7 +254,7 @@ def _free_port() -> int:
     return port
 
 
-def _drop_root(word: str) -> str:
+def _remove_root_path(word: str) -> str:
     return word.replace(f"{_PROJECT_ROOT}/", "").replace(str(_PROJECT_ROOT), ".")
 
 

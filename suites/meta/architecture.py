@@ -32,9 +32,9 @@ tools) are omitted, because nearly all others use them. An arrow is omitted if a
 _TAIL = """\
 ```
 
-- **The APIs** (level 2) wrap one real library each, and do not know each other.
-- **CUDA and Gaudi export** a `DmabufRange`, **verbs imports** one, and `registration` is the only package that knows
-  both.
+- **The APIs** (level 2) wrap one real library each, and do not import each other.
+- **CUDA and Gaudi export** a `DmabufRange`, **verbs imports** one, and `registration` is the only package that imports
+  both sides.
 - **Native code** lies below single packages: `native/verbs` (posting work requests), `native/engine` (the copy engine),
   `native/storage` (chunks and checksums of the storage service) and `native/usrbio` (the hf3fs client library and the
   agent's loop). One seam imports each of them.

@@ -151,7 +151,7 @@ def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None
     }
     join = join_results(*write_results(tmp_path, gpu_and_twin))
     assert join.counted == {"m.py::both", "m.py::twin_fails", "m.py::twin_skips"}
-    assert (join.passed_count, round(join.share_percent, 1), join.kinder) == (1, 33.3, [])
+    assert (join.passed_count, round(join.share_percent, 1), join.cases_passing_only_on_twin) == (1, 33.3, [])
     assert join.failure == "33.3 % of 3 cases pass, not 95 %"
 
 

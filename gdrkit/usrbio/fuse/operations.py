@@ -282,7 +282,7 @@ class Operations:
     # ------------------------------------------------------------------------------------------------------ helpers
 
     def _find_file(self, fh: int) -> _OpenFile:
-        """Return an open file. EBADF if there is none with this number."""
+        """Return the open file with this number, or raise EBADF."""
         with self._lock:
             file = self._open_files.get(fh)
         if file is None:
@@ -290,7 +290,7 @@ class Operations:
         return file
 
     def _find_current_path(self, path: str | None, fh: int | None) -> str:
-        """Return `path` if it is set, else the path of an open file. ENOENT if the file no longer has that path."""
+        """Return `path` if it is set, else the path of an open file. Raise ENOENT if the file no longer has it."""
         if path is not None:
             self._check_in_store(path)
             return path
@@ -300,7 +300,7 @@ class Operations:
         return file.path
 
     def _find_folder_of_inode(self, inode: int) -> str:
-        """Return the path of a folder. ENOENT if the kernel has not looked the folder up, or the folder was renamed."""
+        """Return the path of a folder. Raise ENOENT if the kernel has not looked it up, or if it was renamed."""
         with self._lock:
             path = self._folder_paths.get(inode)
         if path is None or self.getattr(path)["st_ino"] != inode:
@@ -310,7 +310,7 @@ class Operations:
     def _open_folder(self, fh: int) -> tuple[str, int]:
         """Return the path and the inode of an open folder.
 
-        ENOTDIR if no folder has this number. ENOENT if the folder no longer has the path by which it was opened.
+        Raise ENOTDIR if no folder has this number, and ENOENT if the folder no longer has the path of its opening.
         """
         with self._lock:
             folder = self._open_folders.get(fh)
