@@ -2,6 +2,7 @@
 // here, as in the real library.
 
 #include <dlfcn.h>
+#include <sched.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -190,7 +191,11 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu** gpu) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
-    return find_gpu(gpu, [&](int number) { return uuid != nullptr && uuid_text(number) == uuid; });
+    // The prefix "GPU-" may be left out.
+    return find_gpu(gpu, [&](int number) {
+        const std::string text = uuid_text(number);
+        return uuid != nullptr && (text == uuid || text.substr(4) == uuid);
+    });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUIDV(const Uuid* uuid, Gpu** gpu) {
@@ -326,6 +331,26 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pe
         }
         *current = *pending = 0;
         return success;
+    });
+}
+
+// The GPUs are near to every processor that this thread may use.
+GDRKIT_NVML_ENTRY int nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned* count, Gpu** near_gpus) {
+    return entry([&] {
+        cpu_set_t allowed{};
+        if (count == nullptr || cpu >= CPU_SETSIZE) {
+            return invalid_argument;
+        }
+        if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) {
+            return unknown;
+        }
+        const unsigned near_count = CPU_ISSET(cpu, &allowed) ? config().gpu_count : 0;
+        const bool fits = near_gpus == nullptr || *count >= near_count;
+        *count = near_count;
+        for (unsigned number = 0; near_gpus != nullptr && fits && number < near_count; ++number) {
+            near_gpus[number] = &gpus[number];
+        }
+        return fits ? success : insufficient_size;
     });
 }
 

@@ -80,6 +80,31 @@ struct DriverBranch {
 inline constexpr std::uint32_t driver_branch_version = sizeof(DriverBranch) | 1U << 24;
 static_assert(driver_branch_version == 0x01000054);
 
+struct VersionedValue { // nvmlDeviceAddressingMode_v1_t, nvmlDeviceCapabilities_v1_t
+    std::uint32_t version, value;
+};
+inline constexpr std::uint32_t versioned_value_version = sizeof(VersionedValue) | 1U << 24;
+static_assert(versioned_value_version == 0x01000008);
+
+struct RepairStatus {
+    std::uint32_t version, is_channel_pending, is_tpc_pending;
+};
+inline constexpr std::uint32_t repair_status_version = sizeof(RepairStatus) | 1U << 24;
+static_assert(repair_status_version == 0x0100000c);
+
+struct LicensableFeatures { // the first members of nvmlGridLicensableFeatures_v4_t
+    std::int32_t is_supported;
+    std::uint32_t count;
+};
+
+struct DynamicPstates {
+    std::uint32_t flags;
+    struct {
+        std::uint32_t is_present, percent, threshold_up, threshold_down;
+    } utilization[8];
+};
+static_assert(sizeof(DynamicPstates) == 132);
+
 struct ProcessInfoV1 {
     std::uint32_t pid;
     std::uint64_t used_bytes;

@@ -144,6 +144,67 @@ void test_gpu_is_near_to_processors_and_gpus() {
     CHECK(call("nvmlDeviceSetPersistenceMode", gpu(0), 1) == nvml::unsupported);
 }
 
+// The GPU is idle, and each structure keeps its size.
+void test_gpu_is_idle() {
+    unsigned value = 9, pending = 9;
+    std::uint64_t reasons = 9;
+    int states[3] = {9, 9, 9};
+    for (const char* symbol :
+         {"nvmlDeviceGetVirtualizationMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetC2cModeInfoV",
+          "nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerUsage"}) {
+        value = 9;
+        CHECK(call(symbol, gpu(0), &value) == nvml::success && value == 0);
+        CHECK(call(symbol, gpu(0), static_cast<unsigned*>(nullptr)) == nvml::invalid_argument);
+    }
+    CHECK(call("nvmlDeviceGetMigMode", gpu(0), &value, &pending) == nvml::success && value == 0 && pending == 0);
+    CHECK(call("nvmlDeviceGetCurrentClocksEventReasons", gpu(0), &reasons) == nvml::success && reasons == 1);
+    CHECK(call("nvmlDeviceGetSupportedPerformanceStates", gpu(0), &states[0], 8U) == nvml::success);
+    CHECK(states[0] == 0 && states[1] == 32 && states[2] == 9);
+    CHECK(call("nvmlDeviceGetSupportedPerformanceStates", gpu(0), &states[0], 3U) == nvml::insufficient_size);
+    nvml::DynamicPstates info[2];
+    std::memset(static_cast<void*>(info), 0xee, sizeof info);
+    CHECK(call("nvmlDeviceGetDynamicPstatesInfo", gpu(0), &info[0]) == nvml::success);
+    CHECK(info[0].utilization[7].threshold_down == 0 && info[1].flags == 0xeeeeeeee);
+    for (const char* symbol : {"nvmlDeviceGetAddressingMode", "nvmlDeviceGetCapabilities"}) {
+        nvml::VersionedValue versioned{nvml::versioned_value_version, 9};
+        CHECK(call(symbol, gpu(0), &versioned) == nvml::success && versioned.value == 0);
+        versioned.version = 0;
+        CHECK(call(symbol, gpu(0), &versioned) == nvml::argument_version_mismatch);
+    }
+    nvml::RepairStatus repair{nvml::repair_status_version, 9, 9};
+    CHECK(call("nvmlDeviceGetRepairStatus", gpu(0), &repair) == nvml::success && repair.is_tpc_pending == 0);
+    CHECK(call("nvmlDeviceGetPcieThroughput", gpu(0), 1U, &value) == nvml::success && value == 0);
+    CHECK(call("nvmlDeviceGetPcieThroughput", gpu(0), 2U, &value) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceGetCurrPcieLinkGeneration", gpu(0), &value) == nvml::success && value == 5);
+    CHECK(call("nvmlDeviceGetMaxPcieLinkWidth", gpu(0), &value) == nvml::success && value == 16);
+}
+
+void test_uuid_may_have_no_prefix() {
+    char text[41] = {};
+    Gpu* handle = nullptr;
+    CHECK(call("nvmlDeviceGetUUID", gpu(1), &text[0], 41U) == nvml::success);
+    CHECK(call("nvmlDeviceGetHandleByUUID", static_cast<const char*>(text + 4), &handle) == nvml::success);
+    CHECK(handle == gpu(1));
+    CHECK(call("nvmlDeviceGetHandleByUUID", static_cast<const char*>(text + 5), &handle) == nvml::not_found);
+}
+
+void test_gpus_near_to_a_processor() {
+    cpu_set_t allowed{};
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    for (unsigned cpu = 0; cpu < 64; ++cpu) {
+        Gpu* near_gpus[3]{};
+        unsigned count = 0;
+        const bool is_allowed = CPU_ISSET(cpu, &allowed);
+        CHECK(call("nvmlSystemGetTopologyGpuSet", cpu, &count, static_cast<Gpu**>(nullptr)) == nvml::success);
+        CHECK(count == (is_allowed ? 3U : 0U));
+        CHECK(call("nvmlSystemGetTopologyGpuSet", cpu, &count, &near_gpus[0]) == nvml::success);
+        CHECK(near_gpus[2] == (is_allowed ? gpu(2) : nullptr));
+        count = 2;
+        CHECK(call("nvmlSystemGetTopologyGpuSet", cpu, &count, &near_gpus[0]) ==
+              (is_allowed ? nvml::insufficient_size : nvml::success));
+    }
+}
+
 void test_process_is_listed_while_it_has_a_context() {
     constexpr std::uint64_t length_bytes = 2U << 20;
     unsigned count = 0;
@@ -185,6 +246,9 @@ int main() {
     test_old_structures_keep_their_size();
     test_versioned_structures_name_the_gpu();
     test_gpu_is_near_to_processors_and_gpus();
+    test_gpu_is_idle();
+    test_uuid_may_have_no_prefix();
+    test_gpus_near_to_a_processor();
     test_process_is_listed_while_it_has_a_context();
     test_every_init_needs_a_shutdown();
 }

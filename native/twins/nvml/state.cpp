@@ -1,0 +1,129 @@
+// The state of a GPU that tools for monitoring query: performance, power, the PCIe link and switched-off features. The
+// twin's GPUs run no kernels, so they are idle, draw no power and send nothing over PCIe.
+
+#include <algorithm>
+
+#include "nvml/entry.hpp"
+
+namespace gdrkit::twin::nvml {
+namespace {
+
+constexpr int virtualization_none = 0, performance_highest = 0, performance_unknown = 32;
+constexpr std::uint64_t clocks_idle = 1; // nvmlClocksEventReasonGpuIdle
+// The PCIe link of an H200 according to its data sheet.
+constexpr unsigned pcie_generation = 5, pcie_width = 16, pcie_counter_end = 2;
+
+// Store the value of a structure that begins with its version.
+template <typename Value> int store_versioned(const Gpu* gpu, Value* result, const Value& value) {
+    return gpu_entry(gpu, result, [&](int) {
+        if (result->version != value.version) {
+            return argument_version_mismatch;
+        }
+        *result = value;
+        return success;
+    });
+}
+
+} // namespace
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetVirtualizationMode(const Gpu* gpu, int* mode) {
+    return constant_of(gpu, mode, virtualization_none);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current, unsigned* pending) {
+    return gpu_entry(gpu, current, [&](int) {
+        if (pending == nullptr) {
+            return invalid_argument;
+        }
+        *current = *pending = 0;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxMigDeviceCount(const Gpu* gpu, unsigned* count) {
+    return constant_of(gpu, count, 0U);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetC2cModeInfoV(const Gpu* gpu, unsigned* is_enabled) {
+    return constant_of(gpu, is_enabled, 0U);
+}
+
+// The GPUs do not access the pageable memory of a process.
+GDRKIT_NVML_ENTRY int nvmlDeviceGetAddressingMode(const Gpu* gpu, VersionedValue* mode) {
+    return store_versioned(gpu, mode, VersionedValue{versioned_value_version, 0});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCapabilities(const Gpu* gpu, VersionedValue* capabilities) {
+    return store_versioned(gpu, capabilities, VersionedValue{versioned_value_version, 0});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetRepairStatus(const Gpu* gpu, RepairStatus* status) {
+    return store_versioned(gpu, status, RepairStatus{repair_status_version, 0, 0});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGridLicensableFeatures_v4(const Gpu* gpu, LicensableFeatures* features) {
+    return constant_of(gpu, features, LicensableFeatures{0, 0});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrentClocksEventReasons(const Gpu* gpu, std::uint64_t* reasons) {
+    return constant_of(gpu, reasons, clocks_idle);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedClocksEventReasons(const Gpu* gpu, std::uint64_t* reasons) {
+    return constant_of(gpu, reasons, clocks_idle);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPerformanceState(const Gpu* gpu, int* state) {
+    return constant_of(gpu, state, performance_highest);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedPerformanceStates(const Gpu* gpu, int* states, unsigned length_bytes) {
+    return gpu_entry(gpu, states, [&](int) {
+        if (length_bytes < sizeof *states) {
+            return insufficient_size;
+        }
+        std::fill_n(states, length_bytes / sizeof *states, performance_unknown);
+        states[0] = performance_highest;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetDynamicPstatesInfo(const Gpu* gpu, DynamicPstates* info) {
+    return constant_of(gpu, info, DynamicPstates{});
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPowerUsage(const Gpu* gpu, unsigned* power_mw) {
+    return constant_of(gpu, power_mw, 0U);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieThroughput(const Gpu* gpu, unsigned counter, unsigned* kilobytes_per_s) {
+    return gpu_entry(gpu, kilobytes_per_s, [&](int) {
+        if (counter >= pcie_counter_end) {
+            return invalid_argument;
+        }
+        *kilobytes_per_s = 0;
+        return success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
+    return constant_of(gpu, generation, pcie_generation);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
+    return constant_of(gpu, generation, pcie_generation);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuMaxPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
+    return constant_of(gpu, generation, pcie_generation);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkWidth(const Gpu* gpu, unsigned* width) {
+    return constant_of(gpu, width, pcie_width);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetMaxPcieLinkWidth(const Gpu* gpu, unsigned* width) {
+    return constant_of(gpu, width, pcie_width);
+}
+
+} // namespace gdrkit::twin::nvml
