@@ -189,6 +189,8 @@ enum DeviceAttribute : int {
     device_numa_id = 131,
     device_multicast_supported = 132,
     device_host_numa_id = 134,
+    device_host_numa_memory_pools_supported = 142,
+    device_host_memory_pools_supported = 144,
     device_attribute_last = 147,
 };
 

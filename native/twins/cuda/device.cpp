@@ -72,6 +72,8 @@ constexpr AttributeValue attribute_values[] = {
     {device_tensor_map_access_supported, 1},
     {device_mempool_handle_types, handle_posix_fd},
     {device_numa_id, -1},
+    {device_host_numa_memory_pools_supported, 1},
+    {device_host_memory_pools_supported, 1},
 };
 
 int attribute_of(Device device, int attribute) {

@@ -10,7 +10,8 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 bool is_exportable(const Range& range) {
-    return range.kind == MemoryKind::device || range.kind == MemoryKind::pool || range.kind == MemoryKind::vmm;
+    return range.kind == MemoryKind::device || (range.kind == MemoryKind::pool && !range.is_host()) ||
+           range.kind == MemoryKind::vmm;
 }
 
 // Return the first range that overlaps this page. A small allocation may begin in the middle of a page, but only whole

@@ -3,11 +3,13 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <utility>
 #include <vector>
 
 #include "cuda/entry.hpp"
 #include "cuda/memory.hpp"
 #include "cuda/stream.hpp"
+#include "model/dmabuf.hpp"
 #include "model/ledger.hpp"
 
 namespace gdrkit::twin::cuda {
@@ -88,6 +90,33 @@ RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes) {
     range->host = static_cast<std::byte*>(pages);
     range->owner = std::shared_ptr<void>(pages, [mapping_bytes](void* at) { munmap(at, mapping_bytes); });
     return range;
+}
+
+RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes) {
+    auto range = std::make_shared<Range>();
+    range->kind = MemoryKind::pool;
+    range->base = reinterpret_cast<std::uint64_t>(memory->data());
+    range->length_bytes = length_bytes;
+    range->buffer_id = new_buffer_id();
+    range->device = memory->device();
+    range->host = memory->data();
+    range->memory = std::move(memory);
+    return range;
+}
+
+Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRef* made) {
+    if (length_bytes > UINT64_MAX - page_bytes) {
+        return out_of_memory;
+    }
+    const std::uint64_t memory_bytes = round_up(length_bytes, page_bytes);
+    // The file has the seals that a process checks before it maps memory of another one.
+    Fd fd(make_device_memory(memory_bytes));
+    MemoryRef memory;
+    const Result result = fd ? Memory::adopt(std::move(fd), memory_bytes, device, &memory) : out_of_memory;
+    if (result == success) {
+        *made = map_shared_host_memory(std::move(memory), length_bytes);
+    }
+    return result;
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostAlloc(void** pointer, std::size_t length_bytes, unsigned flags) {

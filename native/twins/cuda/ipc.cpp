@@ -167,12 +167,16 @@ bool drop_reference(const RangeRef& range) {
 
 } // namespace
 
-Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped) {
+Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped, bool is_host) {
     MemoryRef memory;
     Device device = 0;
     ReplyMessage reply_message{};
     if (const Result result = request_memory(message, &memory, &device, &reply_message); result != success) {
         return result;
+    }
+    if (is_host) {
+        *mapped = map_shared_host_memory(std::move(memory), reply_message.length_bytes);
+        return success;
     }
     // The slot begins at a page, so that the range has the same offset in its page as in the owner.
     const Slot slot = allocate_slot(round_up(reply_message.memory_bytes, min_aligned_bytes));

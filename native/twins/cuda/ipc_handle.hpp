@@ -17,8 +17,8 @@ namespace gdrkit::twin::cuda {
 struct HandleMessage {
     char magic[8];              // the type of the shared object
     std::uint64_t owner;        // id of the control service of the owning process
-    std::uint64_t object_id;    // id of the object in the owning process
-    std::uint64_t length_bytes; // of memory
+    std::uint64_t object_id;    // id of the object in the owning process; of a pool: the type of its location
+    std::uint64_t length_bytes; // of memory; of a pool: the number of its location
     std::int32_t physical;      // of memory: the number of the device, as in visible_devices.hpp
     std::uint32_t reserved;     // zero
     Handle pool;                // of memory in a pool, or of a pool: the handle of the pool in the owning process
@@ -57,9 +57,9 @@ inline bool read_handle(std::string_view magic, const IpcHandle& handle, HandleM
 // Describe a range to another process, which maps its memory by map_imported_memory (ipc.cpp).
 HandleMessage export_memory(const RangeRef& range);
 
-// Map memory that another process owns. Fails if that process has ended or has freed the memory. The caller sets the
-// other members of the range and adds it to the address space.
-Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped);
+// Map memory that another process owns, as memory of a device or of the host. Fails if that process has ended or has
+// freed the memory. The caller sets the other members of the range and adds it to the address space.
+Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeRef* mapped, bool is_host = false);
 
 // Open a separate descriptor for the other process. While it is open, the memory counts as referenced.
 inline Fd reopen(int fd) {

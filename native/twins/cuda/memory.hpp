@@ -120,6 +120,10 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
 Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* range);
 // Allocate host memory (kinds managed and host_alloc); null on failure. The caller adds the range to the address space.
 RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes);
+// Allocate memory of the host (kind pool) that processes can share. A device is named, because each range has one.
+Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRef* range);
+// Return a range for such memory, which this or another process has allocated.
+RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes);
 // Remove a range (an allocation or a mapping) from the address space and the ledger. Fails with invalid_value if no
 // range of one of these kinds begins at `address`. A double free ends the process.
 Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);

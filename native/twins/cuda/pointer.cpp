@@ -36,7 +36,7 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
     case pointer_context:
         return write_value<Handle>(result, range.context);
     case pointer_memory_type: {
-        const bool is_host = range.kind == MemoryKind::host_alloc || range.kind == MemoryKind::host_registered;
+        const bool is_host = range.is_host() && range.kind != MemoryKind::managed;
         return write_value<std::uint32_t>(result, is_host ? memory_host : memory_device);
     }
     case pointer_device_pointer:

@@ -2,9 +2,13 @@
 
 #include "cuda/pool.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <span>
+#include <string>
+#include <utility>
 
 #include "cuda/capture.hpp"
 #include "cuda/device.hpp"
@@ -21,49 +25,80 @@ Registry<Pool>& created_pools() {
     return *instance;
 }
 
-// The default pool of each device, and the pool that cuMemAllocAsync uses.
-struct DevicePools {
+// The type and the number of a location: a device, the host (number 0), or a NUMA node of the host.
+using LocationKey = std::pair<std::int32_t, std::int32_t>;
+
+LocationKey key_of(const Location& location) {
+    return {location.type, location.type == location_host ? 0 : location.id};
+}
+
+// The default pool of each location, and the pool that the program has chosen for it.
+struct LocationPools {
     std::mutex mutex;
-    std::map<Device, PoolRef> defaults;
-    std::map<Device, PoolRef> current;
+    std::map<LocationKey, PoolRef> defaults;
+    std::map<LocationKey, PoolRef> current;
 };
 
-DevicePools& device_pools() {
-    static auto* const instance = new DevicePools;
+LocationPools& location_pools() {
+    static auto* const instance = new LocationPools;
     return *instance;
 }
 
-PoolRef default_pool_locked(DevicePools* state, Device device) {
-    PoolRef& pool = state->defaults[device];
+Result default_pool_locked(LocationPools* state, const Location& location, PoolRef* found) {
+    PoolRef& pool = state->defaults[key_of(location)];
     if (!pool) {
-        pool = std::make_shared<Pool>();
+        if (const Result result = make_pool(location, &pool); result != success) {
+            state->defaults.erase(key_of(location));
+            return result;
+        }
         pool->handle = new_handle();
-        pool->device = device;
     }
-    return pool;
+    *found = pool;
+    return success;
 }
 
-PoolRef default_pool(Device device) {
-    DevicePools& state = device_pools();
+Result default_pool(const Location& location, PoolRef* pool) {
+    LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
-    return default_pool_locked(&state, device);
+    return default_pool_locked(&state, location, pool);
 }
 
-PoolRef current_pool(Device device) {
-    DevicePools& state = device_pools();
+Result current_pool(const Location& location, PoolRef* pool) {
+    LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
-    const PoolRef& pool = state.current[device];
-    return pool ? pool : default_pool_locked(&state, device);
+    const auto chosen = state.current.find(key_of(location));
+    if (chosen != state.current.end()) {
+        *pool = chosen->second;
+        return success;
+    }
+    return default_pool_locked(&state, location, pool);
+}
+
+Result set_current_pool(const Location& location, Handle handle) {
+    const PoolRef pool = find_pool(handle);
+    if (!pool || key_of(pool->location) != key_of(location) || pool->is_imported()) {
+        return invalid_value;
+    }
+    LocationPools& state = location_pools();
+    std::lock_guard lock(state.mutex);
+    state.current[key_of(location)] = pool;
+    return success;
+}
+
+bool numa_node_exists(int node) {
+    const std::string path = "/sys/devices/system/node/node" + std::to_string(node);
+    return node == 0 || (node > 0 && access(path.c_str(), F_OK) == 0);
 }
 
 bool is_default_pool(Handle handle) {
-    DevicePools& state = device_pools();
+    LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
     return std::ranges::any_of(state.defaults, [=](const auto& entry) { return entry.second->handle == handle; });
 }
 
-// An imported pool has only the memory that its owner has allocated.
-Result allocate_from_pool(const PoolRef& pool, DevicePointer* pointer, std::uint64_t length_bytes) {
+// An imported pool has only the memory that its owner has allocated. Memory of the host belongs to the device of the
+// stream.
+Result allocate_from_pool(const PoolRef& pool, Device device, DevicePointer* pointer, std::uint64_t length_bytes) {
     if (pointer == nullptr || !pool || pool->is_imported()) {
         return invalid_value;
     }
@@ -75,7 +110,8 @@ Result allocate_from_pool(const PoolRef& pool, DevicePointer* pointer, std::uint
         return out_of_memory;
     }
     RangeRef range;
-    const Result result = allocate(MemoryKind::pool, pool->device, length_bytes, &range);
+    const Result result = pool->is_host() ? make_shared_host_range(device, length_bytes, &range)
+                                          : allocate(MemoryKind::pool, pool->device, length_bytes, &range);
     if (result != success) {
         pool->uncharge(length_bytes);
         return result;
@@ -88,15 +124,21 @@ Result allocate_from_pool(const PoolRef& pool, DevicePointer* pointer, std::uint
     return success;
 }
 
-Result store_pool_handle(DevicePointer* handle, Device device, PoolRef (*pool_of)(Device)) {
-    if (!device_exists(device)) {
-        return invalid_device;
+Result store_pool_handle(Handle* handle, const Location& location, Result (*pool_of)(const Location&, PoolRef*)) {
+    PoolRef pool;
+    const Result result = pool_of(location, &pool);
+    if (result == success && handle != nullptr) {
+        *handle = pool->handle;
     }
-    if (handle == nullptr) {
+    return result != success || handle != nullptr ? result : invalid_value;
+}
+
+// Check the arguments of the functions for the pools of any location, of which an H200 has none for managed memory.
+Result check_location_and_type(const Location* location, int allocation_type) {
+    if (location == nullptr || (allocation_type != allocation_pinned && allocation_type != allocation_managed)) {
         return invalid_value;
     }
-    *handle = pool_of(device)->handle;
-    return success;
+    return allocation_type == allocation_pinned ? success : not_supported;
 }
 
 Result set_attribute(Pool* pool, int attribute, const void* value) {
@@ -158,15 +200,43 @@ Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std
     if (is_captured(stream) && pool && pointer != nullptr && length_bytes != 0) {
         return capture_allocation(stream, pool->device, length_bytes, pointer);
     }
-    return allocate_from_pool(pool, pointer, length_bytes);
+    return allocate_from_pool(pool, stream->device, pointer, length_bytes);
 }
 
 } // namespace
 
+Result make_pool(const Location& location, PoolRef* made) {
+    auto pool = std::make_shared<Pool>();
+    pool->location = location;
+    pool->device = cpu_device;
+    switch (location.type) {
+    case location_device:
+        if (!device_exists(location.id)) {
+            return invalid_device;
+        }
+        pool->device = location.id;
+        break;
+    case location_host:
+        pool->location.id = 0;
+        break;
+    case location_host_numa:
+        if (!numa_node_exists(location.id)) {
+            return invalid_value;
+        }
+        break;
+    case location_host_numa_current:
+        return invalid_value;
+    default:
+        return not_supported;
+    }
+    *made = std::move(pool);
+    return success;
+}
+
 int Pool::access_of(Device accessing_device) {
     std::lock_guard lock(mutex);
     const auto found = access.find(accessing_device);
-    const int default_access = accessing_device == device ? access_read_write : access_none;
+    const int default_access = accessing_device == device || is_host() ? access_read_write : access_none;
     return found == access.end() ? default_access : found->second;
 }
 
@@ -189,9 +259,9 @@ PoolRef find_pool(Handle handle) {
     if (PoolRef pool = created_pools().find(handle)) {
         return pool;
     }
-    DevicePools& state = device_pools();
+    LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
-    for (const auto& [device, pool] : state.defaults) {
+    for (const auto& [location, pool] : state.defaults) {
         if (pool->handle == handle) {
             return pool;
         }
@@ -215,11 +285,36 @@ int pool_access_of(const Range& range, Device device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDefaultMemPool(Handle* handle, Device device) {
-    return entry("cuDeviceGetDefaultMemPool", [&] { return store_pool_handle(handle, device, default_pool); });
+    return entry("cuDeviceGetDefaultMemPool", [&] {
+        return store_pool_handle(handle, {location_device, device}, default_pool);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetMemPool(Handle* handle, Device device) {
-    return entry("cuDeviceGetMemPool", [&] { return store_pool_handle(handle, device, current_pool); });
+    return entry("cuDeviceGetMemPool", [&] {
+        return store_pool_handle(handle, {location_device, device}, current_pool);
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemGetDefaultMemPool(Handle* handle, const Location* location, int allocation_type) {
+    return entry("cuMemGetDefaultMemPool", [&] {
+        const Result result = check_location_and_type(location, allocation_type);
+        return result == success ? store_pool_handle(handle, *location, default_pool) : result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemGetMemPool(Handle* handle, const Location* location, int allocation_type) {
+    return entry("cuMemGetMemPool", [&] {
+        const Result result = check_location_and_type(location, allocation_type);
+        return result == success ? store_pool_handle(handle, *location, current_pool) : result;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuMemSetMemPool(const Location* location, int allocation_type, Handle pool) {
+    return entry("cuMemSetMemPool", [&] {
+        const Result result = check_location_and_type(location, allocation_type);
+        return result == success ? set_current_pool(*location, pool) : result;
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
@@ -227,14 +322,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
         if (!device_exists(device)) {
             return invalid_device;
         }
-        const PoolRef pool = find_pool(handle);
-        if (!pool || pool->device != device || pool->is_imported()) {
-            return invalid_value;
-        }
-        DevicePools& state = device_pools();
-        std::lock_guard lock(state.mutex);
-        state.current[device] = pool;
-        return success;
+        return set_current_pool({location_device, device}, handle);
     });
 }
 
@@ -245,15 +333,18 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
             return invalid_value;
         }
         // An H200 has no pools of managed memory. The twin's machine has no fabric.
-        if (properties->allocation_type == allocation_managed || properties->location.type != location_device ||
-            (properties->handle_types & ~handle_posix_fd) != 0 || properties->usage != 0) {
+        if (properties->allocation_type == allocation_managed || (properties->handle_types & ~handle_posix_fd) != 0 ||
+            properties->usage != 0) {
             return not_supported;
         }
-        if (!device_exists(properties->location.id)) {
-            return invalid_device;
+        PoolRef pool;
+        if (const Result result = make_pool(properties->location, &pool); result != success) {
+            return result;
         }
-        auto pool = std::make_shared<Pool>();
-        pool->device = properties->location.id;
+        // Processes share memory of a NUMA node, but not memory of the whole host.
+        if (properties->location.type == location_host && properties->handle_types != handle_none) {
+            return invalid_value;
+        }
         pool->size_max_bytes = properties->size_max_bytes;
         pool->handle_types = static_cast<std::uint32_t>(properties->handle_types);
         add_pool(pool);
@@ -271,11 +362,9 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
         if (!pool) {
             return invalid_value;
         }
-        DevicePools& state = device_pools();
+        LocationPools& state = location_pools();
         std::lock_guard lock(state.mutex);
-        if (state.current[pool->device] == pool) {
-            state.current[pool->device].reset();
-        }
+        std::erase_if(state.current, [&](const auto& entry) { return entry.second == pool; });
         return success;
     });
 }
@@ -333,8 +422,10 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Loc
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocAsync(DevicePointer* pointer, std::size_t length_bytes, Handle stream) {
     return entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
-        return allocate_in_stream(context, pointer, length_bytes, stream,
-                                  [](const Stream& of_call) { return current_pool(of_call.device); });
+        return allocate_in_stream(context, pointer, length_bytes, stream, [](const Stream& of_call) {
+            PoolRef pool;
+            return current_pool({location_device, of_call.device}, &pool) == success ? pool : nullptr;
+        });
     });
 }
 

@@ -15,9 +15,10 @@ namespace gdrkit::twin::cuda {
 
 struct Pool {
     Handle handle = 0;
-    Device device = 0;
-    std::uint64_t size_max_bytes = 0; // 0: limited by the device only
-    std::uint32_t handle_types = 0;   // CUmemAllocationHandleType bits with which the pool can be exported
+    Location location{location_device, 0}; // of the memory: a device, the host, or a NUMA node of the host
+    Device device = 0;                     // cpu_device for memory of the host
+    std::uint64_t size_max_bytes = 0;      // 0: limited by the device only
+    std::uint32_t handle_types = 0;        // CUmemAllocationHandleType bits with which the pool can be exported
     // An imported pool has the control service of the owning process and its handle there. Other pools have 0.
     std::uint64_t owner = 0;
     Handle handle_in_owner = 0;
@@ -27,6 +28,7 @@ struct Pool {
     std::uint64_t used_bytes = 0, used_high_bytes = 0;
     std::map<Device, int> access;
 
+    [[nodiscard]] bool is_host() const { return location.type != location_device; }
     [[nodiscard]] bool is_imported() const { return owner != 0; }
     int access_of(Device accessing_device);
     // Count the bytes as used. Return false if the pool would exceed its maximum size.
@@ -35,7 +37,10 @@ struct Pool {
 };
 using PoolRef = std::shared_ptr<Pool>;
 
-// Find the default pool of a device, or a pool that was created or imported; null if none has this handle.
+// Make a pool for memory of a location. Fails if the location does not exist.
+Result make_pool(const Location& location, PoolRef* pool);
+
+// Find the default pool of a location, or a pool that was created or imported; null if none has this handle.
 PoolRef find_pool(Handle handle);
 
 // Give the pool a handle, under which find_pool finds it.

@@ -21,7 +21,9 @@ constexpr int pool_seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WR
 Result export_pool(const Pool& pool, int* shareable) {
     HandleMessage message{};
     message.pool = pool.handle;
-    message.physical = physical_of(pool.device);
+    message.object_id = static_cast<std::uint64_t>(pool.location.type);
+    message.length_bytes = static_cast<std::uint64_t>(pool.location.id);
+    message.physical = pool.is_host() ? 0 : physical_of(pool.device);
     IpcHandle handle{};
     write_handle(pool_magic, message, &handle);
     Fd fd(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -45,12 +47,18 @@ Result import_pool(int shareable, Handle* imported) {
         !read_handle(pool_magic, handle, &message)) {
         return invalid_value;
     }
-    const auto device = ordinal_of(message.physical);
-    if (!device) {
-        return invalid_device;
+    Location location{static_cast<std::int32_t>(message.object_id), static_cast<std::int32_t>(message.length_bytes)};
+    if (location.type == location_device) {
+        const auto device = ordinal_of(message.physical);
+        if (!device) {
+            return invalid_device;
+        }
+        location.id = *device;
     }
-    auto pool = std::make_shared<Pool>();
-    pool->device = *device;
+    PoolRef pool;
+    if (const Result result = make_pool(location, &pool); result != success) {
+        return result;
+    }
     pool->owner = message.owner;
     pool->handle_in_owner = message.pool;
     add_pool(pool);
@@ -65,7 +73,8 @@ Result import_memory(const PoolRef& pool, const IpcHandle& data, DevicePointer* 
         return invalid_value;
     }
     RangeRef range;
-    if (const Result result = map_imported_memory(message, MemoryKind::pool, &range); result != success) {
+    if (const Result result = map_imported_memory(message, MemoryKind::pool, &range, pool->is_host());
+        result != success) {
         return result;
     }
     pool->charge(range->length_bytes);

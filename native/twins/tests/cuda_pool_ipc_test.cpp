@@ -14,10 +14,13 @@ namespace {
 // Messages between the owner and the importer.
 constexpr char importer_has_written = 'w', owner_has_freed = 'f', importer_has_freed = 'd';
 
-Handle create_pool(int handle_types) {
+// The locations whose pools are shared: a device, and the memory of a NUMA node.
+constexpr Location locations[] = {{location_device, 1}, {location_host_numa, 0}};
+
+Handle create_pool(int handle_types, const Location& location = locations[0]) {
     PoolProperties properties{};
     properties.allocation_type = allocation_pinned;
-    properties.location = {location_device, 1};
+    properties.location = location;
     properties.handle_types = handle_types;
     Handle pool = 0;
     EXPECT_SUCCESS("cuMemPoolCreate", &pool, &properties);
@@ -52,10 +55,8 @@ IpcHandle export_pointer(u64 pointer) {
     return data;
 }
 
-// Body of the owning process.
-int run_owner(int socket) {
-    init_device(1);
-    const Handle pool = create_pool(handle_posix_fd);
+void own_pool(int socket, const Location& location) {
+    const Handle pool = create_pool(handle_posix_fd, location);
     const u64 pointer = allocate_from(pool, 70000);
     write_device(pointer, pattern(70000, 1));
     const int fd = export_pool(pool);
@@ -69,12 +70,18 @@ int run_owner(int socket) {
     EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
     EXPECT_SUCCESS("cuMemPoolDestroy", pool);
     send_value(socket, owner_has_freed);
+}
+
+// Body of the owning process.
+int run_owner(int socket) {
+    init_device(1);
+    for (const Location& location : locations) {
+        own_pool(socket, location);
+    }
     return 0;
 }
 
-void test_imported_pool_has_memory_of_its_owner() {
-    Peer owner;
-    init_device(1);
+void import_from(const Peer& owner, const Location& location) {
     std::vector<Fd> fds;
     CHECK(recv_fds(owner.socket(), 1, &fds));
     const auto data = receive_value<IpcHandle>(owner.socket());
@@ -86,6 +93,9 @@ void test_imported_pool_has_memory_of_its_owner() {
                    pointer);
     CHECK(device == 1);
     CHECK(read_device(pointer, 70000) == pattern(70000, 1));
+    if (location.type == location_host_numa) {
+        CHECK(reinterpret_cast<const unsigned char*>(pointer)[69999] == pattern(70000, 1)[69999]);
+    }
     write_device(pointer + 7, pattern(100, 2));
     send_value(owner.socket(), importer_has_written);
     // An imported pool allocates nothing, cannot be the pool of a device, and is not exported again.
@@ -101,6 +111,14 @@ void test_imported_pool_has_memory_of_its_owner() {
     send_value(owner.socket(), importer_has_freed);
     CHECK(receive_value<char>(owner.socket()) == owner_has_freed);
     EXPECT_SUCCESS("cuMemPoolDestroy", pool);
+}
+
+void test_imported_pool_has_memory_of_its_owner() {
+    const Peer owner;
+    init_device(1);
+    for (const Location& location : locations) {
+        import_from(owner, location);
+    }
 }
 
 void test_malformed_handles_of_pools_are_refused() {

@@ -1,4 +1,6 @@
 // Tests of memory pools and stream-ordered allocation.
+#include <algorithm>
+
 #include "cuda_driver.hpp"
 
 using namespace gdrkit::twin::cuda;
@@ -127,6 +129,87 @@ void test_pool_is_that_of_the_stream() {
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 1);
 }
 
+// A pool of the host has memory that the program reads and writes at its address, and that a device copies.
+void test_host_pool_has_host_memory() {
+    for (const Location& location : {Location{location_host, 77}, Location{location_host_numa, 0}}) {
+        PoolProperties properties{};
+        properties.allocation_type = allocation_pinned;
+        properties.location = location;
+        properties.size_max_bytes = 1 << 20;
+        Handle pool = 0;
+        u64 pointer = 0, host = 0;
+        EXPECT_SUCCESS("cuMemPoolCreate", &pool, &properties);
+        EXPECT_SUCCESS("cuCtxSynchronize");
+        const u64 before = free_memory();
+        EXPECT_RESULT(out_of_memory, "cuMemAllocFromPoolAsync", &pointer, u64{2} << 20, pool, Handle{0});
+        EXPECT_SUCCESS("cuMemAllocFromPoolAsync", &pointer, u64{10000}, pool, Handle{0});
+        EXPECT_SUCCESS("cuStreamSynchronize", Handle{0});
+        CHECK(free_memory() == before && pool_attribute(pool, pool_used_current) == 10000);
+        auto* const bytes = reinterpret_cast<unsigned char*>(pointer);
+        const std::vector<unsigned char> expected = pattern(10000, 3);
+        std::copy(expected.begin(), expected.end(), bytes);
+        const u64 memory = allocate(10000);
+        EXPECT_SUCCESS("cuMemcpyDtoD_v2", memory, pointer, u64{10000});
+        CHECK(read_device(memory, 10000) == expected);
+        EXPECT_SUCCESS("cuMemsetD8_v2", pointer + 9999, static_cast<unsigned char>(7), u64{1});
+        EXPECT_SUCCESS("cuCtxSynchronize");
+        CHECK(bytes[9998] == expected[9998] && bytes[9999] == 7);
+        unsigned type = 0;
+        EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&type), static_cast<int>(pointer_memory_type),
+                       pointer);
+        CHECK(type == memory_host);
+        EXPECT_SUCCESS("cuPointerGetAttribute", static_cast<void*>(&host), static_cast<int>(pointer_host_pointer),
+                       pointer);
+        CHECK(host == pointer);
+        int fd = -1;
+        EXPECT_RESULT(invalid_value, "cuMemGetHandleForAddressRange", static_cast<void*>(&fd), pointer, u64{4096},
+                      range_handle_dmabuf, u64{0});
+        EXPECT_SUCCESS("cuMemFreeAsync", pointer, Handle{0});
+        EXPECT_SUCCESS("cuMemFree_v2", memory);
+        EXPECT_RESULT(invalid_value, "cuDeviceSetMemPool", 0, pool);
+        EXPECT_SUCCESS("cuMemPoolDestroy", pool);
+    }
+}
+
+void test_wrong_host_pools_are_refused() {
+    PoolProperties properties{};
+    properties.allocation_type = allocation_pinned;
+    properties.handle_types = handle_posix_fd;
+    properties.location = {location_host, 0};
+    Handle pool = 0;
+    EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
+    properties.location = {location_host_numa_current, 0};
+    EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
+    properties.location = {location_host_numa, -1};
+    EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
+    properties.location = {location_host_numa, 4000};
+    EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
+}
+
+// Each location has a default pool, and the pool that the program sets.
+void test_locations_have_current_pools() {
+    const Location host{location_host, 5}, device{location_device, 0}, missing{location_device, 99};
+    PoolProperties properties{};
+    properties.allocation_type = allocation_pinned;
+    properties.location = {location_host, 0};
+    Handle fallback = 0, pool = 0, current = 0;
+    EXPECT_SUCCESS("cuMemGetDefaultMemPool", &fallback, &host, int{allocation_pinned});
+    EXPECT_RESULT(not_supported, "cuMemGetDefaultMemPool", &current, &host, int{allocation_managed});
+    EXPECT_RESULT(invalid_device, "cuMemGetDefaultMemPool", &current, &missing, int{allocation_pinned});
+    EXPECT_RESULT(invalid_value, "cuMemPoolDestroy", fallback);
+    EXPECT_SUCCESS("cuMemPoolCreate", &pool, &properties);
+    EXPECT_SUCCESS("cuMemSetMemPool", &host, int{allocation_pinned}, pool);
+    EXPECT_RESULT(invalid_value, "cuMemSetMemPool", &device, int{allocation_pinned}, pool);
+    EXPECT_SUCCESS("cuMemGetMemPool", &current, &host, int{allocation_pinned});
+    CHECK(current == pool);
+    EXPECT_SUCCESS("cuMemPoolDestroy", pool);
+    EXPECT_SUCCESS("cuMemGetMemPool", &current, &host, int{allocation_pinned});
+    CHECK(current == fallback);
+    EXPECT_SUCCESS("cuMemGetMemPool", &current, &device, int{allocation_pinned});
+    EXPECT_SUCCESS("cuDeviceGetMemPool", &pool, 0);
+    CHECK(current == pool);
+}
+
 } // namespace
 
 int main() {
@@ -134,4 +217,7 @@ int main() {
     test_pool_is_that_of_the_stream();
     test_default_pool_allocates_in_stream_order();
     test_created_pool_has_size_limit_and_access();
+    test_host_pool_has_host_memory();
+    test_wrong_host_pools_are_refused();
+    test_locations_have_current_pools();
 }
