@@ -146,7 +146,7 @@ void CompletionQueue::arm(bool solicited_only) {
     }
     std::lock_guard lock(works_mutex_);
     for (PolledWork* const work : works_) {
-        work->leave_to_thread();
+        work->request_wake_for_responses();
     }
 }
 

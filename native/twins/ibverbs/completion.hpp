@@ -44,7 +44,7 @@ class PolledWork {
 public:
     virtual void progress_at_poll() = 0;
     // The application will not poll before the next event.
-    virtual void leave_to_thread() = 0;
+    virtual void request_wake_for_responses() = 0;
 
 protected:
     ~PolledWork() = default;

@@ -199,7 +199,7 @@ private:
     // Work of the requester in a thread of the application (requester_borrow.cpp).
     bool try_send_in_caller(Lock* lock, std::uint64_t posted_bytes);
     void progress_at_poll() override;
-    void leave_to_thread() override;
+    void request_wake_for_responses() override;
     void run_borrowed_turn(Lock* lock);
     void arm_takeover_timer(const Lock& lock);
     static bool has_fault_rule(ibv_wr_opcode opcode);

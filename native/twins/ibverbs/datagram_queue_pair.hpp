@@ -97,7 +97,7 @@ private:
     void run_turn_in_caller(Lock* lock);
     void send_in_caller(Lock* lock, std::uint64_t posted_bytes);
     void progress_at_poll() override;
-    void leave_to_thread() override;
+    void request_wake_for_responses() override;
     static bool has_send_fault_rule();
     bool deliver_due(const Lock& lock, DelayedCompletions* delayed, CompletionQueue* queue);
     bool flush(const Lock& lock);

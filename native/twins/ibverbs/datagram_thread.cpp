@@ -81,7 +81,7 @@ void DatagramQueuePair::progress_at_poll() {
     }
 }
 
-void DatagramQueuePair::leave_to_thread() {
+void DatagramQueuePair::request_wake_for_responses() {
     Lock lock(mutex_);
     polled_at_ = {};
     notify_change(lock);

@@ -47,10 +47,12 @@ void ConnectedQueuePair::progress_at_poll() {
     }
 }
 
-void ConnectedQueuePair::leave_to_thread() {
+// Let the next response wake the requester thread, because the application will not poll before it gets an event. A
+// requester thread that is awake handles the responses itself, and changes the requester's state without mutex_.
+void ConnectedQueuePair::request_wake_for_responses() {
     if (awaits_poll_) {
         Lock lock(mutex_);
-        if (!is_borrowed_ && link_ != nullptr && !requester_state_.in_flight.empty() && requester_asleep_ &&
+        if (requester_asleep_ && !is_borrowed_ && link_ != nullptr && !requester_state_.in_flight.empty() &&
             !link_->request_wake_at(requester_state_.handled_count + 1)) {
             notify_change(lock);
         }
