@@ -33,7 +33,7 @@ from automation.commands import (
 )
 from automation.docs import build_site, take_pictures
 from automation.environments import ensure_environment
-from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_folders
+from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_parts
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
 from automation.machine import find_hardware, find_interpreter, may_load_rxe, path_with_sbin
 from automation.peers import prepare_cuda_peers, prepare_peers
@@ -75,7 +75,7 @@ def suites(session: nox.Session) -> None:
     system_packages.install_strace()
     # The throughput cases also run, with small sizes. Their numbers mean nothing on twins, but errors are found early.
     if not session.posargs:
-        run_suites(session, run, suite_folders(), *on_twins(run), measures_coverage=True)
+        run_suites(session, run, suite_parts(), *on_twins(run), measures_coverage=True)
     else:
         arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
         exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))
@@ -88,7 +88,7 @@ def meta(session: nox.Session) -> None:
     builds.build_wheel()
     ensure_environment("mutants", python=find_interpreter()[0], requirements=MUTANTS_REQUIREMENTS)
     if not session.posargs:
-        run_suites(session, run, sorted((ROOT / "suites" / "meta").glob("test_*.py")))
+        run_suites(session, run, {path.stem: [path] for path in sorted((ROOT / "suites" / "meta").glob("test_*.py"))})
     else:
         exit_with_pytest_code(session, call([*pytest(run), "suites/meta", *session.posargs]))
 

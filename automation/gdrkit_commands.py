@@ -22,15 +22,17 @@ from automation.commands import (
 from automation.side_by_side import Part, call_side_by_side, job_count
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     import nox
 
-__all__ = ["cases", "on_twins", "plan_sessions", "pytest", "run_suites", "suite_folders"]
+__all__ = ["cases", "on_twins", "plan_sessions", "pytest", "run_suites", "suite_parts"]
 
 _COVERAGE_FILE = ROOT / "build" / "coverage" / "data"
 _COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVERAGE_FILE}")
-_SLOWEST_SUITES_FIRST = ("qualify", "usrbio", "gds", "inventory", "storage", "property", "report", "gaudi")
+# The cases of these suites run in two processes. Otherwise the session would wait for the last of them alone.
+_HALVED_SUITES = ("usrbio", "qualify")
+_SLOWEST_SUITES_FIRST = (*_HALVED_SUITES, "gds", "inventory", "storage", "property", "report", "gaudi")
 
 
 def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
@@ -65,9 +67,13 @@ def cases(arguments: Sequence[str], *default: str) -> list[str]:
 
 
 def run_suites(
-    session: nox.Session, run: Path, paths: Sequence[Path], *launcher: str, measures_coverage: bool = False
+    session: nox.Session,
+    run: Path,
+    paths_by_part: Mapping[str, Sequence[Path]],
+    *launcher: str,
+    measures_coverage: bool = False,
 ) -> None:
-    """Run the cases of each path in a separate process, several at the same time, and end the session.
+    """Run the cases of each part in a separate process, several at the same time, and end the session.
 
     A session with arguments does not call this function: it runs a single process with these arguments. With
     `measures_coverage` the function prints which share of the statements of gdrkit the pytest processes executed. The
@@ -80,7 +86,7 @@ def run_suites(
         _COVERAGE_FILE.parent.mkdir(parents=True)
         module_and_options = ["-m", "coverage", "run", *_COVERAGE_OPTIONS, *module_and_options]
     command_prefix = [*launcher, python, *module_and_options]
-    parts = [Part(os.path.relpath(path, ROOT), (*command_prefix, "-q", str(path))) for path in paths]
+    parts = [Part(name, (*command_prefix, "-q", *map(str, paths))) for name, paths in paths_by_part.items()]
     codes = call_side_by_side(parts, jobs=job_count())
     if measures_coverage:
         _print_coverage(run)
@@ -103,11 +109,19 @@ def _print_coverage(run: Path) -> None:
     )
 
 
-def suite_folders() -> list[Path]:
-    """Return the folders of the default suites. The slowest ones are first."""
+def suite_parts() -> dict[str, list[Path]]:
+    """Return the folders or files of each part of the default suites, by its name. The slowest parts are first."""
     folders = {path.parent for path in (ROOT / "suites").glob("*/test_*.py")} - {ROOT / "suites" / "meta"}
     slow_folders = [ROOT / "suites" / name for name in _SLOWEST_SUITES_FIRST]
-    return [*slow_folders, *sorted(folders - set(slow_folders)), ROOT / "hardware" / "throughput"]
+    parts = dict[str, list[Path]]()
+    for folder in [*slow_folders, *sorted(folders - set(slow_folders)), ROOT / "hardware" / "throughput"]:
+        name = os.path.relpath(folder, ROOT)
+        if folder.name in _HALVED_SUITES:
+            files = sorted(folder.glob("test_*.py"))
+            parts |= {f"{name}, half {half + 1}": files[half::2] for half in range(2)}
+        else:
+            parts[name] = [folder]
+    return parts
 
 
 def on_twins(run: Path, *options: str) -> list[str]:
