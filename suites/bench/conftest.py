@@ -1,4 +1,4 @@
-"""Fixtures of the benchmarks: the record of a case gets its numbers, and the terminal shows a summary."""
+"""Fixtures of the benchmarks, which write the numbers to the record of a case and print a summary at the end."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _record_numbers(request: pytest.FixtureRequest, evidence: Evidence) -> Itera
         return
     benchmark: BenchmarkFixture = request.getfixturevalue("benchmark")
     yield
-    # Without --benchmark-enable, each body runs once and nothing is measured.
+    # Without --benchmark-enable, each benchmark runs once and is not measured.
     if benchmark.stats is None or not benchmark.enabled:
         return
     stats = benchmark.stats.stats

@@ -26,8 +26,8 @@ def measure_interleaved(
 ) -> dict[str, CallTimes]:
     """Measure several calls. Each round makes each call `calls_count` times, one after the other.
 
-    Every second round has the reverse order. On a busy machine, the kernel prefers a thread after calls that slept, and
-    interrupts it after calls that did not.
+    Every second round has the reverse order, because a call affects the next one: on a busy machine, the kernel prefers
+    a thread that has slept, and interrupts a thread that has not.
 
     A load that lasts longer than a round slows all calls. A shorter load affects a few rounds, but not the medians. The
     times include the Python loop around the calls, which is the same for every call.

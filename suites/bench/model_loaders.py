@@ -1,4 +1,4 @@
-"""Loaders of model files beside which `gdrkit.safetensors` is measured, each with its fastest documented settings.
+"""Loaders of model files, with which `gdrkit.safetensors` is compared. Each has its fastest documented settings.
 
 A loader is a function that loads the files into GPU memory and returns the tensors of torch by their names.
 """
@@ -18,36 +18,38 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-__all__ = ["loaders"]
+__all__ = ["list_loaders"]
 
 _DEVICE = "cuda:0"
 _THREADS_COUNT = 16
 
 
-def loaders() -> dict[str, Callable[[Sequence[Path]], dict[str, Any]]]:
+def list_loaders() -> dict[str, Callable[[Sequence[Path]], dict[str, Any]]]:
     """Return the loaders that are installed, by the names of their packages. gdrkit is first."""
-    others: dict[str, Callable[[Sequence[Path]], dict[str, Any]]] = {
-        "safetensors": _by_safetensors,
-        "fastsafetensors": _by_fastsafetensors,
-        "runai_model_streamer": _by_runai,
-        "instanttensor": _by_instanttensor,
-        "kvikio": _by_kvikio,
+    other_loaders: dict[str, Callable[[Sequence[Path]], dict[str, Any]]] = {
+        "safetensors": _load_by_safetensors,
+        "fastsafetensors": _load_by_fastsafetensors,
+        "runai_model_streamer": _load_by_runai,
+        "instanttensor": _load_by_instanttensor,
+        "kvikio": _load_by_kvikio,
     }
-    present = {name: load for name, load in others.items() if importlib.util.find_spec(name) is not None}
-    return {"gdrkit": _by_gdrkit, "gdrkit_per_tensor": _by_gdrkit_per_tensor, **present}
+    installed_loaders = {
+        name: load for name, load in other_loaders.items() if importlib.util.find_spec(name) is not None
+    }
+    return {"gdrkit": _load_by_gdrkit, "gdrkit_per_tensor": _load_by_gdrkit_per_tensor, **installed_loaders}
 
 
-def _by_gdrkit(paths: Sequence[Path]) -> safetensors.LoadedTensors:
+def _load_by_gdrkit(paths: Sequence[Path]) -> safetensors.LoadedTensors:
     tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE)
     return tensors
 
 
-def _by_gdrkit_per_tensor(paths: Sequence[Path]) -> safetensors.LoadedTensors:
+def _load_by_gdrkit_per_tensor(paths: Sequence[Path]) -> safetensors.LoadedTensors:
     tensors: safetensors.LoadedTensors = safetensors.load_files(paths, _DEVICE, own_memory=True)
     return tensors
 
 
-def _by_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
+def _load_by_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
     load_file = importlib.import_module("safetensors.torch").load_file
     tensors: dict[str, Any] = {}
     for path in paths:
@@ -55,7 +57,7 @@ def _by_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
     return tensors
 
 
-def _by_fastsafetensors(paths: Sequence[Path]) -> dict[str, Any]:
+def _load_by_fastsafetensors(paths: Sequence[Path]) -> dict[str, Any]:
     library, torch = importlib.import_module("fastsafetensors"), importlib.import_module("torch")
     loader = library.SafeTensorsFileLoader(
         library.SingleGroup(), torch.device(_DEVICE), max_threads=_THREADS_COUNT, nogds=True
@@ -64,13 +66,13 @@ def _by_fastsafetensors(paths: Sequence[Path]) -> dict[str, Any]:
         loader.add_filenames({0: [str(path) for path in paths]})
         buffer = loader.copy_files_to_device()
         # The tensors are views of memory that lives as long as the buffer.
-        return _TensorsOf(buffer, {name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
+        return _TensorsWithOwner(buffer, {name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
     finally:
         loader.close()
 
 
-class _TensorsOf(dict[str, Any]):
-    """Tensors, and the object that has their memory."""
+class _TensorsWithOwner(dict[str, Any]):
+    """Tensors, and the object of another library that owns their memory."""
 
     def __init__(self, owner: Any, tensors: dict[str, Any]) -> None:  # noqa: ANN401 - an object of another library.
         super().__init__(tensors)
@@ -82,7 +84,7 @@ class _TensorsOf(dict[str, Any]):
         self._owner.close()
 
 
-def _by_runai(paths: Sequence[Path]) -> dict[str, Any]:
+def _load_by_runai(paths: Sequence[Path]) -> dict[str, Any]:
     os.environ.setdefault("RUNAI_STREAMER_CONCURRENCY", str(_THREADS_COUNT))
     library = importlib.import_module("runai_model_streamer")
     with library.SafetensorsStreamer() as streamer:
@@ -90,31 +92,31 @@ def _by_runai(paths: Sequence[Path]) -> dict[str, Any]:
         return {name: tensor.to(_DEVICE) for name, tensor in streamer.get_tensors()}
 
 
-def _by_instanttensor(paths: Sequence[Path]) -> dict[str, Any]:
+def _load_by_instanttensor(paths: Sequence[Path]) -> dict[str, Any]:
     library = importlib.import_module("instanttensor")
     with library.safe_open([str(path) for path in paths], framework="pt", device=0) as file:
         return {name: tensor.clone() for name, tensor in file.tensors()}
 
 
-def _by_kvikio(paths: Sequence[Path]) -> dict[str, Any]:
-    """Read whole files, and make views of them. kvikio does not know the format, so it is no loader of it."""
+def _load_by_kvikio(paths: Sequence[Path]) -> dict[str, Any]:
+    """Read whole files with kvikio, which does not know the format, and create the tensors as views of the bytes."""
     kvikio, torch = importlib.import_module("kvikio"), importlib.import_module("torch")
     importlib.import_module("kvikio.defaults").set(
         {"compat_mode": kvikio.CompatMode.ON, "num_threads": _THREADS_COUNT, "task_size": 4 * MIB}
     )
     tensors: dict[str, Any] = {}
-    pending = []
+    files_and_futures = []
     for path in paths:
-        with gds.File(path, direct="never") as opened:
-            header = read_header(opened)
+        with gds.File(path, direct="never") as gds_file:
+            header = read_header(gds_file)
         buffer = torch.empty(header.data_bytes, dtype=torch.uint8, device=_DEVICE)
         torch.cuda.current_stream().synchronize()
         file = kvikio.CuFile(str(path))
-        pending.append((file, file.pread(buffer, file_offset=header.data_offset_bytes)))
+        files_and_futures.append((file, file.pread(buffer, file_offset=header.data_offset_bytes)))
         for name, entry in header.tensors.items():
             dtype = getattr(torch, safetensors.ELEMENT_TYPES[entry.dtype].torch_name)
             tensors[name] = buffer[entry.begin : entry.end].view(dtype).view(entry.shape)
-    for file, future in pending:
+    for file, future in files_and_futures:
         future.get()
         file.close()
     return tensors

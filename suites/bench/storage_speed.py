@@ -32,27 +32,27 @@ __all__ = [
     "Kvikio",
     "Series",
     "TransferTime",
+    "allocate_host_memory",
     "check_all_bytes",
     "create_random_file",
     "drop_cache",
-    "fastest_of",
-    "host_memory",
+    "find_fastest",
     "log_progress",
+    "make_direct_reader",
+    "make_pinned_copier",
     "measure",
     "measure_in_turn",
-    "pinned_copier",
-    "raw_direct_reader",
     "split_file",
 ]
 
 _FILL_CHUNK_BYTES = 16 * MIB
 _CHECK_CHUNK_BYTES = 32 * MIB
-_imported_s = time.monotonic()
+_import_time_s = time.monotonic()
 
 
 def log_progress(line: str) -> None:
     """Print a line with the time since the import of this module. A run takes minutes, so it shows its progress."""
-    print(f"[{time.monotonic() - _imported_s:6.1f} s] {line}", flush=True)  # noqa: T201
+    print(f"[{time.monotonic() - _import_time_s:6.1f} s] {line}", flush=True)  # noqa: T201
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,12 +96,12 @@ class Series:
 
 def measure(transfer: Callable[[], object], length_bytes: int) -> TransferTime:
     """Measure one transfer of `length_bytes`."""
-    before = resource.getrusage(resource.RUSAGE_SELF)
+    usage_before = resource.getrusage(resource.RUSAGE_SELF)
     begin_s = time.perf_counter()
     transfer()
     duration_s = time.perf_counter() - begin_s
-    after = resource.getrusage(resource.RUSAGE_SELF)
-    cpu_s = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
+    usage_after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = usage_after.ru_utime - usage_before.ru_utime + usage_after.ru_stime - usage_before.ru_stime
     return TransferTime(length_bytes / duration_s / 1e9, cpu_s / (length_bytes / GIB))
 
 
@@ -143,18 +143,18 @@ def measure_in_turn(
                 if prepare is not None:
                     prepare()
                 series[name].times.append(measure(transfers[name], length_bytes))
-        for measured in series.values():
-            log_progress(f"  {measured}")
+        for transfer_series in series.values():
+            log_progress(f"  {transfer_series}")
         attempts.append(series)
-        spread = max(measured.spread for measured in series.values())
+        spread = max(transfer_series.spread for transfer_series in series.values())
         if spread <= spread_max or rounds_count == 1:
             break
         if attempt + 1 < attempts_count:
             log_progress(f"  spread {spread:.1%}: another attempt")
-    return min(attempts, key=lambda series: max(measured.spread for measured in series.values()))
+    return min(attempts, key=lambda series: max(transfer_series.spread for transfer_series in series.values()))
 
 
-def fastest_of(
+def find_fastest(
     candidates: Mapping[str, Callable[[], object]],
     length_bytes: int,
     *,
@@ -181,7 +181,7 @@ def fastest_of(
 
 
 class DeviceRange:
-    """A range of device memory with the CUDA array interface, for other libraries."""
+    """A range of device memory, which other libraries access by the CUDA array interface."""
 
     def __init__(self, memory: CudaMemory, offset_bytes: int, length_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -213,16 +213,16 @@ class Kvikio:
 
     def apply_settings(self, **settings: object) -> None:
         """Apply the settings whose value differs from the current value."""
-        changed = {name: value for name, value in settings.items() if self._settings.get(name) != value}
-        if changed:
-            self._module.defaults.set(changed)
-            self._settings.update(changed)
+        changed_settings = {name: value for name, value in settings.items() if self._settings.get(name) != value}
+        if changed_settings:
+            self._module.defaults.set(changed_settings)
+            self._settings.update(changed_settings)
 
     def open(self, path: Path, mode: str = "r") -> Any:  # noqa: ANN401 - kvikio has no types.
         """Open a file as a kvikio.CuFile."""
         return self._module.CuFile(str(path), mode)
 
-    def reader(self, path: Path, memory: object, **settings: object) -> Callable[[], None]:
+    def make_reader(self, path: Path, memory: object, **settings: object) -> Callable[[], None]:
         """Open the file, and return a function that reads the whole file into the memory."""
         file = self._stack.enter_context(self.open(path))
 
@@ -232,7 +232,7 @@ class Kvikio:
 
         return read
 
-    def files_reader(self, paths: Sequence[Path], memory: CudaMemory, **settings: object) -> Callable[[], None]:
+    def make_files_reader(self, paths: Sequence[Path], memory: CudaMemory, **settings: object) -> Callable[[], None]:
         """Return a function that opens all files, reads them into consecutive memory, and closes them."""
         sizes = [path.stat().st_size for path in paths]
 
@@ -251,7 +251,7 @@ class Kvikio:
 
         return read
 
-    def writer(self, path: Path, memory: object, *, sync: bool, **settings: object) -> Callable[[], None]:
+    def make_writer(self, path: Path, memory: object, *, sync: bool, **settings: object) -> Callable[[], None]:
         """Return a function that writes the memory to a new file."""
 
         def write() -> None:
@@ -293,7 +293,7 @@ def split_file(path: Path, folder: Path, part_bytes: int) -> list[Path]:
             return list(pool.map(write, offsets))
 
 
-def host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
+def allocate_host_memory(stack: ExitStack, length_bytes: int) -> mmap.mmap:
     """Allocate host memory in huge pages, and write to every page, so that the kernel allocates all of them."""
     memory = stack.enter_context(mmap.mmap(-1, length_bytes))
     memory.madvise(mmap.MADV_HUGEPAGE)
@@ -324,12 +324,12 @@ def drop_cache(path: Path) -> None:
     assert share <= CACHED_SHARE_MAX, f"{share:.1%} of {path} is still cached"
 
 
-def raw_direct_reader(
+def make_direct_reader(
     path: Path, stack: ExitStack, *, threads_count: int, part_bytes: int, length_bytes: int | None = None
 ) -> Callable[[], None]:
     """Return a function that reads a file, or its first `length_bytes`, with O_DIRECT into host memory.
 
-    The function does nothing else, so its rate is the rate of the disk. Each of its threads reads `part_bytes` at a
+    The function only reads, so its rate is the rate of the disk. Each of its threads reads `part_bytes` at a
     time.
     """
     fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -362,7 +362,7 @@ def raw_direct_reader(
     return read
 
 
-def pinned_copier(
+def make_pinned_copier(
     device: Device, memory: CudaMemory, *, length_bytes: int
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Allocate pinned host memory. Return a function that copies it into device memory, and a function that frees it.
@@ -371,25 +371,25 @@ def pinned_copier(
     """
     from cuda.bindings import driver
 
-    def value_of(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the bindings have no types.
+    def get_value(result: tuple[Any, ...]) -> Any:  # noqa: ANN401 - the bindings have no types.
         assert result[0] == driver.CUresult.CUDA_SUCCESS, result[0]
         return result[1] if len(result) > 1 else None
 
     chunk_bytes = min(256 * MIB, length_bytes)
     with device.current():
-        pinned = value_of(driver.cuMemHostAlloc(chunk_bytes, 0))
-        stream = value_of(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
+        host_address = get_value(driver.cuMemHostAlloc(chunk_bytes, 0))
+        stream = get_value(driver.cuStreamCreate(driver.CUstream_flags.CU_STREAM_NON_BLOCKING.value))
 
     def copy() -> None:
         with device.current():
             for offset in range(0, length_bytes, chunk_bytes):
                 count = min(chunk_bytes, length_bytes - offset)
-                value_of(driver.cuMemcpyHtoDAsync(memory.address + offset, pinned, count, stream))
-            value_of(driver.cuStreamSynchronize(stream))
+                get_value(driver.cuMemcpyHtoDAsync(memory.address + offset, host_address, count, stream))
+            get_value(driver.cuStreamSynchronize(stream))
 
     def free() -> None:
         with device.current():
-            value_of(driver.cuStreamDestroy(stream))
-            value_of(driver.cuMemFreeHost(pinned))
+            get_value(driver.cuStreamDestroy(stream))
+            get_value(driver.cuMemFreeHost(host_address))
 
     return copy, free

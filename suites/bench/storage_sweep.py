@@ -21,12 +21,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from bench.storage_speed import (
+    allocate_host_memory,
     drop_cache,
-    host_memory,
     log_progress,
+    make_direct_reader,
+    make_pinned_copier,
     measure,
-    pinned_copier,
-    raw_direct_reader,
 )
 
 from gdrkit.gds import HOST, Engine, EngineOptions
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import CudaMemory, Device
 
-__all__ = ["Sweep", "SweepRow", "table_lines"]
+__all__ = ["Sweep", "SweepRow", "format_table"]
 
 Options = dict[str, int]
 
@@ -75,9 +75,8 @@ DURABLE_WRITES: list[Options] = [
         for workers, size_mib in ((1, 16), (1, 64), (2, 8), (3, 16), (4, 16))
     ),
 ]
-# The last settings use less staging memory, so that it needs less of the processor caches. In a virtual machine, the
-# program on the host that implements the virtual disk may use these caches too. If this program uses them, the last
-# settings may be faster than the other settings.
+# The last settings use less staging memory, which needs less of the processor caches. In a virtual machine, they may be
+# faster than the other settings, because the program of the host that implements the disk may use the same caches.
 COLD_READS: list[Options] = [
     DEFAULT,
     *(
@@ -85,9 +84,9 @@ COLD_READS: list[Options] = [
         for readers, size_mib in ((1, 4), (1, 8), (2, 2), (2, 8), (3, 4), (4, 2), (4, 4), (4, 16), (8, 4))
     ),
     *(
-        {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "chunk_bytes": 4 * MIB, **less_memory}
+        {"direct_readers_count": readers, "direct_read_bytes": 4 * MIB, "chunk_bytes": 4 * MIB, **memory_options}
         for readers in (2, 4)
-        for less_memory in (
+        for memory_options in (
             {"workers_count": readers, "buffers_count": 1},
             {"workers_count": readers + 1, "buffers_count": 2},
         )
@@ -128,7 +127,7 @@ class SweepRow:
         return f"{self.kind:14} {rates}  {self.setting}"
 
 
-def table_lines(rows: Sequence[SweepRow]) -> list[str]:
+def format_table(rows: Sequence[SweepRow]) -> list[str]:
     """Return the lines of the table: one kind of transfer after the other, each with the fastest setting first."""
     lines = [f"{'kind':14} {'GB/s':>7} {'max':>7} {'min':>7} {'CPU/GiB':>6}  setting"]
     for kind in dict.fromkeys(row.kind for row in rows):
@@ -136,7 +135,7 @@ def table_lines(rows: Sequence[SweepRow]) -> list[str]:
     return lines
 
 
-def _setting_text(options: Options) -> str:
+def _describe_options(options: Options) -> str:
     words = [
         f"{key.removesuffix('_bytes')} {value >> 10} KiB" if key.endswith("_bytes") else f"{key} {value}"
         for key, value in options.items()
@@ -164,7 +163,7 @@ class Sweep:
     """
 
     def __init__(self, source: Path, device: Device, memory: CudaMemory, *, time_factor: float = 1.0) -> None:
-        self.source, self.target = source, source.with_name("sweep_written")
+        self.source, self.written_file = source, source.with_name("sweep_written")
         self.device, self.memory = device, memory
         self.time_factor = time_factor
         self.rows: list[SweepRow] = []
@@ -178,7 +177,7 @@ class Sweep:
         """
         length_bytes = self.memory.length_bytes
         with contextlib.ExitStack() as stack:
-            copy, free = pinned_copier(self.device, self.memory, length_bytes=length_bytes)
+            copy, free = make_pinned_copier(self.device, self.memory, length_bytes=length_bytes)
             stack.callback(free)
             other_engine = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
             stack.callback(other_engine.close)
@@ -197,11 +196,11 @@ class Sweep:
             ("write", BUFFERED_WRITES, self._write),
             ("durable write", DURABLE_WRITES, self._write_durably),
         ):
-            self._measure(kind, settings, move, half_bytes, prepare=self._remove_target)
-        self._remove_target()
+            self._measure(kind, settings, move, half_bytes, prepare=self._remove_written_file)
+        self._remove_written_file()
         with contextlib.ExitStack() as stack:
             raw_readers = {
-                f"raw O_DIRECT, {threads} x {part_mib} MiB": raw_direct_reader(
+                f"raw O_DIRECT, {threads} x {part_mib} MiB": make_direct_reader(
                     self.source, stack, threads_count=threads, part_bytes=part_mib * MIB, length_bytes=half_bytes
                 )
                 for threads, part_mib in RAW_READERS
@@ -259,7 +258,7 @@ class Sweep:
             for options in list(settings)[: 2 if is_short else None]:
                 engine = Engine(replace(base or EngineOptions(), **options))  # type: ignore[arg-type]
                 stack.callback(engine.close)
-                transfers[_setting_text(options)] = partial(move, engine, length_bytes)
+                transfers[_describe_options(options)] = partial(move, engine, length_bytes)
                 # The first read pins the memory of the engine and creates its streams.
                 self._read(engine, min(length_bytes, 256 * MIB), access="buffered")
             transfers.update(list(peers.items())[: 2 if is_short else None])
@@ -283,21 +282,28 @@ class Sweep:
         self._move(engine, self.source, os.O_RDONLY, length_bytes, access=access)
 
     def _write(self, engine: Engine, length_bytes: int) -> None:
-        self._move(engine, self.target, os.O_RDWR | os.O_CREAT | os.O_TRUNC, length_bytes, access="buffered")
+        self._move(engine, self.written_file, os.O_RDWR | os.O_CREAT | os.O_TRUNC, length_bytes, access="buffered")
 
     def _write_durably(self, engine: Engine, length_bytes: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-        self._move(engine, self.target, flags, length_bytes, access="direct", durable=True)
+        self._move(engine, self.written_file, flags, length_bytes, access="direct", durable=True)
 
     def _measure_host_reads(self, length_bytes: int) -> None:
         """Measure reads into host memory. Their engines have the default options for host memory."""
         with contextlib.ExitStack() as stack:
-            memory = native.HostMemory(host_memory(stack, length_bytes), writable=True)
+            memory = native.HostMemory(allocate_host_memory(stack, length_bytes), writable=True)
             stack.callback(memory.release)
 
             def read(engine: Engine, length_bytes: int) -> None:
-                target = (HOST, memory.address)
-                self._move(engine, self.source, os.O_RDONLY, length_bytes, access="automatic", target=target)
+                device_and_address = (HOST, memory.address)
+                self._move(
+                    engine,
+                    self.source,
+                    os.O_RDONLY,
+                    length_bytes,
+                    access="automatic",
+                    device_and_address=device_and_address,
+                )
 
             self._measure("host read", HOST_READS, read, length_bytes, prepare=_do_nothing, base=HOST_OPTIONS)
 
@@ -310,13 +316,13 @@ class Sweep:
         *,
         access: str,
         durable: bool = False,
-        target: tuple[int, int] | None = None,
+        device_and_address: tuple[int, int] | None = None,
     ) -> None:
-        """Transfer data between a file and `target`, by default the device memory of the sweep.
+        """Transfer data between a file and memory, by default the device memory of the sweep.
 
-        `target` is the index of a device, or HOST, and an address.
+        `device_and_address` is the index of a device, or HOST, and the address of the memory.
         """
-        device_index, address = target or (self.device.index, self.memory.address)
+        device_index, address = device_and_address or (self.device.index, self.memory.address)
         fd = os.open(path, flags, 0o600)
         try:
             job = engine.submit(
@@ -338,5 +344,5 @@ class Sweep:
     def _drop_source(self) -> None:
         drop_cache(self.source)
 
-    def _remove_target(self) -> None:
-        self.target.unlink(missing_ok=True)
+    def _remove_written_file(self) -> None:
+        self.written_file.unlink(missing_ok=True)

@@ -62,10 +62,10 @@ def test_cache_hit_beside_a_pointer_query(
             caches[count] = stack.enter_context(cache)
             for memory in memories[:count]:
                 cache.lease(memory).close()
-            measured_calls[f"hit_{count}"] = _hit_of(cache, memories[count // 2])
+            measured_calls[f"hit_{count}"] = _make_cache_hit(cache, memories[count // 2])
         # Borrowed memory, such as a tensor, lies in a registered allocation. The cache finds the region by address.
-        borrowed = cuda.borrow(device, memories[5000].address + 4 * KIB, length_bytes=4 * KIB)
-        measured_calls["borrowed_hit_10000"] = _hit_of(caches[10_000], stack.enter_context(borrowed))
+        borrowed_memory = cuda.borrow(device, memories[5000].address + 4 * KIB, length_bytes=4 * KIB)
+        measured_calls["borrowed_hit_10000"] = _make_cache_hit(caches[10_000], stack.enter_context(borrowed_memory))
         # After the first hit, the internal state of each cache no longer changes.
         for call in measured_calls.values():
             call()
@@ -90,6 +90,6 @@ def test_cache_hit_beside_a_pointer_query(
         evidence.number("most_over_fewest_regions_ratio", times["hit_10000"].median_ns / times["hit_10"].median_ns)
 
 
-def _hit_of(cache: RegionCache, memory: DeviceBuffer) -> Callable[[], None]:
+def _make_cache_hit(cache: RegionCache, memory: DeviceBuffer) -> Callable[[], None]:
     """Return a function that makes one cache hit."""
     return lambda: cache.lease(memory).close()

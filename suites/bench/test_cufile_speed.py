@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from bench.storage_speed import check_all_bytes, create_random_file, fastest_of, log_progress, measure_in_turn
+from bench.storage_speed import check_all_bytes, create_random_file, find_fastest, log_progress, measure_in_turn
 from support import udev
 
 from gdrkit import cuda, cufile, gds
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 pytestmark = [needs(needs_device(), cufile_needs.driver, cufile_needs.udev_present), pytest.mark.timeout(540)]
 
 # Size of the calls of earlier versions of gdrkit.gds, which made one call after the other, into unregistered memory.
-CALL_BYTES_BEFORE = 64 * MIB
+EARLIER_CALL_BYTES = 64 * MIB
 SMALL_BYTES = 64 * KIB
 # Workers, and size of a call in MiB.
 SETTINGS = ((4, 4), (8, 1), (8, 4), (8, 16), (12, 8), (16, 2), (16, 4), (16, 8), (16, 16), (24, 8))
 # The methods that read into memory that is not registered.
-NOT_REGISTERED = ("one_thread", "path_not_registered")
+UNREGISTERED_METHODS = ("one_thread", "path_not_registered")
 FLAGS = {"cached": 0, "o_direct": os.O_DIRECT}
 
 
 class CufileBench:
     """The file, the memory and the methods of the benchmark.
 
-    one_thread(), path() and one_stream() return a function that reads the file once into one of two memories. `memory`
-    is registered with cuFile at the first transfer by the cuFile path of gdrkit.gds. `plain_memory` is never
-    registered.
+    make_one_thread_reader(), make_path_reader() and make_stream_reader() return a function that reads the file once
+    into one of two memories. `memory` is registered with cuFile at the first transfer by the cuFile path of gdrkit.gds.
+    `plain_memory` is never registered.
     """
 
     def __init__(self, file: Path, device: Device, stack: contextlib.ExitStack, *, length_bytes: int) -> None:
@@ -74,7 +74,7 @@ class CufileBench:
         self.stack.callback(os.close, fd)
         return fd
 
-    def one_thread(self, flags: int, call_bytes: int) -> Callable[[], None]:
+    def make_one_thread_reader(self, flags: int, call_bytes: int) -> Callable[[], None]:
         """Return a function that reads by one call after the other, into memory that is not registered."""
         handle = self.stack.enter_context(cufile.FileHandle(self.driver.driver, self.open(flags)))
 
@@ -88,7 +88,9 @@ class CufileBench:
 
         return read
 
-    def path(self, flags: int, options: CufileOptions, range_bytes: int | None = None) -> Callable[[], None]:
+    def make_path_reader(
+        self, flags: int, options: CufileOptions, range_bytes: int | None = None
+    ) -> Callable[[], None]:
         """Return a function that reads by the cuFile path of gdrkit.gds, as ranges of `range_bytes`."""
         path = CufilePath(self.driver, os.open(self.file, os.O_RDONLY | flags), self.device.index, options)
         self.stack.callback(path.close)
@@ -105,7 +107,7 @@ class CufileBench:
 
         return read
 
-    def one_stream(self, flags: int, part_bytes: int) -> Callable[[], None]:
+    def make_stream_reader(self, flags: int, part_bytes: int) -> Callable[[], None]:
         """Return a function that reads by asynchronous calls on one stream, into registered memory.
 
         With more streams, cuFile 1.15 in compat mode reads wrong bytes into memory of one registration.
@@ -115,19 +117,19 @@ class CufileBench:
 
         def read() -> None:
             with self.driver.buffers.lease(self.memory):
-                pending = []
+                transfers = []
                 for offset in range(0, self.length_bytes, part_bytes):
                     length = min(part_bytes, self.length_bytes - offset)
                     transfer = handle.read_async(
                         stream, self.memory, file_offset_bytes=offset, offset_bytes=offset, length_bytes=length
                     )
-                    pending.append(transfer)
+                    transfers.append(transfer)
                 stream.synchronize()
-                assert sum(transfer.bytes() for transfer in pending) == self.length_bytes
+                assert sum(transfer.bytes() for transfer in transfers) == self.length_bytes
 
         return read
 
-    def counters(self, read: Callable[[], None], memory: CudaMemory) -> dict[str, int]:
+    def read_and_get_counters(self, read: Callable[[], None], memory: CudaMemory) -> dict[str, int]:
         """Read once into cleared memory, check every byte, and return the increase of the counters of libcufile."""
         memory.fill(0)
         with self.monitor.watch(self.open(0)):
@@ -143,7 +145,7 @@ def is_measured(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def started_libcufile() -> None:
+def start_libcufile() -> None:
     """Transfer once. libcufile then opens the descriptors that it keeps until the process ends."""
     with (
         tempfile.TemporaryDirectory(dir=DISK) as folder,
@@ -154,12 +156,12 @@ def started_libcufile() -> None:
         file = Path(folder) / "file"
         file.write_bytes(bytes(MIB))
         bench = CufileBench(file, device, stack, length_bytes=MIB)
-        bench.path(0, CufileOptions())()
-        bench.one_stream(0, MIB)()
+        bench.make_path_reader(0, CufileOptions())()
+        bench.make_stream_reader(0, MIB)()
 
 
 @pytest.fixture
-def bench(started_libcufile: None, device: Device, *, is_measured: bool) -> Iterator[CufileBench]:
+def bench(start_libcufile: None, device: Device, *, is_measured: bool) -> Iterator[CufileBench]:
     """Yield the benchmark with a file of random bytes on a disk that udev's database has."""
     length_bytes = int(os.environ.get("GDRKIT_BENCH_STORAGE_MIB", "4096" if is_measured else "8")) * MIB
     parent = os.environ.get("GDRKIT_BENCH_STORAGE_FOLDER", DISK)
@@ -179,35 +181,35 @@ def test_threads_beside_one_thread(bench: CufileBench, evidence: Evidence, acces
     flags = FLAGS[access]
     settings = SETTINGS if is_measured else ((2, 1),)
     candidates: dict[str, Callable[[], None]] = {
-        f"{workers} threads, {part_mib} MiB": bench.path(
+        f"{workers} threads, {part_mib} MiB": bench.make_path_reader(
             flags, CufileOptions(workers_count=workers, part_bytes_max=part_mib * MIB)
         )
         for workers, part_mib in settings
     }
-    candidates["default"] = bench.path(flags, CufileOptions())
-    fastest = fastest_of(candidates, bench.length_bytes, repeats=2 if is_measured else 1)
+    candidates["default"] = bench.make_path_reader(flags, CufileOptions())
+    fastest = find_fastest(candidates, bench.length_bytes, repeats=2 if is_measured else 1)
     evidence["fastest"] = fastest
     methods = {
-        "one_thread": bench.one_thread(flags, CALL_BYTES_BEFORE),
+        "one_thread": bench.make_one_thread_reader(flags, EARLIER_CALL_BYTES),
         "path": candidates["default"],
         "fastest_threads": candidates[fastest],
-        "path_not_registered": bench.path(flags, CufileOptions(registers_memory=False)),
-        "one_stream": bench.one_stream(flags, 4 * MIB),
+        "path_not_registered": bench.make_path_reader(flags, CufileOptions(registers_memory=False)),
+        "one_stream": bench.make_stream_reader(flags, 4 * MIB),
     }
-    record(bench, evidence, methods, rounds_count=5 if is_measured else 1)
+    measure_and_record(bench, evidence, methods, rounds_count=5 if is_measured else 1)
 
 
 def test_many_small_ranges_beside_one_thread(bench: CufileBench, evidence: Evidence, *, is_measured: bool) -> None:
     """Read cached ranges of 64 KiB. No batch is used, because the counters of libcufile show no direct route for it."""
     methods = {
-        "one_thread": bench.one_thread(0, SMALL_BYTES),
-        "path": bench.path(0, CufileOptions(), SMALL_BYTES),
+        "one_thread": bench.make_one_thread_reader(0, SMALL_BYTES),
+        "path": bench.make_path_reader(0, CufileOptions(), SMALL_BYTES),
     }
     # Fewer rounds, because one thread needs several seconds for the 65,536 calls.
-    record(bench, evidence, methods, rounds_count=3 if is_measured else 1, attempts_count=1)
+    measure_and_record(bench, evidence, methods, rounds_count=3 if is_measured else 1, attempts_count=1)
 
 
-def record(
+def measure_and_record(
     bench: CufileBench,
     evidence: Evidence,
     methods: dict[str, Callable[[], None]],
@@ -216,23 +218,23 @@ def record(
     attempts_count: int = 2,
 ) -> None:
     """Check the bytes and the counters of each method, measure the methods in turn, and record the rates."""
-    memories = {name: bench.plain_memory if name in NOT_REGISTERED else bench.memory for name in methods}
+    memories = {name: bench.plain_memory if name in UNREGISTERED_METHODS else bench.memory for name in methods}
     counters = {}
     for name, read in methods.items():
         # If the bytes are wrong, the record of the failed case names the method.
         evidence["checked_method"] = name
-        counters[name] = bench.counters(read, memories[name])
+        counters[name] = bench.read_and_get_counters(read, memories[name])
     evidence["counters"] = counters
     evidence["file_bytes"] = bench.length_bytes
-    assert all(moved.get("n_posix_reads", 0) > 0 for moved in counters.values())
+    assert all(method_counters.get("n_posix_reads", 0) > 0 for method_counters in counters.values())
     series = measure_in_turn(methods, bench.length_bytes, rounds_count=rounds_count, attempts_count=attempts_count)
     if rounds_count == 1:
         return
-    for name, measured in series.items():
-        evidence.number(f"{name}_gb_per_s_median", measured.rate_gb_per_s)
-        evidence.number(f"{name}_cpu_s_per_gib", measured.cpu_s_per_gib)
-        evidence.number(f"{name}_spread_ratio", measured.spread)
+    for name, method_series in series.items():
+        evidence.number(f"{name}_gb_per_s_median", method_series.rate_gb_per_s)
+        evidence.number(f"{name}_cpu_s_per_gib", method_series.cpu_s_per_gib)
+        evidence.number(f"{name}_spread_ratio", method_series.spread)
         if name != "one_thread":
-            ratio = measured.rate_gb_per_s / series["one_thread"].rate_gb_per_s
+            ratio = method_series.rate_gb_per_s / series["one_thread"].rate_gb_per_s
             evidence.number(f"{name}_over_one_thread_ratio", ratio)
             log_progress(f"{name} is {ratio:.2f} times as fast as one thread")

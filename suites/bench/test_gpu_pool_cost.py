@@ -33,7 +33,7 @@ GOAL = 5.0
 SIZES_MIB = (1, 64)
 
 
-def create_and_destroy(mount: Path, length_bytes: int, pool_bytes: int) -> Callable[[], None]:
+def make_create_and_destroy(mount: Path, length_bytes: int, pool_bytes: int) -> Callable[[], None]:
     """Return a function that creates and destroys one iov, with this limit of the pool."""
 
     def call() -> None:
@@ -53,19 +53,19 @@ def test_create_and_destroy_of_a_gpu_iov(
     # The primary context exists during the whole case, as in an application that uses the GPU. Otherwise each iov
     # without the pool would create it and destroy it again.
     with cuda.Device(0) as device, device.current(), AgentProcess(tmp_path):
-        pooled = create_and_destroy(tmp_path, size_mib * MIB, POOL_BYTES)
-        unpooled = create_and_destroy(tmp_path, size_mib * MIB, 0)
+        create_with_pool = make_create_and_destroy(tmp_path, size_mib * MIB, POOL_BYTES)
+        create_without_pool = make_create_and_destroy(tmp_path, size_mib * MIB, 0)
         ratios: list[float] = []
         # The calls without the pool set its limit to 0, which frees the idle memory. Therefore each round begins with a
         # call that fills the pool again and is not measured.
         times: dict[str, list[float]] = {"pool": [], "no_pool": []}
         for _ in range(rounds_count):
-            before = usrbio.gpu_pool_statistics()
-            pooled()
-            for name, call in (("pool", pooled), ("no_pool", unpooled)):
-                measured = measure_interleaved({name: call}, rounds_count=1, calls_count=calls_count)
-                times[name].append(measured[name].median_ns / 1e3)
-            assert usrbio.gpu_pool_statistics().hits - before.hits == calls_count
+            statistics_before = usrbio.gpu_pool_statistics()
+            create_with_pool()
+            for name, call in (("pool", create_with_pool), ("no_pool", create_without_pool)):
+                call_times = measure_interleaved({name: call}, rounds_count=1, calls_count=calls_count)
+                times[name].append(call_times[name].median_ns / 1e3)
+            assert usrbio.gpu_pool_statistics().hits - statistics_before.hits == calls_count
             ratios.append(times["no_pool"][-1] / times["pool"][-1])
         usrbio.limit_gpu_pool(idle_bytes_max=POOL_BYTES)
         usrbio.trim_gpu_pool()

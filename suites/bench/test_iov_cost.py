@@ -37,21 +37,21 @@ def test_create_and_destroy_of_a_host_iov(
     is_measured = request.config.getoption("--benchmark-enable")
     rounds_count, calls_count = (9, 5) if is_measured else (1, 1)
 
-    def create_and_destroy(length_bytes: int) -> Callable[[], None]:
+    def make_create_and_destroy(length_bytes: int) -> Callable[[], None]:
         return lambda: usrbio.create_iovec(str(tmp_path), length_bytes=length_bytes).close()
 
     with AgentProcess(tmp_path) as agent:
-        alone = {"64k_alone": create_and_destroy(64 * KIB)}
-        measured = measure_interleaved(alone, rounds_count=rounds_count, calls_count=calls_count)
+        calls_without_ring = {"64k_alone": make_create_and_destroy(64 * KIB)}
+        times_by_name = measure_interleaved(calls_without_ring, rounds_count=rounds_count, calls_count=calls_count)
         with usrbio.make_ioring(str(tmp_path), 8):
-            calls = {name: create_and_destroy(length_bytes) for name, length_bytes in SIZES.items()}
-            measured |= measure_interleaved(calls, rounds_count=rounds_count, calls_count=calls_count)
+            calls = {name: make_create_and_destroy(length_bytes) for name, length_bytes in SIZES.items()}
+            times_by_name |= measure_interleaved(calls, rounds_count=rounds_count, calls_count=calls_count)
         usrbio.trim_host_pool()
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] >= len(SIZES) + 1
     if is_measured:
         texts = []
-        for name, times in measured.items():
+        for name, times in times_by_name.items():
             evidence.number(f"create_destroy_{name}_us_median", times.median_ns / 1e3)
             evidence.number(f"create_destroy_{name}_us_min", times.minimum_ns / 1e3)
             texts.append(f"{name}: {times.median_ns / 1e6:.2f} ms (minimum {times.minimum_ns / 1e6:.2f} ms)")

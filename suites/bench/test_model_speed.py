@@ -1,6 +1,7 @@
 r"""Rates of model files into GPU memory: gdrkit.safetensors beside the loaders that are installed.
 
-Every loader is checked once, byte by byte, and all are then measured in turn. A run takes 25 minutes and 26 GB:
+The bytes that each loader returns are checked once. Then all loaders are measured in turn. A run takes 25 minutes, and
+26 GB of disk:
 
     pytest -c suites/pytest.ini suites/bench/test_model_speed.py --benchmark-enable -s \
         -o faulthandler_timeout=580 --records FILE
@@ -20,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from bench.model_loaders import loaders
-from bench.storage_speed import Series, drop_cache, log_progress, measure_in_turn, pinned_copier
+from bench.model_loaders import list_loaders
+from bench.storage_speed import Series, drop_cache, log_progress, make_pinned_copier, measure_in_turn
 
 from gdrkit import cuda, gds, safetensors
 from gdrkit.errors import Api
@@ -45,9 +46,9 @@ pytestmark = [
 
 ROUNDS_COUNT = 5
 _CHUNK_BYTES = 16 * MIB
-# The loader that does not know the format: it is not the best loader for small tensors.
+# The loader that does not know the format, so it is not compared as a loader of tensors.
 _WITHOUT_FORMAT = frozenset({"kvikio"})
-_OWN = ("gdrkit", "gdrkit_per_tensor")
+_LOADERS_OF_GDRKIT = ("gdrkit", "gdrkit_per_tensor")
 # Shapes of a layer with about 218 million parameters, as in models with 8 billion.
 _LAYER = (
     (4096, 4096),
@@ -69,7 +70,7 @@ def is_measured(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def started_loaders() -> None:
+def start_loaders() -> None:
     """Load a small file once with each loader.
 
     torch, CUDA's runtime and the other loaders then open the descriptors that they keep open. The leak check does not
@@ -78,14 +79,14 @@ def started_loaders() -> None:
     with temporary_folder() as folder:
         path = folder / "small.safetensors"
         create_model(path, [(64, 64)])
-        for load in loaders().values():
+        for load in list_loaders().values():
             load([path]).clear()
         for index in range(cuda.device_count()):
             safetensors.load_file(path, index).clear()
 
 
 @pytest.fixture
-def folder(started_loaders: None) -> Iterator[Path]:
+def folder(start_loaders: None) -> Iterator[Path]:
     """Yield a folder on a disk, and remove it at the end."""
     with temporary_folder() as path:
         yield path
@@ -147,7 +148,7 @@ def check_tensors(tensors: Mapping[str, Any], paths: Sequence[Path]) -> None:
     assert names == set(tensors)
 
 
-def measured_loads(
+def check_and_measure(
     paths: Sequence[Path],
     length_bytes: int,
     evidence: Evidence,
@@ -166,7 +167,7 @@ def measured_loads(
             evidence["report_of_last_load"] = tensors.report
         tensors.clear()
 
-    candidates = {name: loader for name, loader in loaders().items() if name not in without}
+    candidates = {name: loader for name, loader in list_loaders().items() if name not in without}
     for name, loader in candidates.items():
         # If the bytes are wrong, the record of the failed case names the loader.
         evidence["checked_loader"] = name
@@ -186,15 +187,17 @@ def measured_loads(
 
 def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> None:
     """Record the rate and the processor time of each loader, and the best of the others."""
-    for name, measured in series.items():
-        evidence.number(f"{prefix}_{name}_gb_per_s", measured.rate_gb_per_s)
-        evidence.number(f"{prefix}_{name}_cpu_s_per_gib", measured.cpu_s_per_gib)
-    others = {name: measured for name, measured in series.items() if name not in _OWN}
-    if others:
-        best = max(others, key=lambda name: others[name].rate_gb_per_s)
-        evidence[f"{prefix}_best_other"] = best
-        evidence.number(f"{prefix}_best_other_gb_per_s", others[best].rate_gb_per_s)
-        known = [measured.rate_gb_per_s for name, measured in others.items() if name not in _WITHOUT_FORMAT]
+    for name, loader_series in series.items():
+        evidence.number(f"{prefix}_{name}_gb_per_s", loader_series.rate_gb_per_s)
+        evidence.number(f"{prefix}_{name}_cpu_s_per_gib", loader_series.cpu_s_per_gib)
+    other_series = {name: loader_series for name, loader_series in series.items() if name not in _LOADERS_OF_GDRKIT}
+    if other_series:
+        fastest_loader = max(other_series, key=lambda name: other_series[name].rate_gb_per_s)
+        evidence[f"{prefix}_best_other"] = fastest_loader
+        evidence.number(f"{prefix}_best_other_gb_per_s", other_series[fastest_loader].rate_gb_per_s)
+        known = [
+            loader_series.rate_gb_per_s for name, loader_series in other_series.items() if name not in _WITHOUT_FORMAT
+        ]
         if known:
             evidence.number(f"{prefix}_best_loader_gb_per_s", max(known))
 
@@ -209,11 +212,11 @@ def test_files_of_a_model_beside_other_loaders(
     rounds_count = ROUNDS_COUNT if is_measured else 1
     log_progress(f"4 files, {length_bytes / GIB:.2f} GiB, cached")
     with device.allocate(min(length_bytes, 4 * GIB)) as memory:
-        copy, free = pinned_copier(device, memory, length_bytes=memory.length_bytes)
+        copy, free = make_pinned_copier(device, memory, length_bytes=memory.length_bytes)
         pinned = measure_in_turn({"pinned": copy}, memory.length_bytes, rounds_count=rounds_count)
         free()
     evidence.number("pinned_copy_gb_per_s", pinned["pinned"].rate_gb_per_s)
-    cached = measured_loads(paths, length_bytes, evidence, rounds_count=rounds_count)
+    cached = check_and_measure(paths, length_bytes, evidence, rounds_count=rounds_count)
     record(evidence, "cached", cached)
     evidence.number("cached_per_tensor_gdrkit_gb_per_s", cached["gdrkit_per_tensor"].rate_gb_per_s)
     log_progress("4 files, cold")
@@ -225,7 +228,7 @@ def test_files_of_a_model_beside_other_loaders(
     record(
         evidence,
         "cold",
-        measured_loads(
+        check_and_measure(
             paths, length_bytes, evidence, rounds_count=rounds_count, prepare=drop, without=["gdrkit_per_tensor"]
         ),
     )
@@ -240,7 +243,7 @@ def test_one_large_file_beside_other_loaders(
     path = folder / "large.safetensors"
     length_bytes = create_model(path, shapes)
     log_progress(f"{len(shapes)} tensors, {length_bytes / 1e9:.1f} GB, {state}")
-    series = measured_loads(
+    series = check_and_measure(
         [path],
         length_bytes,
         evidence,
@@ -260,12 +263,12 @@ def test_small_tensors_beside_other_loaders(
     length_bytes = create_model(path, [(64, 16 * KIB // 2 // 64)] * count)
     for prefix, prepare in (("small_tensors", None), ("small_tensors_cold", partial(drop_cache, path))):
         log_progress(f"{prefix}: {count} tensors of 16 KiB")
-        series = measured_loads([path], length_bytes, evidence, rounds_count=rounds_count, prepare=prepare)
-        per_s = {name: measured.rate_gb_per_s * 1e9 / (16 * KIB) for name, measured in series.items()}
+        series = check_and_measure([path], length_bytes, evidence, rounds_count=rounds_count, prepare=prepare)
+        per_s = {name: loader_series.rate_gb_per_s * 1e9 / (16 * KIB) for name, loader_series in series.items()}
         for name, number in per_s.items():
             evidence.number(f"{prefix}_{name}_per_s", number)
             evidence.number(f"{prefix}_{name}_cpu_s_per_gib", series[name].cpu_s_per_gib)
-        known = [number for name, number in per_s.items() if name not in {*_OWN, *_WITHOUT_FORMAT}]
+        known = [number for name, number in per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_WITHOUT_FORMAT}]
         if known:
             evidence.number(f"{prefix}_best_other_per_s", max(known))
 
@@ -281,25 +284,27 @@ def test_two_devices_beside_one(
     paths = [folder / f"model-{index}.safetensors" for index in range(4)]
     length_bytes = sum(create_model(path, shapes) for path in paths)
 
-    def half(rank: int, _name: str, shape: tuple[int, ...]) -> object:
+    def select_half(rank: int, _name: str, shape: tuple[int, ...]) -> object:
         return slice(rank * shape[0] // 2, (rank + 1) * shape[0] // 2)
 
-    def halves() -> None:
-        loads = [safetensors.start_load_files(paths, f"cuda:{rank}", select=partial(half, rank)) for rank in range(2)]
+    def load_halves() -> None:
+        loads = [
+            safetensors.start_load_files(paths, f"cuda:{rank}", select=partial(select_half, rank)) for rank in range(2)
+        ]
         for load in loads:
             load.result()
 
     transfers: dict[str, Callable[[], object]] = {
         "one": lambda: safetensors.load_files(paths, "cuda:0"),
-        "halves": halves,
+        "halves": load_halves,
         "both_by_shares": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True),
         "both_by_reads": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=False),
     }
-    for loaded in safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True):
-        check_tensors(loaded, paths)
+    for tensors in safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True):
+        check_tensors(tensors, paths)
     torch.cuda.empty_cache()
     series = measure_in_turn(transfers, length_bytes, rounds_count=ROUNDS_COUNT if is_measured else 1, attempts_count=1)
-    for name, measured in series.items():
+    for name, loader_series in series.items():
         # The bytes that arrive on all devices together.
-        arrived = 2 if name.startswith("both") else 1
-        evidence.number(f"two_devices_{name}_gb_per_s", arrived * measured.rate_gb_per_s)
+        copies_count = 2 if name.startswith("both") else 1
+        evidence.number(f"two_devices_{name}_gb_per_s", copies_count * loader_series.rate_gb_per_s)

@@ -83,20 +83,21 @@ def create_file(mount: Path, seed: int) -> Path:
 
 
 @contextlib.contextmanager
-def two_cores() -> Iterator[list[int]]:
+def restrict_to_two_cores() -> Iterator[list[int]]:
     """Restrict this process and its new child processes to two cores, and yield the numbers of the cores."""
-    before = os.sched_getaffinity(0)
-    cores = sorted(before)[:2]
+    cores_before = os.sched_getaffinity(0)
+    cores = sorted(cores_before)[:2]
     os.sched_setaffinity(0, cores)
     try:
         yield cores
     finally:
-        os.sched_setaffinity(0, before)
+        os.sched_setaffinity(0, cores_before)
 
 
 def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
     """Restrict the session thread of the server to the last core, and all other threads to the first core."""
-    # This thread starts the client process, which inherits the affinity. two_cores() restores the affinity at its end.
+    # This thread starts the client process, which inherits the affinity. restrict_to_restrict_to_two_cores() restores
+    # the affinity at its end.
     os.sched_setaffinity(0, {cores[0]})
     for process_id in (agent.process.pid, agent.server_process_id()):
         for task in Path(f"/proc/{process_id}/task").iterdir():
@@ -120,15 +121,15 @@ def measure(agent: AgentProcess, path: Path, *options: str) -> dict[str, list[di
     return measurements
 
 
-def operations_per_s(measurement: dict[str, Any]) -> float:
+def compute_operations_per_s(measurement: dict[str, Any]) -> float:
     """Return the rate of a measurement."""
     return float(measurement["operations"] / measurement["passed_s"])
 
 
-def median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]) -> float:
+def compute_median_share(measurements: list[dict[str, Any]], peers: list[dict[str, Any]]) -> float:
     """Return the median of the ratios of all rounds. The two rates of a ratio were measured in the same round."""
     return statistics.median(
-        operations_per_s(measurement) / operations_per_s(peer)
+        compute_operations_per_s(measurement) / compute_operations_per_s(peer)
         for measurement, peer in zip(measurements, peers, strict=True)
     )
 
@@ -148,7 +149,7 @@ def test_reads_beside_the_kernel(
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT
     load_before = os.getloadavg()[0]
-    with two_cores() as cores, AgentProcess(tmp_path) as agent:
+    with restrict_to_two_cores() as cores, AgentProcess(tmp_path) as agent:
         evidence["cores"] = len(cores)
         file = create_file(tmp_path, seed)
         if placement == "session apart":
@@ -156,29 +157,31 @@ def test_reads_beside_the_kernel(
         options = ["--kind", memory_kind, "--rounds", str(ROUNDS), "--ms", str(DURATION_MS)]
         if len(cores) > 1:
             options += ["--cores", f"{cores[0]},{cores[-1]}"]
-        measured = measure(agent, file, *options)
+        measurements = measure(agent, file, *options)
     assert agent.statistics["failed"] == 0
     evidence["load_1min"] = [load_before, os.getloadavg()[0]]
     for size, (usrbio_name, kernel_name, copy_name, goal) in MEASUREMENTS.items():
-        if kernel_name not in measured:
+        if kernel_name not in measurements:
             summary.append(f"{memory_kind:6} {size}, {placement}: {kernel_name} is not allowed on this system")
             continue
-        share = median_share(measured[usrbio_name], measured[kernel_name])
+        share = compute_median_share(measurements[usrbio_name], measurements[kernel_name])
         evidence.number(f"{usrbio_name}_share_of_{kernel_name}_ratio_median", share)
         for name in (usrbio_name, kernel_name):
-            evidence.number(f"{name}_per_s_median", statistics.median(map(operations_per_s, measured[name])))
-            for process in measured[name][0]["cpu_s"]:
+            evidence.number(
+                f"{name}_per_s_median", statistics.median(map(compute_operations_per_s, measurements[name]))
+            )
+            for process in measurements[name][0]["cpu_s"]:
                 cpu_us = statistics.median(
-                    round_["cpu_s"][process] / round_["operations"] * 1e6 for round_ in measured[name]
+                    round_["cpu_s"][process] / round_["operations"] * 1e6 for round_ in measurements[name]
                 )
                 evidence.number(f"{name}_{process}_cpu_us_median", cpu_us)
         copies_text = ""
-        if copy_name in measured:
-            copy_share = median_share(measured[copy_name], measured[kernel_name])
+        if copy_name in measurements:
+            copy_share = compute_median_share(measurements[copy_name], measurements[kernel_name])
             evidence.number(f"{copy_name}_share_of_{kernel_name}_ratio_median", copy_share)
             evidence.number(
                 f"{usrbio_name}_share_of_{copy_name}_ratio_median",
-                median_share(measured[usrbio_name], measured[copy_name]),
+                compute_median_share(measurements[usrbio_name], measurements[copy_name]),
             )
             copies_text = f"; only the copies, by two threads: {copy_share:.2f}"
         cpu_us = sum(
@@ -192,12 +195,12 @@ def test_reads_beside_the_kernel(
         )
 
 
-def size_name(length_bytes: int) -> str:
+def format_size(length_bytes: int) -> str:
     """Return the name of a size in the names of numbers."""
     return f"{length_bytes // MIB}m" if length_bytes >= MIB else f"{length_bytes // KIB}k"
 
 
-def cpu_us(measurements: list[dict[str, Any]], process: str) -> float:
+def compute_cpu_us(measurements: list[dict[str, Any]], process: str) -> float:
     """Return the processor time of an operation in one process, in microseconds."""
     return float(statistics.median(one["cpu_s"][process] / one["operations"] * 1e6 for one in measurements))
 
@@ -212,7 +215,7 @@ def test_reads_beside_io_uring(
     evidence: Evidence,
     summary: list[str],
 ) -> None:
-    """Both keep equally many reads in flight, wait for half of them at once, and take turns in one process."""
+    """usrbio and io_uring take turns. Both keep equally many reads in flight, and wait for half of them at once."""
     for name, value in TWIN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT
@@ -223,28 +226,31 @@ def test_reads_beside_io_uring(
     if file_kind != "checksums":
         (store / "file").write_bytes(pattern.payload(FILE_BYTES, seed=seed))
     options = ("--fuse", "--store", str(store)) if file_kind == "fuse" else ()
-    with two_cores() as cores, AgentProcess(mount if options else store, *options) as agent:
+    with restrict_to_two_cores() as cores, AgentProcess(mount if options else store, *options) as agent:
         evidence["cores"] = len(cores)
         if file_kind == "checksums":
             create_file(store, seed)
         points = ",".join(f"{length_bytes}:{depth}" for length_bytes, depth in IO_URING_GOALS)
         peer = ("--peer-file", str(store / "file"))
-        measured = measure(agent, agent.mount / "file", "--points", points, *peer, "--rounds", "5", "--ms", "400")
+        measurements = measure(agent, agent.mount / "file", "--points", points, *peer, "--rounds", "5", "--ms", "400")
     assert agent.statistics["failed"] == 0
     for (length_bytes, depth), goal in IO_URING_GOALS.items():
         point = f"{length_bytes}_{depth}"
-        if f"io_uring_{point}" not in measured:
+        if f"io_uring_{point}" not in measurements:
             summary.append(f"{file_kind} {point}: io_uring is not allowed on this system")
             continue
-        ours, peers = measured[f"usrbio_{point}"], measured[f"io_uring_{point}"]
-        ratios = [operations_per_s(one) / operations_per_s(other) for one, other in zip(ours, peers, strict=True)]
-        name = f"read_{size_name(length_bytes)}_d{depth}"
+        usrbio_measurements, io_uring_measurements = measurements[f"usrbio_{point}"], measurements[f"io_uring_{point}"]
+        ratios = [
+            compute_operations_per_s(one) / compute_operations_per_s(other)
+            for one, other in zip(usrbio_measurements, io_uring_measurements, strict=True)
+        ]
+        name = f"read_{format_size(length_bytes)}_d{depth}"
         evidence.number(f"{name}_ratio", statistics.median(ratios))
         evidence.number(f"{name}_ratio_min", min(ratios))
         evidence.number(f"{name}_ratio_max", max(ratios))
-        evidence.number(f"{name}_per_s_median", statistics.median(map(operations_per_s, ours)))
-        times_us = {process: cpu_us(ours, process) for process in ("client", "agent", "server")}
-        times_us["io_uring"] = cpu_us(peers, "client")
+        evidence.number(f"{name}_per_s_median", statistics.median(map(compute_operations_per_s, usrbio_measurements)))
+        times_us = {process: compute_cpu_us(usrbio_measurements, process) for process in ("client", "agent", "server")}
+        times_us["io_uring"] = compute_cpu_us(io_uring_measurements, "client")
         for process, time_us in times_us.items():
             evidence.number(f"{name}_{process}_cpu_us_median", time_us)
         summary.append(

@@ -26,15 +26,15 @@ import pytest
 from bench.storage_speed import (
     DeviceRange,
     Kvikio,
+    allocate_host_memory,
     check_all_bytes,
     create_random_file,
     drop_cache,
-    fastest_of,
-    host_memory,
+    find_fastest,
     log_progress,
+    make_direct_reader,
+    make_pinned_copier,
     measure_in_turn,
-    pinned_copier,
-    raw_direct_reader,
     split_file,
 )
 
@@ -150,14 +150,16 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
     """Measure cached reads by gdrkit and kvikio, and pinned copies. Return the fastest setting of kvikio."""
     log_progress("cached reads: fastest setting of kvikio")
     settings = bench.kvikio_settings("read", direct=(False,))
-    candidates = {name: bench.kvikio.reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
+    candidates = {
+        name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()
+    }
     with bench.device.current():
         bench.check_reader(next(iter(candidates.values())))
-        fastest = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats + 1)
+        fastest = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats + 1)
         bench.evidence["cached_read_kvikio_best"] = fastest
         bench.check_reader(candidates[fastest])
         bench.check_reader(lambda: file.read_into(bench.memory))
-        copy, free = pinned_copier(bench.device, bench.memory, length_bytes=bench.length_bytes)
+        copy, free = make_pinned_copier(bench.device, bench.memory, length_bytes=bench.length_bytes)
         copy()
         reads = {"gdrkit": lambda: file.read_into(bench.memory), "kvikio": candidates[fastest], "pinned copy": copy}
         series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
@@ -175,10 +177,10 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
 def measure_host_reads(bench: Bench, file: gds.File) -> None:
     """Measure cached reads into host memory."""
     log_progress("cached reads into host memory")
-    memory = host_memory(bench.stack, bench.length_bytes)
+    memory = allocate_host_memory(bench.stack, bench.length_bytes)
     settings = bench.kvikio_settings("read", direct=(False,))
-    candidates = {name: bench.kvikio.reader(bench.file, memory, **setting) for name, setting in settings.items()}
-    fastest = fastest_of(candidates, bench.length_bytes, repeats=bench.repeats)
+    candidates = {name: bench.kvikio.make_reader(bench.file, memory, **setting) for name, setting in settings.items()}
+    fastest = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats)
     reads = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest]}
     series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
     bench.record_rate("host_read_gdrkit", series["gdrkit"])
@@ -196,7 +198,7 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
     offsets = [rng.randrange(bench.length_bytes // PAGE_BYTES) * PAGE_BYTES for _ in range(count)]
     ranges = [(offset, PAGE_BYTES) for offset in offsets]
     candidates = kvikio_small_reads(bench, offsets)
-    fastest = fastest_of(candidates, count * PAGE_BYTES, repeats=bench.repeats)
+    fastest = find_fastest(candidates, count * PAGE_BYTES, repeats=bench.repeats)
     bench.evidence["random_4k_kvikio_best"] = fastest
 
     def read_one_by_one() -> None:
@@ -271,7 +273,7 @@ def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> Non
 
         bench.check_reader(read)
         setting = bench.kvikio_settings("read", direct=(False,))[kvikio_setting]
-        kvikio_read = bench.kvikio.files_reader(paths, bench.memory, **setting)
+        kvikio_read = bench.kvikio.make_files_reader(paths, bench.memory, **setting)
         reads: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
         with bench.device.current():
             bench.check_reader(kvikio_read)
@@ -297,16 +299,16 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
     # Number of threads and size of each read, in MiB.
     shapes = [(threads, part_mib) for part_mib in (4, 16) for threads in (2, 4, 8)]
     raw_readers: dict[str, Callable[[], object]] = {
-        f"raw O_DIRECT, {threads} x {part_mib} MiB": raw_direct_reader(
+        f"raw O_DIRECT, {threads} x {part_mib} MiB": make_direct_reader(
             bench.file, bench.stack, threads_count=threads, part_bytes=part_mib * MIB
         )
         for threads, part_mib in shapes
     }
-    best_raw = fastest_of(raw_readers, bench.length_bytes, repeats=1, prepare=drop)
+    best_raw = find_fastest(raw_readers, bench.length_bytes, repeats=1, prepare=drop)
     settings = bench.kvikio_settings("read", direct=(True,), threads_max=16)
-    peers = {name: bench.kvikio.reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
+    peers = {name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
     with bench.device.current():
-        fastest = fastest_of(peers, bench.length_bytes, repeats=1, prepare=drop)
+        fastest = find_fastest(peers, bench.length_bytes, repeats=1, prepare=drop)
         bench.evidence["cold_read_best"] = [best_raw, fastest]
         drop()
         bench.check_reader(lambda: file.read_into(bench.memory))
@@ -343,10 +345,11 @@ def measure_writes(bench: Bench) -> None:
         log_progress(f"device to file, {'with' if sync else 'without'} fsync: fastest setting of kvikio")
         settings = bench.kvikio_settings("write", direct=(True,), threads_max=16)
         peers = {
-            name: bench.kvikio.writer(target, bench.memory, sync=sync, **setting) for name, setting in settings.items()
+            name: bench.kvikio.make_writer(target, bench.memory, sync=sync, **setting)
+            for name, setting in settings.items()
         }
         with bench.device.current():
-            fastest = fastest_of(peers, bench.length_bytes, repeats=1, prepare=remove)
+            fastest = find_fastest(peers, bench.length_bytes, repeats=1, prepare=remove)
             bench.evidence[f"{kind}_kvikio_best"] = fastest
             all_writes: dict[str, Callable[[], object]] = {
                 "gdrkit": partial(write, sync=sync),

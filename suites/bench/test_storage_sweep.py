@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bench.storage_speed import check_all_bytes, create_random_file, log_progress
-from bench.storage_sweep import TIME_LIMITS_S, Sweep, table_lines
+from bench.storage_sweep import TIME_LIMITS_S, Sweep, format_table
 
 from gdrkit.harness.needs import cuda, needs
 from gdrkit.units import MIB
@@ -47,7 +47,7 @@ def test_copy_engine_settings_in_one_table(
     finally:
         shutil.rmtree(folder)
     assert {row.kind for row in rows} == TIME_LIMITS_S.keys()
-    for line in table_lines(rows):
+    for line in format_table(rows):
         log_progress(line)
     for row in (row for row in rows if is_measured and row.rates_gb_per_s):
         evidence[f"{row.kind}: {row.setting}"] = {

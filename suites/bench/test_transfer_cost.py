@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from bench.interleaved import measure_interleaved
-from bench.storage_speed import Kvikio, create_random_file, host_memory
+from bench.storage_speed import Kvikio, allocate_host_memory, create_random_file
 
 from gdrkit import gds
 from gdrkit.harness.needs import host, needs
@@ -89,7 +89,7 @@ def test_one_4k_read_at_a_time_beside_kvikio(
 ) -> None:
     import numpy as np
 
-    memory = host_memory(stack, FILE_BYTES)
+    memory = allocate_host_memory(stack, FILE_BYTES)
     pages = pages_of(memory)
     arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]  # The buffers that kvikio accepts.
     file = stack.enter_context(gds.File(path, direct="never"))
@@ -114,7 +114,7 @@ def test_one_4k_read_at_a_time_beside_kvikio(
 def test_1_mib_write_beside_pwrite(
     evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
 ) -> None:
-    data = host_memory(stack, MIB)
+    data = allocate_host_memory(stack, MIB)
     data[:] = os.urandom(MIB)
     file = stack.enter_context(gds.File(path, "r+", direct="never"))
     writes: dict[str, Callable[[int], object]] = {
@@ -136,7 +136,7 @@ def test_start_of_a_transfer_beside_kvikio(
 ) -> None:
     import numpy as np
 
-    memory = host_memory(stack, FILE_BYTES)
+    memory = allocate_host_memory(stack, FILE_BYTES)
     pages = pages_of(memory)
     arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]
     file = stack.enter_context(gds.File(path, direct="never"))
@@ -177,7 +177,7 @@ def test_start_of_a_transfer_beside_kvikio(
 def test_thousand_awaited_reads_beside_threads(
     evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
 ) -> None:
-    memory = host_memory(stack, FILE_BYTES)
+    memory = allocate_host_memory(stack, FILE_BYTES)
     pages = pages_of(memory)
     expected = path.read_bytes()
 

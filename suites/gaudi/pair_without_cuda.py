@@ -49,7 +49,7 @@ def main() -> None:
             json.dumps(
                 {
                     "generation": device.generation.value,
-                    "libraries": [_file_names(evidence.libraries()), _file_names(peer.libraries())],
+                    "libraries": [_list_file_names(evidence.libraries()), _list_file_names(peer.libraries())],
                     "modules": [sorted({module.partition(".")[0] for module in sys.modules}), sorted(peer.modules())],
                     "mapped": Path("/proc/self/maps").read_text(),
                 }
@@ -58,8 +58,8 @@ def main() -> None:
     peer.close()
 
 
-def _file_names(libraries: Iterable[evidence.LoadedLibrary]) -> list[str]:
-    return sorted({os.path.basename(library.path) for library in libraries})  # noqa: PTH119 - as the kernel wrote it.
+def _list_file_names(libraries: Iterable[evidence.LoadedLibrary]) -> list[str]:
+    return sorted({os.path.basename(library.path) for library in libraries})  # noqa: PTH119 - the path may have a suffix of the kernel.
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Self
 if TYPE_CHECKING:
     from types import TracebackType
 
-__all__ = ["EXPORT_FLAGS", "RawDevice", "errno_of"]
+__all__ = ["EXPORT_FLAGS", "RawDevice", "get_errno"]
 
 EXPORT_FLAGS = os.O_RDWR | os.O_CLOEXEC
 _ANY_DEVICE = 4  # HLTHUNK_DEVICE_DONT_CARE
@@ -17,7 +17,7 @@ _ANY_DEVICE = 4  # HLTHUNK_DEVICE_DONT_CARE
 _RETURN_64_BITS = ("hlthunk_device_memory_alloc", "hlthunk_device_memory_map", "hlthunk_host_memory_map")
 
 
-def _library() -> ctypes.CDLL:
+def _load_library() -> ctypes.CDLL:
     for soname in ("libhl-thunk.so", "libhlthunk.so"):
         try:
             return ctypes.CDLL(soname, use_errno=True)
@@ -27,23 +27,23 @@ def _library() -> ctypes.CDLL:
     raise OSError(message)
 
 
-def errno_of(result: int) -> int:
+def get_errno(result: int) -> int:
     """Return the errno of a failed call, or 0 if the call succeeded.
 
-    A function that fails returns a negative errno, or 0 instead of a handle or an address. In the second case the errno
-    is in the errno variable.
+    A failed function returns a negative errno. A failed function that returns a handle or an address returns 0, and
+    sets the errno variable.
     """
     return -result if result < 0 else ctypes.get_errno() if result == 0 else 0
 
 
 class RawDevice:
-    """A device of hl-thunk. Without the descriptor `fd`, the object opens the first free device.
+    """A device of hl-thunk: the device of the descriptor `fd`, or else the first free device.
 
-    Its methods do not check arguments, and the caller frees what it allocates.
+    Its methods do not check arguments. The caller frees the memory that it allocates.
     """
 
     def __init__(self, fd: int | None = None) -> None:
-        self._library = _library()
+        self._library = _load_library()
         self._is_owner = fd is None
         self.fd = self.call("hlthunk_open", _ANY_DEVICE, None) if fd is None else fd
         assert self.fd >= 0

@@ -12,7 +12,7 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from gaudi.raw_hlthunk import EXPORT_FLAGS, errno_of
+from gaudi.raw_hlthunk import EXPORT_FLAGS, get_errno
 
 from gdrkit.errors import Reason, Unsupported
 from gdrkit.gaudi import HostMapping
@@ -47,7 +47,7 @@ def test_documented_export_by_handle_is_refused(raw_device: RawDevice) -> None:
     assert result < 0
     assert fd.value == FD_NOT_SET
     # With the right descriptor, the handle is still not an address.
-    assert errno_of(raw_device.export_physical(handle, SIZE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export_physical(handle, SIZE_BYTES)) == errno.EINVAL
     assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
 
 
@@ -58,7 +58,7 @@ def test_documented_export_with_three_arguments_is_refused(raw_device: RawDevice
     fd = ctypes.c_int(FD_NOT_SET)
     name = "hlthunk_device_mapped_memory_export_dmabuf_fd"
     result = raw_device.call(name, address, SIZE_BYTES, ctypes.addressof(fd), 0, 0)
-    assert errno_of(result) == errno.EINVAL
+    assert get_errno(result) == errno.EINVAL
     assert fd.value == FD_NOT_SET
     assert (raw_device.unmap(address), raw_device.free(handle)) == (0, 0)
 
@@ -68,7 +68,7 @@ def test_export_of_mapped_host_memory_is_refused(raw_device: RawDevice) -> None:
     """Export memory "mapped via hlthunk_host_memory_map()". The kernel knows the address, and refuses the export."""
     buffer = bytearray(SIZE_BYTES)
     address = raw_device.map_host(buffer)
-    assert errno_of(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
     assert raw_device.unmap(address) == 0
 
 
@@ -89,7 +89,7 @@ def test_documented_export_of_address_0_is_refused(raw_device: RawDevice) -> Non
     A test in the document replaces both functions by functions that return the constants 42 and 43 as descriptors.
     """
     for name in ("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd"):
-        assert errno_of(raw_device.call(name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
+        assert get_errno(raw_device.call(name, raw_device.fd, 0, SIZE_BYTES, 0, EXPORT_FLAGS)) == errno.EINVAL
 
 
 @pytest.mark.parametrize("name", ["hlthunk_host_memory_unmap", "hlthunk_import_dmabuf"])
@@ -108,7 +108,7 @@ def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
             mapping.export_dmabuf()
         assert caught.value.reason is Reason.DMABUF_EXPORT_UNSUPPORTED
         assert "host memory" in caught.value.detail
-        with gaudi.query(mapping.address) as queried:
-            assert queried.dmabuf is None
+        with gaudi.query(mapping.address) as query_result:
+            assert query_result.dmabuf is None
     assert mapping.closed
     assert isinstance(mapping, HostMapping)

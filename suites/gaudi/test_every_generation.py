@@ -16,8 +16,8 @@ import pytest
 from gdrkit.harness.needs import needs, software
 
 GAUDI_SUITE = Path(__file__).parent
-# This file must not run itself, and test_without_cuda.py runs on all generations anyway. The other files of this list
-# are slow, or do not depend on the generation.
+# This file would run itself. test_without_cuda.py already runs on all generations. The other files are slow, or do not
+# depend on the generation.
 IGNORED_FILES = (
     Path(__file__).name,
     "test_without_cuda.py",
@@ -53,6 +53,6 @@ def test_cases_pass_on_generation(generation: str, passed_min: int) -> None:
         timeout=570,
     )
     assert completed.returncode == 0, completed.stdout[-5000:] + completed.stderr[-2000:]
-    summary = re.search(r"(\d+) passed", completed.stdout)
-    assert summary is not None
-    assert int(summary[1]) >= passed_min
+    passed_match = re.search(r"(\d+) passed", completed.stdout)
+    assert passed_match is not None
+    assert int(passed_match[1]) >= passed_min

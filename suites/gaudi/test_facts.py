@@ -25,7 +25,7 @@ PCI_DEVICE_FOLDER = "sys/bus/pci/devices/0000:33:00.0"
 COUNT_PROGRAM = "from gdrkit import gaudi; print(gaudi.device_count())"
 
 
-def host_with_gaudi2(root: Path, driver: str | None) -> HostTree:
+def create_host_with_gaudi2(root: Path, driver: str | None) -> HostTree:
     """Create and return the sysfs files of a host with one Gaudi 2, bound to `driver` or to no driver."""
     folder = root / PCI_DEVICE_FOLDER
     folder.mkdir(parents=True)
@@ -68,7 +68,7 @@ def test_facts_without_hardware_open_no_library(tmp_path: Path) -> None:
 def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name not in {"LD_LIBRARY_PATH", "LD_AUDIT"}}
     # Unlike the other cases, this case queries the libraries. Without these variables, the loader finds no hl-thunk.
-    file_facts = probe(host_with_gaudi2(tmp_path, None), environment=environment)
+    file_facts = probe(create_host_with_gaudi2(tmp_path, None), environment=environment)
     assert len(file_facts.accelerators) == 1
     assert file_facts.gaudi_failure is not None
     assert file_facts.gaudi_failure.reason is Reason.LIBRARY_MISSING
@@ -79,8 +79,8 @@ def test_gaudi_without_hl_thunk_is_a_failure_with_advice(tmp_path: Path) -> None
 @pytest.mark.parametrize("driver", ["habanalabs", None])
 @needs(gaudi.device())
 def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, driver: str | None) -> None:
-    """Report the substrate as unknown. The sysfs files may be a copy, and no other source confirms the device."""
-    file_facts = probe(host_with_gaudi2(tmp_path, driver), query_apis=False)
+    """The substrate is unknown: the sysfs files may be a copy, and no library confirms the device."""
+    file_facts = probe(create_host_with_gaudi2(tmp_path, driver), query_apis=False)
     assert facts.gaudi is not None
     # Without the ELF notes of the twin, this record looks like the record of a real library.
     real_library = dataclasses.replace(facts.gaudi.libraries[0], soname="libhl-thunk.so", notes=(), error=None)
@@ -93,7 +93,7 @@ def test_gaudi_seen_only_in_files_is_unknown(facts: Facts, tmp_path: Path, drive
 @pytest.mark.parametrize("generation", ["gaudi2", "gaudi3"])
 @needs(gaudi.device())
 def test_machine_with_gaudis_has_a_profile(facts: Facts, tmp_path: Path, generation: str) -> None:
-    file_facts = probe(host_with_gaudi2(tmp_path, "habanalabs"), query_apis=False)
+    file_facts = probe(create_host_with_gaudi2(tmp_path, "habanalabs"), query_apis=False)
     assert facts.gaudi is not None
     devices = tuple(dataclasses.replace(device, generation=generation) for device in facts.gaudi.devices)
     facts_with_devices = dataclasses.replace(file_facts, gaudi=dataclasses.replace(facts.gaudi, devices=devices))

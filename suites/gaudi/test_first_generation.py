@@ -7,8 +7,8 @@ import os
 from typing import TYPE_CHECKING
 
 import pytest
-from gaudi.raw_hlthunk import errno_of
-from gaudi.twin_calls import calls_of
+from gaudi.raw_hlthunk import get_errno
+from gaudi.twin_calls import read_calls
 
 from gdrkit.errors import ApiError, Reason
 from gdrkit.gaudi import list_devices
@@ -28,7 +28,7 @@ PAGE_BYTES = 4 * KIB
 
 def test_gaudi1_allocation_has_no_handle(raw_device: RawDevice) -> None:
     assert raw_device.allocate(64 * KIB) == 0
-    assert errno_of(raw_device.map(0)) == errno.EINVAL
+    assert get_errno(raw_device.map(0)) == errno.EINVAL
     assert raw_device.free(0) == 0
 
 
@@ -47,11 +47,11 @@ def test_export_takes_the_physical_address(raw_device: RawDevice, gaudi_base: in
 def test_export_needs_whole_pages_of_user_memory(
     raw_device: RawDevice, gaudi_base: int, displacement_bytes: int, size: int
 ) -> None:
-    assert errno_of(raw_device.export_physical(gaudi_base + displacement_bytes, size)) == errno.EINVAL
+    assert get_errno(raw_device.export_physical(gaudi_base + displacement_bytes, size)) == errno.EINVAL
 
 
 def test_export_with_offset_is_refused_on_gaudi1(raw_device: RawDevice, gaudi_base: int) -> None:
-    assert errno_of(raw_device.export(gaudi_base, PAGE_BYTES, offset=PAGE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(gaudi_base, PAGE_BYTES, offset=PAGE_BYTES)) == errno.EINVAL
     fd = raw_device.export(gaudi_base, PAGE_BYTES)
     assert fd >= 0
     os.close(fd)
@@ -72,9 +72,9 @@ def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
 
 @needs(software("hlthunk"))
 def test_gaudi1_memory_is_exported_by_physical_address(gaudi: Device) -> None:
-    with gaudi.allocate(9000) as memory, memory.export_dmabuf(offset_bytes=4097, length_bytes=10) as exported:
-        assert (exported.offset_bytes, exported.length_bytes, exported.address) == (1, 10, memory.address + 4097)
-    (call,) = calls_of("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd")[-1:]
+    with gaudi.allocate(9000) as memory, memory.export_dmabuf(offset_bytes=4097, length_bytes=10) as dmabuf:
+        assert (dmabuf.offset_bytes, dmabuf.length_bytes, dmabuf.address) == (1, 10, memory.address + 4097)
+    (call,) = read_calls("hlthunk_device_memory_export_dmabuf_fd", "hlthunk_device_mapped_memory_export_dmabuf_fd")[-1:]
     assert call.name == "hlthunk_device_memory_export_dmabuf_fd"
     assert (int(call.arguments["addr"], 0), call.arguments["size"]) == (memory.address + 4096, "4096")
 

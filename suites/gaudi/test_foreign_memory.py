@@ -28,59 +28,65 @@ pytestmark = needs(gaudi_needs.device(), gaudi_needs.mapped_memory)
 
 
 @pytest.fixture
-def other(gaudi: Device) -> Iterator[RawDevice]:
+def foreign_device(gaudi: Device) -> Iterator[RawDevice]:
     """Yield calls of hl-thunk as another library makes them, by the descriptor of the device."""
     with RawDevice(gaudi.fd) as raw:
         yield raw
 
 
 @pytest.mark.parametrize("pages_count", [1, 3, 8])
-def test_memory_of_other_code_is_found_with_its_bounds(gaudi: Device, other: RawDevice, pages_count: int) -> None:
+def test_memory_of_other_code_is_found_with_its_bounds(
+    gaudi: Device, foreign_device: RawDevice, pages_count: int
+) -> None:
     size_bytes = pages_count * gaudi.page_bytes
-    handle, base = other.allocate_mapped(size_bytes)
+    handle, base = foreign_device.allocate_mapped(size_bytes)
     end = base + size_bytes
     for address, length_bytes in ((base, 1), (base, size_bytes), (base + 4099, 5000), (end - 1, 1)):
-        with gaudi.query(address, length_bytes=length_bytes) as queried:
-            assert (queried.kind, queried.base, queried.length_bytes) == (MemoryKind.GAUDI, base, size_bytes)
-            assert queried.dmabuf is not None
-            assert (queried.dmabuf.offset_bytes, queried.dmabuf.address) == (address - base, address)
-            assert (queried.dmabuf.length_bytes, queried.dmabuf.size_bytes) == (length_bytes, size_bytes)
+        with gaudi.query(address, length_bytes=length_bytes) as query_result:
+            assert (query_result.kind, query_result.base, query_result.length_bytes) == (
+                MemoryKind.GAUDI,
+                base,
+                size_bytes,
+            )
+            assert query_result.dmabuf is not None
+            assert (query_result.dmabuf.offset_bytes, query_result.dmabuf.address) == (address - base, address)
+            assert (query_result.dmabuf.length_bytes, query_result.dmabuf.size_bytes) == (length_bytes, size_bytes)
     for address, length_bytes in ((base - 1, 2), (end - 1, 2), (end + gaudi.page_bytes, 1), (0, 1)):
         with pytest.raises(UsageError) as raised:
             gaudi.query(address, length_bytes=length_bytes)
         assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
     # The query has left no dma-buf open. Otherwise, the driver would refuse to unmap the memory.
-    assert other.unmap(base) == 0
-    assert other.free(handle) == 0
+    assert foreign_device.unmap(base) == 0
+    assert foreign_device.free(handle) == 0
     with pytest.raises(UsageError):
         gaudi.query(base)
 
 
-def test_host_memory_mapped_by_other_code_is_not_found(gaudi: Device, other: RawDevice) -> None:
+def test_host_memory_mapped_by_other_code_is_not_found(gaudi: Device, foreign_device: RawDevice) -> None:
     buffer = bytearray(64 * KIB)
-    address = other.map_host(buffer)
+    address = foreign_device.map_host(buffer)
     assert address
     with pytest.raises(UsageError) as raised:
         gaudi.query(address)
     assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
-    assert other.unmap(address) == 0
+    assert foreign_device.unmap(address) == 0
 
 
 @needs(verbs.nic(), verbs.dmabuf_region)
 def test_memory_of_other_code_is_written_by_rdma(
-    gaudi: Device, other: RawDevice, nic: Nic, peer: Peer, seed: int
+    gaudi: Device, foreign_device: RawDevice, nic: Nic, peer: Peer, seed: int
 ) -> None:
-    handle, base = other.allocate_mapped(gaudi.page_bytes)
-    queried = gaudi.query(base + 4099, length_bytes=10_000)
-    assert queried.dmabuf is not None
+    handle, base = foreign_device.allocate_mapped(gaudi.page_bytes)
+    query_result = gaudi.query(base + 4099, length_bytes=10_000)
+    assert query_result.dmabuf is not None
     with (
-        DmabufMemory(queried.dmabuf) as memory,
+        DmabufMemory(query_result.dmabuf) as memory,
         register(memory, [nic]) as registration,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
         peer_pair.write(registration.remote(nic), seed=seed).expect(Status.SUCCESS)
-        received = bytearray(10_000)
-        gaudi.copies.read_into(base + 4099, memoryview(received))
-        pattern.check(bytes(received), seed=seed)
-    assert other.unmap(base) == 0
-    assert other.free(handle) == 0
+        device_bytes = bytearray(10_000)
+        gaudi.copies.read_into(base + 4099, memoryview(device_bytes))
+        pattern.check(bytes(device_bytes), seed=seed)
+    assert foreign_device.unmap(base) == 0
+    assert foreign_device.free(handle) == 0

@@ -9,7 +9,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from gaudi.raw_hlthunk import EXPORT_FLAGS, errno_of
+from gaudi.raw_hlthunk import EXPORT_FLAGS, get_errno
 
 from gdrkit.errors import ApiError
 from gdrkit.gaudi import Device, list_devices
@@ -59,17 +59,17 @@ def test_mapped_address_is_exported(raw_device: RawDevice, allocation: MappedAll
 def test_other_flags_are_refused_by_the_library(
     raw_device: RawDevice, allocation: MappedAllocation, flags: int
 ) -> None:
-    assert errno_of(raw_device.export(allocation.address, SIZE_BYTES, flags=flags)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, SIZE_BYTES, flags=flags)) == errno.EINVAL
     # The library checks the flags first, so an invalid descriptor is not reported.
-    assert errno_of(raw_device.export(allocation.address, SIZE_BYTES, flags=flags, fd=1 << 20)) == errno.EINVAL
-    assert errno_of(raw_device.export(allocation.address, SIZE_BYTES, fd=1 << 20)) == errno.EBADF
+    assert get_errno(raw_device.export(allocation.address, SIZE_BYTES, flags=flags, fd=1 << 20)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, SIZE_BYTES, fd=1 << 20)) == errno.EBADF
 
 
 @pytest.mark.parametrize("displacement_bytes", [PAGE_BYTES, 1, -PAGE_BYTES])
 def test_export_needs_the_exact_mapped_address(
     raw_device: RawDevice, allocation: MappedAllocation, displacement_bytes: int
 ) -> None:
-    assert errno_of(raw_device.export(allocation.address + displacement_bytes, PAGE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address + displacement_bytes, PAGE_BYTES)) == errno.EINVAL
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_export_needs_the_exact_mapped_address(
 def test_export_size_and_offset_must_be_whole_pages(
     raw_device: RawDevice, allocation: MappedAllocation, size: int, offset: int
 ) -> None:
-    assert errno_of(raw_device.export(allocation.address, size, offset=offset)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, size, offset=offset)) == errno.EINVAL
 
 
 def test_export_range_must_end_inside_the_mapping(raw_device: RawDevice, allocation: MappedAllocation) -> None:
@@ -86,40 +86,40 @@ def test_export_range_must_end_inside_the_mapping(raw_device: RawDevice, allocat
     fd = raw_device.export(allocation.address, PAGE_BYTES, offset=mapping_bytes - PAGE_BYTES)
     assert fd >= 0
     os.close(fd)
-    assert errno_of(raw_device.export(allocation.address, mapping_bytes + PAGE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, mapping_bytes + PAGE_BYTES)) == errno.EINVAL
     assert (
-        errno_of(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset=mapping_bytes - PAGE_BYTES))
+        get_errno(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset=mapping_bytes - PAGE_BYTES))
         == errno.EINVAL
     )
-    assert errno_of(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset=OVERFLOWING_OFFSET)) == errno.EINVAL
+    assert get_errno(raw_device.export(allocation.address, 2 * PAGE_BYTES, offset=OVERFLOWING_OFFSET)) == errno.EINVAL
 
 
 def test_unmap_of_exported_memory_is_refused(raw_device: RawDevice, allocation: MappedAllocation) -> None:
     fd = raw_device.export(allocation.address, PAGE_BYTES)
     duplicate = os.dup(fd)
     os.close(fd)
-    assert errno_of(raw_device.unmap(allocation.address)) == errno.EINVAL
+    assert get_errno(raw_device.unmap(allocation.address)) == errno.EINVAL
     os.close(duplicate)
 
 
 def test_free_of_mapped_memory_is_refused(raw_device: RawDevice, allocation: MappedAllocation) -> None:
-    assert errno_of(raw_device.free(allocation.handle)) == errno.EINVAL
+    assert get_errno(raw_device.free(allocation.handle)) == errno.EINVAL
 
 
 def test_export_of_unmapped_memory_is_refused(raw_device: RawDevice) -> None:
     handle, address = raw_device.allocate_mapped(SIZE_BYTES)
     assert raw_device.unmap(address) == 0
-    assert errno_of(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
-    assert errno_of(raw_device.unmap(address)) == errno.EINVAL
+    assert get_errno(raw_device.export(address, SIZE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.unmap(address)) == errno.EINVAL
     assert raw_device.free(handle) == 0
 
 
 def test_free_of_freed_memory_is_refused(raw_device: RawDevice) -> None:
     handle = raw_device.allocate(SIZE_BYTES)
     assert raw_device.free(handle) == 0
-    assert errno_of(raw_device.free(handle)) == errno.EINVAL
-    assert errno_of(raw_device.map(handle)) == errno.EINVAL
-    assert errno_of(raw_device.free(4711)) == errno.EINVAL
+    assert get_errno(raw_device.free(handle)) == errno.EINVAL
+    assert get_errno(raw_device.map(handle)) == errno.EINVAL
+    assert get_errno(raw_device.free(4711)) == errno.EINVAL
 
 
 @pytest.mark.parametrize(
@@ -130,15 +130,15 @@ def test_free_of_freed_memory_is_refused(raw_device: RawDevice) -> None:
 def test_invalid_allocation_size_or_page_is_refused(
     raw_device: RawDevice, length_bytes: int, page_bytes: int, expected_errno: int
 ) -> None:
-    assert errno_of(raw_device.allocate(length_bytes, page_bytes=page_bytes)) == expected_errno
+    assert get_errno(raw_device.allocate(length_bytes, page_bytes=page_bytes)) == expected_errno
 
 
 def test_mapped_host_memory_is_never_exported(raw_device: RawDevice) -> None:
     buffer = bytearray(2 * PAGE_BYTES)
     address = raw_device.map_host(buffer)
     assert address
-    assert errno_of(raw_device.export(address, PAGE_BYTES)) == errno.EINVAL
-    assert errno_of(raw_device.export(address & ~(PAGE_BYTES - 1), PAGE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(address, PAGE_BYTES)) == errno.EINVAL
+    assert get_errno(raw_device.export(address & ~(PAGE_BYTES - 1), PAGE_BYTES)) == errno.EINVAL
     assert raw_device.unmap(address) == 0
 
 

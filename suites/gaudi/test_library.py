@@ -1,6 +1,6 @@
-"""Which hl-thunk library gdrkit loads, and what it does with a missing, a damaged or an old library.
+"""gdrkit finds hl-thunk by both of its names, and refuses a missing, a damaged or an old library.
 
-An old library has another signature of the allocation function.
+The allocation function of an old library has another signature.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # A program that evaluates an expression, and prints the value or the fields of the error as JSON.
-PROGRAM = """
+EVALUATE_EXPRESSION = """
 import json
 from gdrkit import gaudi
 from gdrkit.errors import ApiError
@@ -33,9 +33,9 @@ except ApiError as error:
 """
 ALLOCATE_EXPRESSION = "gaudi.Device(pci_bus_id='0000:33:00.0').allocate(4096)"
 
-# The source of a minimal hl-thunk with one device. With -DOLD, the library has the allocation function of 2021, without
-# a page size, and a call of that function crashes. The library never exports the newer function by which gdrkit
-# recognizes the new signature.
+# The source of a minimal hl-thunk with one device. With -DOLD, the library has the allocation function of 2021, which
+# has no page size. A call of this function crashes. gdrkit recognizes the new signature by a newer function, which this
+# library does not export.
 LIBRARY_SOURCE = """
 #include <stdint.h>
 #include <stdbool.h>
@@ -64,7 +64,7 @@ uint64_t hlthunk_device_memory_alloc(int fd, uint64_t size, bool contiguous, boo
 
 def run_program(expression: str, folder: Path) -> dict[str, object]:
     environment = {**os.environ, "LD_LIBRARY_PATH": str(folder), "LD_AUDIT": ""}
-    command = [sys.executable, "-c", PROGRAM.format(expression=expression)]
+    command = [sys.executable, "-c", EVALUATE_EXPRESSION.format(expression=expression)]
     completed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=60)
     result: dict[str, object] = json.loads(completed.stdout)
     return result

@@ -43,8 +43,8 @@ def assert_close_is_refused(memory: GaudiMemory) -> ApiError:
 
 def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
     with gaudi.allocate(SIZE_BYTES) as memory:
-        with memory.export_dmabuf() as exported:
-            region = nic.register_dmabuf(exported)
+        with memory.export_dmabuf() as dmabuf:
+            region = nic.register_dmabuf(dmabuf)
         with region, connect_peer_queue_pair(nic, peer) as peer_pair:
             peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         pattern.check(memory.read(), seed=seed)
@@ -53,8 +53,8 @@ def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, pe
 @needs(gaudi_needs.mapped_memory)
 def test_memory_cannot_be_freed_while_registered_here(gaudi: Device, nic: Nic) -> None:
     memory = gaudi.allocate(SIZE_BYTES)
-    with memory.export_dmabuf() as exported:
-        region = nic.register_dmabuf(exported)
+    with memory.export_dmabuf() as dmabuf:
+        region = nic.register_dmabuf(dmabuf)
     assert "still alive" in assert_close_is_refused(memory).what_to_do
     memory.write(b"there")
     region.close()
@@ -64,10 +64,8 @@ def test_memory_cannot_be_freed_while_registered_here(gaudi: Device, nic: Nic) -
 @needs(gaudi_needs.mapped_memory)
 def test_memory_cannot_be_freed_while_registered_by_a_peer(gaudi: Device, peer: Peer) -> None:
     memory = gaudi.allocate(SIZE_BYTES)
-    with memory.export_dmabuf() as exported:
-        region = peer.nic.register_dmabuf(
-            exported.fd, offset_bytes=0, length_bytes=SIZE_BYTES, address=exported.address
-        )
+    with memory.export_dmabuf() as dmabuf:
+        region = peer.nic.register_dmabuf(dmabuf.fd, offset_bytes=0, length_bytes=SIZE_BYTES, address=dmabuf.address)
     assert_close_is_refused(memory)
     region.close()
     memory.close()
@@ -76,9 +74,9 @@ def test_memory_cannot_be_freed_while_registered_by_a_peer(gaudi: Device, peer: 
 @needs(gaudi_needs.mapped_memory)
 def test_memory_cannot_be_freed_while_a_descriptor_is_open(gaudi: Device) -> None:
     memory = gaudi.allocate(SIZE_BYTES)
-    exported = memory.export_dmabuf()
-    duplicate = exported.dup()
-    exported.close()
+    dmabuf = memory.export_dmabuf()
+    duplicate = dmabuf.dup()
+    dmabuf.close()
     assert_close_is_refused(memory)
     duplicate.close()
     memory.close()
@@ -98,11 +96,11 @@ def test_free_by_gdrkit_deregisters_first(gaudi: Device, nic: Nic, peer: Peer, s
 def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int) -> None:
     with RawDevice() as raw_device:
         _handle, address = raw_device.allocate_mapped(SIZE_BYTES)
-        exported = DmabufRange(
+        dmabuf = DmabufRange(
             raw_device.export(address, SIZE_BYTES), offset_bytes=0, length_bytes=SIZE_BYTES, address=address
         )
-        region = nic.register_dmabuf(exported)
-        exported.close()
+        region = nic.register_dmabuf(dmabuf)
+        dmabuf.close()
     with connect_peer_queue_pair(nic, peer) as peer_pair:
         peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         peer_pair.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
@@ -116,16 +114,16 @@ def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int
 
 @needs(gaudi_needs.mapped_memory, software("hlthunk"))
 def test_exports_are_counted_separately(gaudi: Device, nic: Nic) -> None:
-    def open_export_count() -> object:
+    def count_open_exports() -> object:
         return (launch.twin_control().ledger("hlthunk") or {})["exports"]
 
     with gaudi.allocate(SIZE_BYTES) as memory:
-        first_export, second_export = memory.export_dmabuf(), memory.export_dmabuf(length_bytes=4096)
-        region = nic.register_dmabuf(first_export)
-        assert open_export_count() == 2
-        first_export.close()
-        assert open_export_count() == 2
-        second_export.close()
-        assert open_export_count() == 1
+        first_dmabuf, second_dmabuf = memory.export_dmabuf(), memory.export_dmabuf(length_bytes=4096)
+        region = nic.register_dmabuf(first_dmabuf)
+        assert count_open_exports() == 2
+        first_dmabuf.close()
+        assert count_open_exports() == 2
+        second_dmabuf.close()
+        assert count_open_exports() == 1
         region.close()
-        assert open_export_count() == 0
+        assert count_open_exports() == 0

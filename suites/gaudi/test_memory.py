@@ -236,14 +236,14 @@ def test_pool_is_exported_as_one_dmabuf(gaudi: Device) -> None:
         gaudi.pool(MIB) as pool,
         pool.allocate(5000) as first_part,
         pool.allocate(5000) as second_part,
-        first_part.export_dmabuf() as first_export,
-        second_part.export_dmabuf(offset_bytes=7) as second_export,
+        first_part.export_dmabuf() as first_dmabuf,
+        second_part.export_dmabuf(offset_bytes=7) as second_dmabuf,
     ):
-        assert os.fstat(first_export.fd).st_ino == os.fstat(second_export.fd).st_ino
-        assert first_export.fd != second_export.fd
-        assert (first_export.offset_bytes, second_export.offset_bytes) == (0, 8192 + 7)
-        assert second_export.address - second_export.offset_bytes == pool.address
-        assert os.lseek(second_export.fd, 0, os.SEEK_END) == pool.length_bytes
+        assert os.fstat(first_dmabuf.fd).st_ino == os.fstat(second_dmabuf.fd).st_ino
+        assert first_dmabuf.fd != second_dmabuf.fd
+        assert (first_dmabuf.offset_bytes, second_dmabuf.offset_bytes) == (0, 8192 + 7)
+        assert second_dmabuf.address - second_dmabuf.offset_bytes == pool.address
+        assert os.lseek(second_dmabuf.fd, 0, os.SEEK_END) == pool.length_bytes
 
 
 @NEEDS_GAUDI
@@ -277,16 +277,28 @@ def test_peer_writes_into_a_part_of_a_pool(gaudi: Device, nic: Nic, peer: Peer, 
 @NEEDS_GAUDI
 def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
     with gaudi.allocate(100_000) as memory, gaudi.pool(MIB) as pool, gaudi.map_host(bytearray(9000)) as mapping:
-        with gaudi.query(memory.address + 4097, length_bytes=10) as queried:
-            assert (queried.kind, queried.device, queried.base) == (MemoryKind.GAUDI, gaudi, memory.address)
-            assert queried.length_bytes >= 100_000
-            assert queried.dmabuf is not None
-            assert (queried.dmabuf.offset_bytes, queried.dmabuf.address) == (4097, memory.address + 4097)
-        with gaudi.query(pool.address + 128) as queried:
-            assert queried.dmabuf is not None
-            assert (queried.base, queried.length_bytes, queried.dmabuf.offset_bytes) == (pool.address, MIB, 128)
-        with gaudi.query(mapping.address + 1) as queried:
-            assert (queried.kind, queried.base, queried.dmabuf) == (MemoryKind.HOST, mapping.address, None)
+        with gaudi.query(memory.address + 4097, length_bytes=10) as query_result:
+            assert (query_result.kind, query_result.device, query_result.base) == (
+                MemoryKind.GAUDI,
+                gaudi,
+                memory.address,
+            )
+            assert query_result.length_bytes >= 100_000
+            assert query_result.dmabuf is not None
+            assert (query_result.dmabuf.offset_bytes, query_result.dmabuf.address) == (4097, memory.address + 4097)
+        with gaudi.query(pool.address + 128) as query_result:
+            assert query_result.dmabuf is not None
+            assert (query_result.base, query_result.length_bytes, query_result.dmabuf.offset_bytes) == (
+                pool.address,
+                MIB,
+                128,
+            )
+        with gaudi.query(mapping.address + 1) as query_result:
+            assert (query_result.kind, query_result.base, query_result.dmabuf) == (
+                MemoryKind.HOST,
+                mapping.address,
+                None,
+            )
         assert isinstance(pool, MemoryPool)
         assert isinstance(mapping, HostMapping)
         for address, length_bytes in ((memory.address - 1, 1), (memory.address, 1 << 30), (0, 1)):
@@ -317,7 +329,7 @@ def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: 
         gaudi.allocate(256 * KIB) as memory,
         nic.completion_queue() as queue,
         nic.queue_pair(queue) as queue_pair,
-        nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
+        nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as host_region,
     ):
         memory.write(bytes(256 * KIB))
         # The peer has no Gaudi, and no valid pointer to the memory.
@@ -327,7 +339,7 @@ def test_peer_registers_a_part_by_its_descriptor(gaudi: Device, nic: Nic, peer: 
             )
         peer_pair = peer.queue_pair()
         peer_pair.join(queue_pair)
-        queue_pair.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
+        queue_pair.post_write(host_region, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
         queue_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
         assert memory.read(length_bytes=4107) == bytes(4107)

@@ -9,7 +9,7 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gaudi.twin_calls import Call, calls_of, difference, parse
+from gaudi.twin_calls import Call, find_difference, parse_call, read_calls
 
 from gdrkit.gaudi import Device, list_devices
 from gdrkit.harness.needs import gaudi, needs, software, verbs
@@ -22,7 +22,7 @@ REFERENCE_FILE = Path(__file__).parents[1] / "vectors" / "gaudi_calls.txt"
 
 
 def reference_calls() -> list[Call]:
-    return [parse(line) for line in REFERENCE_FILE.read_text().splitlines() if line and not line.startswith("#")]
+    return [parse_call(line) for line in REFERENCE_FILE.read_text().splitlines() if line and not line.startswith("#")]
 
 
 @needs(gaudi.device(), gaudi.mapped_memory, verbs.nic(), verbs.dmabuf_region, software("hlthunk"), software("verbs"))
@@ -36,9 +36,9 @@ def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
         register(memory, [nic]),
     ):
         pass
-    calls = calls_of(*names)
+    calls = read_calls(*names)
     first_index = max(index for index, call in enumerate(calls) if call.name == expected_calls[0].name)
-    assert difference(expected_calls, calls[first_index:]) is None
+    assert find_difference(expected_calls, calls[first_index:]) is None
 
 
 def test_missing_swapped_or_changed_call_is_detected() -> None:
@@ -51,9 +51,9 @@ def test_missing_swapped_or_changed_call_is_detected() -> None:
         )
         for call in expected_calls
     ]
-    assert difference(expected_calls, calls_with_names) is None
-    assert difference(expected_calls, calls_with_names[:-1]) is not None
-    assert difference(expected_calls, [*calls_with_names[1::-1], *calls_with_names[2:]]) is not None
+    assert find_difference(expected_calls, calls_with_names) is None
+    assert find_difference(expected_calls, calls_with_names[:-1]) is not None
+    assert find_difference(expected_calls, [*calls_with_names[1::-1], *calls_with_names[2:]]) is not None
     # A document describes this wrong call, with the handle as the address.
     wrong_call = dataclasses.replace(calls_with_names[3], arguments={**calls_with_names[3].arguments, "addr": "handle"})
-    assert difference(expected_calls, [*calls_with_names[:3], wrong_call, *calls_with_names[4:]]) is not None
+    assert find_difference(expected_calls, [*calls_with_names[:3], wrong_call, *calls_with_names[4:]]) is not None

@@ -1,8 +1,8 @@
-"""The cases of the dma-buf tests in hl-thunk, with two differences: a NIC imports the dma-buf, and data is compared.
+"""Many threads access Gaudi memory by RDMA and by copies of the device, and compare every byte.
 
-Each thread has memory, a dma-buf and a region. In one case the threads have separate memory, and in another case they
-share memory. A thread repeats two steps. It writes through the region, and compares with a copy by the device. Then it
-writes with a copy by the device, and compares with a read through the region.
+Each thread exports a dma-buf and registers it as a region. It repeats two steps: it writes by RDMA and reads with a
+copy of the device, then it writes with a copy of the device and reads by RDMA. The threads have separate memory in one
+case, and parts of one memory in another. The dma-buf tests of hl-thunk have the same cases, but compare no data.
 """
 
 from __future__ import annotations
@@ -76,23 +76,24 @@ def importer(nic: Nic) -> Iterator[Importer]:
         yield Importer(nic, requester, host_region)
 
 
-def run_threads(count: int, body: Callable[[int], None]) -> None:
-    """Run `body` in `count` threads, and raise the first failure."""
+def run_threads(count: int, run_thread: Callable[[int], None]) -> None:
+    """Run `run_thread` in `count` threads, and raise the first failure."""
     failures: list[BaseException] = []
 
-    def run_body(thread_index: int) -> None:
+    def run_and_store_failure(thread_index: int) -> None:
         try:
-            body(thread_index)
+            run_thread(thread_index)
         except BaseException as error:
             failures.append(error)
             raise
 
     with contextlib.ExitStack() as stack:
-        # The default hook would print each exception. It is not needed, because run_threads() raises the first
-        # exception.
+        # The default hook would print each exception, although run_threads() raises the first one.
         previous_hook, threading.excepthook = threading.excepthook, lambda _: None
         stack.callback(setattr, threading, "excepthook", previous_hook)
-        threads = [threading.Thread(target=run_body, args=(thread_index,)) for thread_index in range(count)]
+        threads = [
+            threading.Thread(target=run_and_store_failure, args=(thread_index,)) for thread_index in range(count)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -105,21 +106,21 @@ def write_and_read_back(
     importer: Importer, memory: GaudiMemory, *, seed: int, iterations: int, offsets: Iterator[int]
 ) -> None:
     """Run the steps of one thread at these offsets. No other thread uses these bytes of the memory."""
-    with memory.export_dmabuf() as exported:
-        region = importer.nic.register_dmabuf(exported)
+    with memory.export_dmabuf() as dmabuf:
+        region = importer.nic.register_dmabuf(dmabuf)
     with region:
         for iteration in range(iterations):
             offset_bytes = next(offsets)
-            to_device, to_host = (
+            data_of_nic, data_of_device = (
                 pattern.payload(ACCESS_BYTES, seed=seed + 2 * iteration + direction) for direction in (0, 1)
             )
-            importer.write(region, to_device, offset_bytes=offset_bytes)
-            assert memory.read(offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == to_device
-            memory.write(to_host, offset_bytes=offset_bytes)
-            assert importer.read(region, offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == to_host
+            importer.write(region, data_of_nic, offset_bytes=offset_bytes)
+            assert memory.read(offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == data_of_nic
+            memory.write(data_of_device, offset_bytes=offset_bytes)
+            assert importer.read(region, offset_bytes=offset_bytes, length_bytes=ACCESS_BYTES) == data_of_device
 
 
-def random_offsets(seed: int, *, begin: int, end: int) -> Iterator[int]:
+def generate_offsets(seed: int, *, begin: int, end: int) -> Iterator[int]:
     """Yield random offsets, including odd numbers."""
     generator = random.Random(seed)
     while True:
@@ -129,17 +130,17 @@ def random_offsets(seed: int, *, begin: int, end: int) -> Iterator[int]:
 def test_one_thread(gaudi: Device, importer: Importer, seed: int) -> None:
     with gaudi.allocate(ALLOCATION_BYTES) as memory:
         write_and_read_back(
-            importer, memory, seed=seed, iterations=1, offsets=random_offsets(seed, begin=0, end=ALLOCATION_BYTES)
+            importer, memory, seed=seed, iterations=1, offsets=generate_offsets(seed, begin=0, end=ALLOCATION_BYTES)
         )
 
 
 def test_fifteen_threads_with_separate_memory(gaudi: Device, importer: Importer, seed: int) -> None:
-    def body(thread_index: int) -> None:
-        offsets = random_offsets(seed + thread_index, begin=0, end=ALLOCATION_BYTES)
+    def run_thread(thread_index: int) -> None:
+        offsets = generate_offsets(seed + thread_index, begin=0, end=ALLOCATION_BYTES)
         with gaudi.allocate(ALLOCATION_BYTES) as memory:
             write_and_read_back(importer, memory, seed=seed + 1000 * thread_index, iterations=10, offsets=offsets)
 
-    run_threads(15, body)
+    run_threads(15, run_thread)
 
 
 def test_thirty_threads_with_shared_memory(gaudi: Device, importer: Importer, seed: int) -> None:
@@ -151,9 +152,9 @@ def test_thirty_threads_with_shared_memory(gaudi: Device, importer: Importer, se
 
     with gaudi.allocate(ALLOCATION_BYTES) as memory:
 
-        def body(thread_index: int) -> None:
+        def run_thread(thread_index: int) -> None:
             begin = thread_index * part_bytes
-            offsets = random_offsets(seed + thread_index, begin=begin, end=begin + part_bytes)
+            offsets = generate_offsets(seed + thread_index, begin=begin, end=begin + part_bytes)
             write_and_read_back(importer, memory, seed=seed + 1000 * thread_index, iterations=20, offsets=offsets)
 
-        run_threads(30, body)
+        run_threads(30, run_thread)

@@ -27,11 +27,11 @@ def run_pair(**environment: str) -> dict[str, Any]:
 
 
 def assert_no_cuda(report: dict[str, Any]) -> None:
-    owner, peer = report["libraries"]
-    assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in owner)
+    gaudi_libraries, peer_libraries = report["libraries"]
+    assert any(name.startswith(("libhl-thunk", "libhlthunk")) for name in gaudi_libraries)
     # The peer has an address and a key. It opens no Gaudi device and loads no hl-thunk.
-    assert not any(name.startswith("libhl") for name in peer)
-    assert not [name for name in (*owner, *peer) if name.startswith(("libcuda", "libnvidia"))]
+    assert not any(name.startswith("libhl") for name in peer_libraries)
+    assert not [name for name in (*gaudi_libraries, *peer_libraries) if name.startswith(("libcuda", "libnvidia"))]
     assert "libcuda" not in str(report["mapped"])
     assert "cuda" not in {name for modules in report["modules"] for name in modules}
 

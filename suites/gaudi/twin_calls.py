@@ -13,7 +13,7 @@ from gdrkit import launch
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["Call", "calls_of", "difference", "parse"]
+__all__ = ["Call", "find_difference", "parse_call", "read_calls"]
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,14 @@ class Call:
     result: str | None = None
 
 
-def parse(line: str) -> Call:
+def parse_call(line: str) -> Call:
     """Parse a call such as ``hlthunk_memory_unmap fd=5 device_virt_addr=0x1000 -> 0``."""
     text, _, result = line.partition(" -> ")
     name, *argument_texts = text.split()
     return Call(name, dict(argument_text.split("=", 1) for argument_text in argument_texts), result.strip() or None)
 
 
-def calls_of(*names: str) -> list[Call]:
+def read_calls(*names: str) -> list[Call]:
     """Return the calls of these functions so far, to both twins, in the order of time."""
     lines: list[tuple[int, str]] = []
     for api in ("verbs", "hlthunk"):
@@ -40,11 +40,11 @@ def calls_of(*names: str) -> list[Call]:
         for line in cast("list[str]", ledger.get("trace", [])):
             time_ns, _, text = line.partition(" ")
             lines.append((int(time_ns), text))
-    calls = (parse(text) for _time_ns, text in sorted(lines))
+    calls = (parse_call(text) for _time_ns, text in sorted(lines))
     return [call for call in calls if call.name in names]
 
 
-def difference(expected: Iterable[Call], actual: Iterable[Call]) -> str | None:
+def find_difference(expected: Iterable[Call], actual: Iterable[Call]) -> str | None:
     """Return the first difference of two sequences of calls as a sentence, or None if they agree.
 
     A value ``$name`` in an expected call is a variable. It gets its value at its first use.
@@ -57,15 +57,15 @@ def difference(expected: Iterable[Call], actual: Iterable[Call]) -> str | None:
         values = [(expected_call.arguments[name], call.arguments.get(name), name) for name in expected_call.arguments]
         if expected_call.result is not None:
             values.append((expected_call.result, call.result, "the result"))
-        for required, value, name in values:
-            is_variable = bool(required) and required.startswith("$")
-            required_value = variables.setdefault(required, value or "") if is_variable else required
-            if value is None or _number_or_text(value) != _number_or_text(required_value or ""):
-                return f"{call.name}: {name} is {value}, not {required} ({required_value})"
+        for expected_value, value, name in values:
+            is_variable = bool(expected_value) and expected_value.startswith("$")
+            assigned_value = variables.setdefault(expected_value, value or "") if is_variable else expected_value
+            if value is None or _parse_number(value) != _parse_number(assigned_value or ""):
+                return f"{call.name}: {name} is {value}, not {expected_value} ({assigned_value})"
     return None
 
 
-def _number_or_text(text: str) -> int | str:
+def _parse_number(text: str) -> int | str:
     try:
         return int(text, 0)
     except ValueError:

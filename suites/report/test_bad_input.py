@@ -53,7 +53,7 @@ def run_gdrkit(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def error_of(folder: RunFolder) -> str:
+def read_and_get_error(folder: RunFolder) -> str:
     """Return the message of the error that reading the folder raises."""
     with pytest.raises(UsageError) as error_info:
         read_contents(folder.path)
@@ -77,7 +77,7 @@ def error_of(folder: RunFolder) -> str:
 def test_malformed_record_is_refused_with_its_line(run_folder: RunFolder, line: bytes, expected: str) -> None:
     with run_folder.records.open("ab") as file:
         file.write(line + b"\n")
-    message = error_of(run_folder)
+    message = read_and_get_error(run_folder)
     assert message.startswith(f"{run_folder.records}:4: ")
     assert expected in message
 
@@ -86,7 +86,7 @@ def test_malformed_record_is_refused_with_its_line(run_folder: RunFolder, line: 
 def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
     line = run_folder.records.read_text().splitlines()[0].replace('"numbers": {}', f'"numbers": {{"rate_us": {value}}}')
     run_folder.records.write_text(line + "\n")
-    assert "numbers.rate_us" in error_of(run_folder)
+    assert "numbers.rate_us" in read_and_get_error(run_folder)
 
 
 @pytest.mark.parametrize(
@@ -101,30 +101,32 @@ def test_invalid_number_is_refused(run_folder: RunFolder, value: str) -> None:
     ],
 )
 def test_damaged_file_of_a_run_is_named(run_folder: RunFolder, file: str, text: str, expected: str) -> None:
-    damaged: Path = getattr(run_folder, file)
-    damaged.write_text(text)
-    message = error_of(run_folder)
-    assert message.startswith(str(damaged))
+    damaged_file: Path = getattr(run_folder, file)
+    damaged_file.write_text(text)
+    message = read_and_get_error(run_folder)
+    assert message.startswith(str(damaged_file))
     assert expected in message
 
 
-def value_paths(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+def walk_value_paths(data: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
     """Yield the path of every value in a document, but only of the first item of each list."""
     yield path
     children = data.items() if isinstance(data, dict) else enumerate(data[:1]) if isinstance(data, list) else ()
     for key, child in children:
-        yield from value_paths(child, (*path, key))
+        yield from walk_value_paths(child, (*path, key))
 
 
-def with_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
+def replace_value(data: Json, path: tuple[str | int, ...], value: Json) -> Json:
     """Return a copy of a document in which the value at `path` is replaced."""
     if not path:
         return value
     step, remaining_path = path[0], path[1:]
     if isinstance(data, dict):
-        return {key: with_value(child, remaining_path, value) if key == step else child for key, child in data.items()}
+        return {
+            key: replace_value(child, remaining_path, value) if key == step else child for key, child in data.items()
+        }
     assert isinstance(data, list)
-    return [with_value(child, remaining_path, value) if index == step else child for index, child in enumerate(data)]
+    return [replace_value(child, remaining_path, value) if index == step else child for index, child in enumerate(data)]
 
 
 @pytest.mark.parametrize("name", ["run.json", "facts.json", "plan.json", "records.jsonl"])
@@ -140,9 +142,9 @@ def test_odd_value_of_a_field_gives_a_report_or_one_error(tmp_path: Path, name: 
     lines = file.read_text().splitlines() if name == "records.jsonl" else [file.read_text()]
     report_count, refusal_reasons = 0, set()
     for line_index, document in enumerate(map(json.loads, lines)):
-        for path in value_paths(document):
+        for path in walk_value_paths(document):
             for value in ODD_VALUES:
-                lines[line_index] = json.dumps(with_value(document, path, value))
+                lines[line_index] = json.dumps(replace_value(document, path, value))
                 file.write_text("\n".join(lines) + "\n")
                 try:
                     contents = read_contents(folder.path)
@@ -177,7 +179,7 @@ def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
     assert "2 of 5 cases have no record; the first of them is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
-    # A killed run has no run.json, and the page does not mention it.
+    # A killed run has no run.json, so the page does not name this file.
     assert "run.json" not in page.partition("<footer>")[2]
     assert json.loads(run_folder.report.read_text())["exit_code"] == 1
 
@@ -188,15 +190,15 @@ def test_cost_of_a_long_plan_does_not_grow_with_the_records(run_folder: RunFolde
     run_folder.run.unlink()
     run_folder.records.write_text("".join(first_line.replace("a.py::test_0", name) + "\n" for name in names[-2_000:]))
 
-    def cpu_s(planned_cases: list[str]) -> float:
+    def measure_cpu_s(planned_cases: list[str]) -> float:
         run_folder.plan.write_text(json.dumps({"profile": "any", "cases": [{"case": name} for name in planned_cases]}))
         start_s = time.process_time()
         read_contents(run_folder.path)
         return time.process_time() - start_s
 
-    without_plan_s = cpu_s([])
-    # A search of all records for each planned case would compare 200 million names, which costs ten times as much.
-    assert cpu_s(names) < without_plan_s * 10
+    cpu_s_without_plan = measure_cpu_s([])
+    # A search of all records for each planned case would compare 200 million names and take ten times as long.
+    assert measure_cpu_s(names) < cpu_s_without_plan * 10
 
 
 def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tmp_path: Path) -> None:
@@ -209,12 +211,12 @@ def test_records_alone_have_a_report_in_another_folder(run_folder: RunFolder, tm
 
 def test_records_alone_replace_no_report(run_folder: RunFolder) -> None:
     render(run_folder.path)
-    before = {file.name: file.read_bytes() for file in run_folder.path.iterdir()}
+    files_before = {file.name: file.read_bytes() for file in run_folder.path.iterdir()}
     completed = run_gdrkit("report", run_folder.records)
     assert (completed.returncode, completed.stdout) == (2, "")
     (line,) = completed.stderr.splitlines()
     assert "--output DIR" in line
-    assert {file.name: file.read_bytes() for file in run_folder.path.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in run_folder.path.iterdir()} == files_before
 
 
 @pytest.mark.parametrize("variant", ["no_records", "empty", "no_facts"])
@@ -231,13 +233,13 @@ def test_folder_without_a_run_is_wrong_usage(tmp_path: Path, variant: str) -> No
 
 def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
     render(run_folder.path)
-    before = run_folder.index.read_bytes()
+    page_before = run_folder.index.read_bytes()
     run_folder.junit.unlink()
     run_folder.junit.mkdir()
     with pytest.raises(SetupMissing, match=r"write\(path=.*junit.xml.*EISDIR") as error_info:
         render(run_folder.path)
     assert error_info.value.errno == 21
-    assert run_folder.index.read_bytes() == before
+    assert run_folder.index.read_bytes() == page_before
     assert [path.name for path in run_folder.path.iterdir() if path.name.startswith(".")] == []
 
 

@@ -132,8 +132,10 @@ def test_records_of_one_side_are_combined() -> None:
 
 
 def test_numbers_of_different_substrates_are_not_compared() -> None:
-    on_hardware = make_record(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE)
-    (change,) = compare_records(on_hardware, make_record(numbers={"rate_gb_per_s": 1.0}, substrate=ON_TWINS)).changes
+    hardware_record = make_record(numbers={"rate_gb_per_s": 50.0}, substrate=HARDWARE)
+    (change,) = compare_records(
+        hardware_record, make_record(numbers={"rate_gb_per_s": 1.0}, substrate=ON_TWINS)
+    ).changes
     assert change.outcome == "not_comparable"
 
 
@@ -153,8 +155,8 @@ def test_worse_verdicts_and_routes_are_found() -> None:
         Verdict.UNPROVEN, routes=(fallback,), reasons=(CaseReason("not seen"),), substrate=HARDWARE
     )
     changes = compare_records(good_record, bad_record).changes
-    worse = {(change.kind, change.before, change.after) for change in changes if change.outcome == "worse"}
-    assert worse == {("verdict", "pass", "unproven"), ("route", "proven", "fell_back")}
+    worse_changes = {(change.kind, change.before, change.after) for change in changes if change.outcome == "worse"}
+    assert worse_changes == {("verdict", "pass", "unproven"), ("route", "proven", "fell_back")}
     assert not compare_records(bad_record, good_record).is_worse
     comparison = compare(make_contents(good_record), make_contents(make_record(case="b.py::other")), noise_percent=5.0)
     assert {(change.kind, change.outcome) for change in comparison.changes} == {("verdict", "gone"), ("route", "gone")}

@@ -44,7 +44,7 @@ ON_TWINS = {"verbs": "twin", "cuda": "twin"}
 TWIN_BANNER = "software twins: this proves the code, not this machine"
 
 
-class Page(HTMLParser):
+class PageParser(HTMLParser):
     """Parser that checks the nesting of elements and collects the visible text."""
 
     def __init__(self) -> None:
@@ -78,8 +78,8 @@ class Page(HTMLParser):
             self.lines.append(data.strip())
 
 
-def read_page(text: str) -> Page:
-    page = Page()
+def read_page(text: str) -> PageParser:
+    page = PageParser()
     page.feed(text)
     page.close()
     assert page.open == []
@@ -87,7 +87,7 @@ def read_page(text: str) -> Page:
     return page
 
 
-def hostile_records() -> list[Record]:
+def make_hostile_records() -> list[Record]:
     library = SeenLibrary("case", HOSTILE_TEXT, HOSTILE_TEXT, "ab12", TWIN.notes, HOSTILE_TEXT)
     return [
         make_record(
@@ -108,13 +108,13 @@ def test_hostile_text_stays_text_in_the_page() -> None:
     run = dataclasses.replace(
         make_run(verdict=HOSTILE_TEXT), causes=(HOSTILE_TEXT,), to_do=(HOSTILE_TEXT,), command=HOSTILE_TEXT
     )
-    page = read_page(render_html(run, make_facts(), hostile_records()))
+    page = read_page(render_html(run, make_facts(), make_hostile_records()))
     assert sum("alert(1)" in line for line in page.lines) >= 8
 
 
 def test_hostile_text_stays_text_in_xml() -> None:
     document = render_junit(
-        dataclasses.replace(make_run(verdict=HOSTILE_TEXT), command=HOSTILE_TEXT), hostile_records()
+        dataclasses.replace(make_run(verdict=HOSTILE_TEXT), command=HOSTILE_TEXT), make_hostile_records()
     )
     root = ET.fromstring(document)  # noqa: S314 - our own document.
     assert root.findall(".//script") == []
@@ -122,7 +122,7 @@ def test_hostile_text_stays_text_in_xml() -> None:
 
 
 def test_hostile_text_breaks_no_table_in_markdown() -> None:
-    text = render_markdown(make_run(verdict=HOSTILE_TEXT), make_facts(), hostile_records())
+    text = render_markdown(make_run(verdict=HOSTILE_TEXT), make_facts(), make_hostile_records())
     assert "<script" not in text
     rows = [line for line in text.splitlines() if line.startswith("| ") and "verdict |" not in line]
     malformed_rows = [line for line in rows if line.replace("\\|", "").count("|") not in (4, 5)]
@@ -130,12 +130,17 @@ def test_hostile_text_breaks_no_table_in_markdown() -> None:
 
 
 def test_hostile_text_begins_no_line_in_markdown() -> None:
-    hostile = f"{HOSTILE_TEXT}\n\n# owned\n\n- owned\n"
+    text_of_several_lines = f"{HOSTILE_TEXT}\n\n# owned\n\n- owned\n"
     texts: dict[str, Any] = {
-        field.name: hostile for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
+        field.name: text_of_several_lines for field in dataclasses.fields(Run) if field.type in {"str", "str | None"}
     }
     assert {"host", "profile", "started", "commit", "version", "verdict", "command"} <= texts.keys()
-    run = dataclasses.replace(make_run(substrate={hostile: "twin"}), **texts, causes=(hostile,), required=(hostile,))
+    run = dataclasses.replace(
+        make_run(substrate={text_of_several_lines: "twin"}),
+        **texts,
+        causes=(text_of_several_lines,),
+        required=(text_of_several_lines,),
+    )
     text = render_markdown(run, make_facts(), [])
     assert "owned" in text
     assert [line for line in text.splitlines() if line in {"# owned", "- owned"}] == []
@@ -216,7 +221,7 @@ def test_junit_counts_are_those_of_the_verdicts() -> None:
 
 def test_records_are_read_back_as_the_same_values(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    records = hostile_records()
+    records = make_hostile_records()
     for record in records:
         append_record(path, record)
     assert list(read_records(path)) == records

@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from gdrkit.report.matrix import PathMatrix
 
 
-def matrix_of(records: list[Record]) -> PathMatrix:
+def make_matrix(records: list[Record]) -> PathMatrix:
     matrix = path_matrix(make_facts(), route_statuses(make_facts(), records), file_statuses(make_facts(), records))
     assert matrix is not None
     return matrix
 
 
-def sample_topology() -> Topology:
+def make_topology() -> Topology:
     devices = (
         TopologyDevice("GPU0", "gpu", "0000:1b:00.0", 0, (), "32.0 GT/s PCIe x16"),
         TopologyDevice("mlx5_0", "nic", "0000:1c:00.0", 0, (), ""),
@@ -92,7 +92,7 @@ def test_cell_has_the_cause_of_its_state() -> None:
             case="a.py::test_c", files=(ClaimedFile(0, "/data", "engine", "no nvidia-fs"),), substrate=HARDWARE
         ),
     ]
-    matrix = matrix_of(records)
+    matrix = make_matrix(records)
     assert [(column.kind, column.name) for column in matrix.columns] == [
         ("NIC", "mlx5_0"),
         ("NIC", "mlx5_1"),
@@ -112,7 +112,7 @@ def test_fallback_wins_over_a_proven_route_of_a_pair() -> None:
             case="a.py::test_b", routes=(ClaimedRoute(0, "mlx5_0", "peer_memory", "by the host"),), substrate=HARDWARE
         ),
     ]
-    matrix = matrix_of(records)
+    matrix = make_matrix(records)
     (((_, _, (cell,)),), (cause,)) = (matrix.rows, matrix.causes)
     assert cell is not None
     assert (cell.state, cell.cause, cell.case) == ("fell_back", 1, "a.py::test_b")
@@ -128,7 +128,7 @@ def test_wide_matrix_has_symbols_and_hidden_words() -> None:
 
 
 def test_distances_are_those_of_nvidia_smi() -> None:
-    matrix = distance_matrix(sample_topology())
+    matrix = distance_matrix(make_topology())
     assert matrix is not None
     assert matrix.rows[0] == ("GPU0", ("", "PIX", "SYS"), "0", "0-31", "32.0 GT/s PCIe x16")
     assert matrix.rows[2] == ("mlx5_1", ("SYS", "SYS", ""), "unknown", "unknown", "unknown")
@@ -136,7 +136,7 @@ def test_distances_are_those_of_nvidia_smi() -> None:
     assert distance_matrix(None) is None
 
 
-def sample_balance() -> Balance:
+def make_balance() -> Balance:
     loads = (
         NicLoad("mlx5_0", 400.0, 9_000_000_000, 18_300_000_000, 90.0, 50.0),
         NicLoad("mlx5_1", 400.0, 1_000_000_000, 2_100_000_000, 10.0, 50.0),
@@ -146,9 +146,9 @@ def sample_balance() -> Balance:
 
 
 def test_balance_is_a_matrix_that_names_the_slow_nic() -> None:
-    evidence: dict[str, object] = {"balance": serialization.to_json_data(sample_balance())}
+    evidence: dict[str, object] = {"balance": serialization.to_json_data(make_balance())}
     record = make_record(case="a.py::test_balance", evidence=evidence)
-    matrix = balance_matrix(make_facts(), [record], sample_topology())
+    matrix = balance_matrix(make_facts(), [record], make_topology())
     assert matrix is not None
     assert matrix.rows == (("0000:1B:00.0", (("9.00 GB", "PIX"), ("1.00 GB", "SYS"))),)
     assert dict(matrix.totals)["Counted by the port"] == ("18.3 GB", "2.10 GB")
@@ -212,17 +212,17 @@ def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
 
 
 def test_measurements_nearest_to_their_bounds_are_first() -> None:
-    def judged(case: str, found: float, bound: float, verdict: str) -> Record:
+    def make_judged_record(case: str, found: float, bound: float, verdict: str) -> Record:
         check = {"number": "rate_gb_per_s", "bound": bound, "verdict": verdict, "text": "a; source"}
         numbers = {"rate_gb_per_s": found, "wait_us": 3.0}
         return make_record(case=case, numbers=numbers, substrate=HARDWARE, evidence={"judged": [check]})
 
     records = [
         make_record(case="a.py::test_free", numbers={"rate_gb_per_s": 99.0}, substrate=HARDWARE),
-        judged("a.py::test_far", 90.0, 30.0, "pass"),
-        judged("a.py::test_near[a]", 60.0, 30.0, "pass"),
-        judged("a.py::test_missed", 20.0, 30.0, "fail"),
-        judged("a.py::test_near[b]", 31.0, 30.0, "pass"),
+        make_judged_record("a.py::test_far", 90.0, 30.0, "pass"),
+        make_judged_record("a.py::test_near[a]", 60.0, 30.0, "pass"),
+        make_judged_record("a.py::test_missed", 20.0, 30.0, "fail"),
+        make_judged_record("a.py::test_near[b]", 31.0, 30.0, "pass"),
     ]
     rows = [(row.group, row.value) for row in measurements(records, make_facts())]
     assert rows[:4] == [("Missed", "20.0"), ("Near", "31.0"), ("Near", "60.0"), ("Far", "90.0")]
@@ -233,7 +233,7 @@ def test_measurements_nearest_to_their_bounds_are_first() -> None:
 def test_page_has_findings_of_the_doctor_and_distances(tmp_path: Path) -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
     folder = RunFolder(write_run(tmp_path / "run", facts, list(make_host_records(facts))))
-    folder.topology.write_text(sample_topology().to_json())
+    folder.topology.write_text(make_topology().to_json())
     diagnosis = diagnose(this_machine(query_apis=False, run_experiments=False))
     folder.diagnosis.write_text(diagnosis.to_json())
     text = render(folder.path).index.read_text()
@@ -257,8 +257,8 @@ def test_damaged_document_of_the_machine_is_refused(tmp_path: Path, name: str) -
 
 
 def test_topology_survives_a_round_trip() -> None:
-    own = topology(this_machine(query_apis=False, run_experiments=False))
-    assert Topology.from_json(own.to_json()) == own
+    topology_of_this_machine = topology(this_machine(query_apis=False, run_experiments=False))
+    assert Topology.from_json(topology_of_this_machine.to_json()) == topology_of_this_machine
 
 
 def test_folder_of_cases_is_folded_and_counts_its_verdicts() -> None:
@@ -280,7 +280,7 @@ def test_failed_cases_of_several_pairs_are_one_cause() -> None:
         )
         for nic in ("mlx5_0", "mlx5_1")
     ]
-    matrix = matrix_of(records)
+    matrix = make_matrix(records)
     assert [(cause.text, cause.pair_count) for cause in matrix.causes] == [("a case of this path failed", 2)]
     (((_, _, cells),),) = (matrix.rows,)
     assert [cell and cell.case for cell in cells] == ["a.py::test_write[mlx5_0]", "a.py::test_write[mlx5_1]"]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FACTS = make_host_facts(gpu_count=1, nic_count=1)
 # The unprivileged user cannot read the checkout, so the program imports all modules before it changes its user.
-FLEET_AS_UNPRIVILEGED = """
+RENDER_FLEET_UNPRIVILEGED = """
 import sys
 from pathlib import Path
 from gdrkit.errors import SetupMissing
@@ -51,8 +51,10 @@ print(*(host.name for host in fleet.hosts), *fleet.problems, sep="\\n")
 def write_host_run(folder: Path, name: str, *, facts: Facts = FACTS, factor: float = 1.0, started: str = "12") -> Path:
     """Write the run of a host named `name` into `folder`. The GUID of its NIC is unique."""
     (nic,) = facts.rdma_devices
-    own_facts = dataclasses.replace(facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None)
-    path = write_run(folder, own_facts, list(make_host_records(FACTS, rate_factor=factor)), host=name)
+    facts_of_host = dataclasses.replace(
+        facts, rdma_devices=(dataclasses.replace(nic, node_guid=folder.name),), cuda=None
+    )
+    path = write_run(folder, facts_of_host, list(make_host_records(FACTS, rate_factor=factor)), host=name)
     run = RunFolder(path).read_run()
     RunFolder(path).write_run(dataclasses.replace(run, started=f"2026-11-20T{started}:00:00Z"))
     return path
@@ -69,7 +71,7 @@ def test_hosts_are_rows_with_links_to_their_pages(tmp_path: Path) -> None:
 
 
 ON_TWINS = {"verbs": "twin", "cuda": "twin"}
-STATES: list[tuple[dict[str, Any], str]] = [
+FIELDS_AND_STATES: list[tuple[dict[str, Any], str]] = [
     ({}, "qualified"),
     ({"software_asked": True, "substrate": ON_TWINS}, "software only"),
     # A run on twins says nothing about the machine, even if --software was not given.
@@ -91,7 +93,7 @@ STATES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "state"), STATES, ids=range(len(STATES)))
+@pytest.mark.parametrize(("fields", "state"), FIELDS_AND_STATES, ids=range(len(FIELDS_AND_STATES)))
 def test_state_of_a_run_is_the_same_in_every_document(tmp_path: Path, fields: dict[str, Any], state: str) -> None:
     folder = RunFolder(write_host_run(tmp_path / "run", "node"))
     records = [record for record in make_host_records(FACTS) if record.verdict is Verdict.PASS]
@@ -173,9 +175,9 @@ def test_slower_and_different_hosts_are_named(tmp_path: Path) -> None:
 def test_slower_numbers_are_those_beyond_their_noise(
     tmp_path: Path, numbers: dict[str, float], slow: list[float]
 ) -> None:
-    common_numbers = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
+    numbers_of_other_hosts = {name: 10.0 if value in {8.0, 9.6, 12.0} else value for name, value in numbers.items()}
     for number in range(5):
-        record = make_record(numbers=numbers if number == 2 else common_numbers, substrate=HARDWARE)
+        record = make_record(numbers=numbers if number == 2 else numbers_of_other_hosts, substrate=HARDWARE)
         write_run(tmp_path / f"run{number}", FACTS, [record], host=f"node{number}", host_id=f"{number}")
     hosts = {row.name: row for row in render_fleet(tmp_path).hosts}
     assert [number.percent for number in hosts["node2"].slow] == slow
@@ -203,8 +205,10 @@ def test_damaged_host_is_a_row_with_its_error(tmp_path: Path) -> None:
 
 def change_fields(file: Path, **fields: Json) -> None:
     """Change fields in a JSON file, or in the first line of a file of JSON lines."""
-    first, end, rest = file.read_text().partition("\n") if file.suffix == ".jsonl" else (file.read_text(), "", "")
-    file.write_text(json.dumps({**json.loads(first), **fields}) + end + rest)
+    first_line, line_end, later_lines = (
+        file.read_text().partition("\n") if file.suffix == ".jsonl" else (file.read_text(), "", "")
+    )
+    file.write_text(json.dumps({**json.loads(first_line), **fields}) + line_end + later_lines)
 
 
 def make_unfinished(run: RunFolder, plan: Json) -> None:
@@ -258,14 +262,14 @@ def test_unreadable_run_is_a_row_and_unreadable_fleet_an_error() -> None:
         (folder / "fleet" / "private").chmod(0o700)
         (folder / "made").mkdir()
         (folder / "made").chmod(0o777)
-        completed = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
+        completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
         assert completed.returncode == 0, completed.stderr
         *names, problem = completed.stdout.splitlines()
         assert names == ["private", "good"]
         assert problem.startswith("private: ")
         assert "EACCES" in problem
         (folder / "fleet").chmod(0o700)
-        completed = run_program(FLEET_AS_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
+        completed = run_program(RENDER_FLEET_UNPRIVILEGED, str(folder / "fleet"), str(folder / "made"))
         assert completed.stderr == f"read EACCES {folder / 'fleet'}\n"
 
 

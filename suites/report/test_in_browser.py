@@ -92,10 +92,10 @@ def open_page(browser: Browser, path: Path, *, width: int, is_dark: bool = False
 
 
 def find_overflow(page: Page) -> list[str]:
-    """Return a line for the page and for each element, if it is wider than the window."""
-    excess_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    """Return a line for the page if it is wider than the window, and a line for each such element."""
+    overflow_px = page.evaluate("document.documentElement.scrollWidth - innerWidth")
     elements = [str(element) for element in page.evaluate(OVERFLOW_SCRIPT)]
-    return [f"the page is {excess_px} pixels too wide", *elements] if excess_px > 0 else elements
+    return [f"the page is {overflow_px} pixels too wide", *elements] if overflow_px > 0 else elements
 
 
 def find_violations(page: Page) -> list[str]:
@@ -124,9 +124,12 @@ def make_fleet_page(folder: Path) -> Path:
     """Create the page of a fleet with one host in each state. One host is slower, and one has fewer NICs."""
     for number, (state, changes) in enumerate(RUN_OF_STATE.items()):
         facts = make_host_facts(gpu_count=2, nic_count=1 if number == 3 else 2)
-        slow = 0.8 if state is RunState.PARTIAL else 1.0
+        rate_factor = 0.8 if state is RunState.PARTIAL else 1.0
         path = write_run(
-            folder / f"run{number}", facts, list(make_host_records(facts, rate_factor=slow)), host=f"node{number}"
+            folder / f"run{number}",
+            facts,
+            list(make_host_records(facts, rate_factor=rate_factor)),
+            host=f"node{number}",
         )
         run = RunFolder(path).read_run()
         run = dataclasses.replace(run, exit_code=0, verdict=f"A run with the state {state.value!r}")
@@ -142,8 +145,8 @@ def make_fleet_page(folder: Path) -> Path:
 @pytest.mark.parametrize("name", ["bare", "one_route", "64_routes", "fleet", "sample"])
 def test_page_fits_and_axe_finds_nothing(browser: Browser, tmp_path: Path, name: str, width: int, scheme: str) -> None:
     page, messages = open_page(browser, make_page(name, tmp_path), width=width, is_dark=scheme == "dark")
-    pictures = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
-    page.screenshot(path=pictures / f"{name}-{width}-{scheme}.png", full_page=True)
+    picture_folder = Path(os.environ.get("GDRKIT_PICTURES", tmp_path))
+    page.screenshot(path=picture_folder / f"{name}-{width}-{scheme}.png", full_page=True)
     assert messages == []
     assert find_overflow(page) == []
     assert find_violations(page) == []
@@ -182,17 +185,19 @@ def test_page_without_scripts_can_be_unfolded(browser: Browser) -> None:
 
 def test_browser_runs_no_script_that_a_record_brings(browser: Browser, tmp_path: Path) -> None:
     html = SAMPLE_REPORT.read_text()
-    injected = tmp_path / "injected.html"
-    injected.write_text(html.replace("<main", "<script>document.title = 'owned'</script><main", 1))
+    page_with_script = tmp_path / "injected.html"
+    page_with_script.write_text(html.replace("<main", "<script>document.title = 'owned'</script><main", 1))
     page = browser.new_page()
-    page.goto(injected.as_uri())
+    page.goto(page_with_script.as_uri())
     assert page.title() != "owned"
     assert page.locator(".search").is_visible()  # The script of the page itself runs.
 
 
 def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tmp_path: Path) -> None:
-    bad = "<!doctype html><title>x</title><img src=data:,><div style='width:2000px'>wide</div><script>fail()</script>"
-    (tmp_path / "bad.html").write_text(bad)
+    invalid_page = (
+        "<!doctype html><title>x</title><img src=data:,><div style='width:2000px'>wide</div><script>fail()</script>"
+    )
+    (tmp_path / "bad.html").write_text(invalid_page)
     page, messages = open_page(browser, tmp_path / "bad.html", width=390)
     assert any("fail is not defined" in line for line in messages)
     assert find_overflow(page)
@@ -201,13 +206,13 @@ def test_checks_notice_overflow_exceptions_and_missing_text(browser: Browser, tm
 
 def test_keyboard_reaches_the_report_and_its_links(browser: Browser, tmp_path: Path) -> None:
     page, _ = open_page(browser, make_page("one_route", tmp_path), width=1280)
-    focused = []
+    focused_texts = []
     for _ in range(6):
         page.keyboard.press("Tab")
-        focused.append(page.evaluate("document.activeElement.textContent.trim()"))
-    assert focused[0] == "Skip to the report"
-    assert focused[1] == "10 passed"
-    assert len(set(focused)) == 6
+        focused_texts.append(page.evaluate("document.activeElement.textContent.trim()"))
+    assert focused_texts[0] == "Skip to the report"
+    assert focused_texts[1] == "10 passed"
+    assert len(set(focused_texts)) == 6
     # The focused element has an outline.
     assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 

@@ -44,8 +44,8 @@ def test_schema_rejects_missing_and_unknown_fields(folder: RunFolder) -> None:
     data = read_report(folder)
     data["extra"] = data.pop("verdict")
     data["routes"][0]["state"] = "fine"
-    lines = sorted(find_violations("report-1.json", data))
-    assert lines == [
+    violations = sorted(find_violations("report-1.json", data))
+    assert violations == [
         "$.routes[0].state: 'fine' is not one of ['proven', 'unproven', 'fell_back', 'not_possible']",
         "$: 'verdict' is a required property",
         "$: Additional properties are not allowed ('extra' was unexpected)",
@@ -107,8 +107,8 @@ def test_metrics_escape_every_label_value(tmp_path: Path) -> None:
     lines = render(folder.path).metrics.read_text().splitlines()
     samples = [line for line in lines if not line.startswith("#")]
     assert [line for line in samples if not METRIC_SAMPLE.match(line)] == []
-    escaped = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
-    assert f'gdrkit_exit_code{{host="{escaped}",profile="{escaped}"}} 0' in lines
+    escaped_text = r"a \"quoted\" \\ name\\x01 {x=\"1\"} 7"
+    assert f'gdrkit_exit_code{{host="{escaped_text}",profile="{escaped_text}"}} 0' in lines
     assert any(r'nic="mlx5\"0\\",way="way\"",state="unproven"} 1' in line for line in lines)
     assert any(r'case="a.py::test[\"x\"]"' in line for line in lines)
 

@@ -31,10 +31,10 @@ def render_page(records: list[Record]) -> str:
 def test_every_link_of_the_page_has_a_target() -> None:
     facts = make_host_facts(gpu_count=8, nic_count=8)
     text = render_html(make_run(), facts, list(make_host_records(facts)))
-    targets = set(re.findall(r' id="([^"]+)"', text))
+    element_ids = set(re.findall(r' id="([^"]+)"', text))
     links = re.findall(r' href="#([^"]+)"', text)
     assert len(links) > 100
-    assert set(links) <= targets
+    assert set(links) <= element_ids
 
 
 def test_overview_has_a_key_of_its_symbols() -> None:
@@ -55,10 +55,10 @@ def test_page_of_64_routes_is_below_1_mb() -> None:
 def test_failure_has_its_remedy_and_a_link_to_its_record() -> None:
     reason = CaseReason("VerbsError: ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem")
     text = render_page([make_record(), make_record(Verdict.FAIL, case="a.py::test_b", reasons=(reason,))])
-    (item,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
-    assert "ibv_reg_mr failed: Bad address (EFAULT)</p>" in item
-    assert "To do:</span> load nvidia-peermem" in item
-    assert '<a href="#r1">a.py::test_b</a>' in item
+    (failures_html,) = re.findall(r'<ol class="failures">.*?</ol>', text, re.DOTALL)
+    assert "ibv_reg_mr failed: Bad address (EFAULT)</p>" in failures_html
+    assert "To do:</span> load nvidia-peermem" in failures_html
+    assert '<a href="#r1">a.py::test_b</a>' in failures_html
 
 
 def test_failures_with_one_cause_are_merged() -> None:
@@ -72,10 +72,10 @@ def test_failures_with_one_cause_are_merged() -> None:
 
 def test_terminal_has_one_line_for_each_cause() -> None:
     reasons = (CaseReason("ibv_reg_mr failed: Bad address (EFAULT). To do: load nvidia-peermem"),)
-    failed = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=reasons) for number in range(3)]
-    other = make_record(Verdict.FAIL, case="b.py::test_c", reasons=(CaseReason("wrong\nbytes"),))
+    failed_records = [make_record(Verdict.FAIL, case=f"a.py::test_{number}", reasons=reasons) for number in range(3)]
+    other_record = make_record(Verdict.FAIL, case="b.py::test_c", reasons=(CaseReason("wrong\nbytes"),))
     remedy = "read its traceback in the report, then run it alone: gdrkit qualify -k test_c --seed 1"
-    assert describe_failures(make_facts(), [make_record(), *failed, other]) == (
+    assert describe_failures(make_facts(), [make_record(), *failed_records, other_record]) == (
         "FAIL ibv_reg_mr failed: Bad address (EFAULT) (a.py::test_0 and 2 more). To do: load nvidia-peermem",
         f"FAIL wrong bytes (b.py::test_c). To do: {remedy}",
     )
@@ -97,9 +97,9 @@ def test_fallback_has_a_link_to_the_case_that_detected_it() -> None:
     (failure,) = failures(make_facts(), records, routes, files)
     assert (failure.cause, failure.remedy) == ("by the host", "load nvidia-peermem")
     assert failure.cases == ("a.py::test_first", "a.py::test_first")
-    (item,) = re.findall(r'<ol class="failures">.*?</ol>', render_page(records), re.DOTALL)
-    assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in item
-    assert '<a href="#r0">' not in item
+    (failures_html,) = re.findall(r'<ol class="failures">.*?</ol>', render_page(records), re.DOTALL)
+    assert '<a href="#r1">GPU 0 &lt;- NIC mlx5_0 by dma-buf</a>' in failures_html
+    assert '<a href="#r0">' not in failures_html
 
 
 def test_page_without_failures_has_no_such_section() -> None:
@@ -229,7 +229,7 @@ def test_bound_that_no_axis_can_show_is_left_out() -> None:
 
 
 def test_bounds_of_a_case_are_drawn() -> None:
-    def measured(size: str, apis: list[str]) -> Record:
+    def make_measured_record(size: str, apis: list[str]) -> Record:
         judged = [{"number": "rate_gb_per_s_median", "bound": bound} for bound in (50.0, 63.0)]
         return make_record(
             case=f"a.py::test_a[{size}]",
@@ -238,29 +238,29 @@ def test_bounds_of_a_case_are_drawn() -> None:
             evidence={"judged": [*judged, {"number": "other", "bound": 1.0}, "foreign"], "measured_apis": apis},
         )
 
-    (sweep,) = sweeps([measured(size, ["cuda"]) for size in ("1MiB", "2MiB")], make_facts())
+    (sweep,) = sweeps([make_measured_record(size, ["cuda"]) for size in ("1MiB", "2MiB")], make_facts())
     assert [(line.name, line.is_bound, line.points[0].value) for line in sweep.lines] == [
         ("GB/s", False, 55.0),
         ("at least", True, 50.0),
         ("at most", True, 63.0),
     ]
-    assert sweeps([measured(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], make_facts()) == ()
+    assert sweeps([make_measured_record(size, ["cuda", "verbs"]) for size in ("1MiB", "2MiB")], make_facts()) == ()
 
 
 def test_limit_of_a_route_is_its_slower_link() -> None:
     facts = make_host_facts(gpu_count=1, nic_count=1)
-    route = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
-    limit = link_limit(route, facts)
+    record_with_route = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),))
+    limit = link_limit(record_with_route, facts)
     assert limit is not None
     assert (limit.gb_per_s, limit.why) == (50.0, "the port of mlx5_0, 400 Gb/sec (4X NDR)")
     assert link_limit(make_record(), facts) is None
-    assert link_limit(route, make_facts()) is None
-    copy = link_limit(make_record(case="a.py::test_copy[host_to_device-1MiB]"), facts)
-    assert copy is not None
-    assert copy.gb_per_s == pytest.approx(63.0, abs=0.1)
-    # The links in a virtual machine may differ from the hardware.
-    virtual = dataclasses.replace(facts, virtual_machine="kvm")
-    assert link_limit(route, virtual) is None
+    assert link_limit(record_with_route, make_facts()) is None
+    limit_of_copy = link_limit(make_record(case="a.py::test_copy[host_to_device-1MiB]"), facts)
+    assert limit_of_copy is not None
+    assert limit_of_copy.gb_per_s == pytest.approx(63.0, abs=0.1)
+    # In a virtual machine, the link speeds in sysfs may differ from those of the hardware.
+    facts_of_virtual_machine = dataclasses.replace(facts, virtual_machine="kvm")
+    assert link_limit(record_with_route, facts_of_virtual_machine) is None
 
 
 def test_numbers_of_software_have_no_plot() -> None:
@@ -293,9 +293,9 @@ def test_name_of_a_number_has_unit_and_better_direction(name: str, parts: tuple[
 
 
 def test_unproven_cases_name_the_needed_hardware() -> None:
-    loaded = {"verbs": "twin", "cuda": "twin", "hlthunk": "twin"}
+    substrate = {"verbs": "twin", "cuda": "twin", "hlthunk": "twin"}
     records = [
-        make_record(substrate=loaded, uses=("cuda", "verbs")),
+        make_record(substrate=substrate, uses=("cuda", "verbs")),
         make_record(Verdict.NOT_RUN, reasons=(CaseReason("2 needed", need="cuda.device(count_min=2)", foreseen=True),)),
     ]
     *_, throughput = unproven_cases(records)
@@ -306,7 +306,7 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         "verbs": ("an RDMA NIC with an active port", True, 1),
         "throughput": (throughput.needed, False, 0),
     }
-    measured = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
-    assert [group.what for group in unproven_cases([measured])] == []
+    measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
+    assert [group.what for group in unproven_cases([measured_record])] == []
     for text in (render_page(records), render_markdown(make_run(), make_facts(), records)):
         assert "an RDMA NIC with an active port" in text

@@ -96,7 +96,8 @@ def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
 
 
 def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> None:
-    # Both APIs run on twins, but without devices. The profile `bare` fits this machine, and foresees no missing device.
+    # Both APIs run on twins without devices. The profile `bare` describes such a machine, and foresees no missing
+    # device.
     facts = dataclasses.replace(
         make_facts(),
         verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
