@@ -71,7 +71,7 @@ class Bench:
         self.stack = contextlib.ExitStack()
         self.kvikio = Kvikio(self.stack)
 
-    def kvikio_settings(
+    def list_kvikio_settings(
         self, direction: str, *, direct: tuple[bool, ...], threads_max: int = 32
     ) -> dict[str, dict[str, object]]:
         """Return the settings of kvikio to compare, by a name for each. `direction` is ``read`` or ``write``.
@@ -149,7 +149,7 @@ def test_host_file_reads_beside_kvikio(bench: Bench) -> None:
 def measure_cached_reads(bench: Bench, file: gds.File) -> str:
     """Measure cached reads by gdrkit and kvikio, and pinned copies. Return the fastest setting of kvikio."""
     log_progress("cached reads: fastest setting of kvikio")
-    settings = bench.kvikio_settings("read", direct=(False,))
+    settings = bench.list_kvikio_settings("read", direct=(False,))
     candidates = {
         name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()
     }
@@ -178,7 +178,7 @@ def measure_host_reads(bench: Bench, file: gds.File) -> None:
     """Measure cached reads into host memory."""
     log_progress("cached reads into host memory")
     memory = allocate_host_memory(bench.stack, bench.length_bytes)
-    settings = bench.kvikio_settings("read", direct=(False,))
+    settings = bench.list_kvikio_settings("read", direct=(False,))
     candidates = {name: bench.kvikio.make_reader(bench.file, memory, **setting) for name, setting in settings.items()}
     fastest = find_fastest(candidates, bench.length_bytes, repeats=bench.repeats)
     reads = {"gdrkit": lambda: file.read_into(memory), "kvikio": candidates[fastest]}
@@ -197,7 +197,7 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
     rng = random.Random(1)
     offsets = [rng.randrange(bench.length_bytes // PAGE_BYTES) * PAGE_BYTES for _ in range(count)]
     ranges = [(offset, PAGE_BYTES) for offset in offsets]
-    candidates = kvikio_small_reads(bench, offsets)
+    candidates = make_kvikio_small_readers(bench, offsets)
     fastest = find_fastest(candidates, count * PAGE_BYTES, repeats=bench.repeats)
     bench.evidence["random_4k_kvikio_best"] = fastest
 
@@ -213,8 +213,8 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
         bench.memory.fill(0)
         read()
         with bench.file.open("rb") as posix_file:
-            expected = b"".join(os.pread(posix_file.fileno(), PAGE_BYTES, offset) for offset in offsets)
-        assert bench.memory.read(length_bytes=count * PAGE_BYTES) == expected
+            expected_bytes = b"".join(os.pread(posix_file.fileno(), PAGE_BYTES, offset) for offset in offsets)
+        assert bench.memory.read(length_bytes=count * PAGE_BYTES) == expected_bytes
     for name, reads, attempts_count in (("random_4k", parallel_reads, 3), ("one_4k_at_a_time", sequential_reads, 1)):
         series = measure_in_turn(
             reads, count * PAGE_BYTES, rounds_count=bench.rounds_count, attempts_count=attempts_count
@@ -223,7 +223,7 @@ def measure_small_reads(bench: Bench, file: gds.File) -> None:
         bench.record(f"{name}_kvikio_ops_per_s", series["kvikio"].rate_gb_per_s * 1e9 / PAGE_BYTES)
 
 
-def kvikio_small_reads(bench: Bench, offsets: list[int]) -> dict[str, Callable[[], object]]:
+def make_kvikio_small_readers(bench: Bench, offsets: list[int]) -> dict[str, Callable[[], object]]:
     """Return functions that read 4 KiB at each offset with kvikio, by different methods and numbers of threads."""
     kvikio_file = bench.stack.enter_context(bench.kvikio.open(bench.file))
     ranges = [DeviceRange(bench.memory, index * PAGE_BYTES, PAGE_BYTES) for index in range(len(offsets))]
@@ -234,7 +234,7 @@ def kvikio_small_reads(bench: Bench, offsets: list[int]) -> dict[str, Callable[[
             for index in range(first, len(offsets), step):
                 kvikio_file.raw_read(bench.memory, PAGE_BYTES, offsets[index], index * PAGE_BYTES)
 
-    def in_threads(threads_count: int) -> None:
+    def read_in_threads(threads_count: int) -> None:
         threads = [
             threading.Thread(target=read_every_nth, args=(first, threads_count)) for first in range(threads_count)
         ]
@@ -243,7 +243,7 @@ def kvikio_small_reads(bench: Bench, offsets: list[int]) -> dict[str, Callable[[
         for thread in threads:
             thread.join()
 
-    def in_thread_pool(threads_count: int) -> None:
+    def read_in_thread_pool(threads_count: int) -> None:
         bench.kvikio.apply_settings(num_threads=threads_count)
         with bench.device.current():
             futures = [
@@ -253,8 +253,10 @@ def kvikio_small_reads(bench: Bench, offsets: list[int]) -> dict[str, Callable[[
                 future.get()
 
     candidates: dict[str, Callable[[], object]] = {"kvikio, one thread": partial(read_every_nth, 0, 1)}
-    candidates |= {f"kvikio, {count} threads": partial(in_threads, count) for count in (2, 4, 8)}
-    candidates |= {f"kvikio, {count} in its pool": partial(in_thread_pool, count) for count in bench.threads_counts}
+    candidates |= {f"kvikio, {count} threads": partial(read_in_threads, count) for count in (2, 4, 8)}
+    candidates |= {
+        f"kvikio, {count} in its pool": partial(read_in_thread_pool, count) for count in bench.threads_counts
+    }
     return candidates
 
 
@@ -272,7 +274,7 @@ def measure_many_files(bench: Bench, file: gds.File, kvikio_setting: str) -> Non
             return gds.read_files(paths, bench.memory, lengths).result()
 
         bench.check_reader(read)
-        setting = bench.kvikio_settings("read", direct=(False,))[kvikio_setting]
+        setting = bench.list_kvikio_settings("read", direct=(False,))[kvikio_setting]
         kvikio_read = bench.kvikio.make_files_reader(paths, bench.memory, **setting)
         reads: dict[str, Callable[[], Any]] = {"gdrkit": read, "one file": lambda: file.read_into(bench.memory)}
         with bench.device.current():
@@ -293,32 +295,32 @@ def measure_cold_reads(bench: Bench, file: gds.File) -> None:
     # The reader with O_DIRECT is not an upper bound: on a shared disk, gdrkit was faster.
     log_progress("cold reads: fastest reader by O_DIRECT")
 
-    def drop() -> None:
+    def drop_file() -> None:
         drop_cache(bench.file)
 
     # Number of threads and size of each read, in MiB.
-    shapes = [(threads, part_mib) for part_mib in (4, 16) for threads in (2, 4, 8)]
+    threads_and_sizes = [(threads, part_mib) for part_mib in (4, 16) for threads in (2, 4, 8)]
     raw_readers: dict[str, Callable[[], object]] = {
         f"raw O_DIRECT, {threads} x {part_mib} MiB": make_direct_reader(
             bench.file, bench.stack, threads_count=threads, part_bytes=part_mib * MIB
         )
-        for threads, part_mib in shapes
+        for threads, part_mib in threads_and_sizes
     }
-    best_raw = find_fastest(raw_readers, bench.length_bytes, repeats=1, prepare=drop)
-    settings = bench.kvikio_settings("read", direct=(True,), threads_max=16)
+    fastest_raw_reader = find_fastest(raw_readers, bench.length_bytes, repeats=1, prepare=drop_file)
+    settings = bench.list_kvikio_settings("read", direct=(True,), threads_max=16)
     peers = {name: bench.kvikio.make_reader(bench.file, bench.memory, **setting) for name, setting in settings.items()}
     with bench.device.current():
-        fastest = find_fastest(peers, bench.length_bytes, repeats=1, prepare=drop)
-        bench.evidence["cold_read_best"] = [best_raw, fastest]
-        drop()
+        fastest = find_fastest(peers, bench.length_bytes, repeats=1, prepare=drop_file)
+        bench.evidence["cold_read_best"] = [fastest_raw_reader, fastest]
+        drop_file()
         bench.check_reader(lambda: file.read_into(bench.memory))
         reads: dict[str, Callable[[], object]] = {
             "gdrkit": lambda: file.read_into(bench.memory),
-            "raw": raw_readers[best_raw],
+            "raw": raw_readers[fastest_raw_reader],
             "kvikio": peers[fastest],
         }
         series = measure_in_turn(
-            reads, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop, attempts_count=2
+            reads, bench.length_bytes, rounds_count=bench.rounds_count, prepare=drop_file, attempts_count=2
         )
     bench.record_rate("cold_read_gdrkit", series["gdrkit"])
     bench.record_rate("cold_read_raw", series["raw"])
@@ -331,21 +333,21 @@ def measure_writes(bench: Bench) -> None:
     """Measure writes to a new file, with and without fsync."""
     with gds.File(bench.file, direct="never") as file:
         file.read_into(bench.memory)
-    target = bench.folder / "written"
+    written_file = bench.folder / "written"
 
     def remove() -> None:
-        target.unlink(missing_ok=True)
+        written_file.unlink(missing_ok=True)
 
     def write(*, sync: bool) -> None:
-        with gds.File(target, "w", direct="never") as file:
+        with gds.File(written_file, "w", direct="never") as file:
             file.write_from(bench.memory, durable=sync)
 
     for sync in (False, True):
         kind = "write_fsync" if sync else "write"
         log_progress(f"device to file, {'with' if sync else 'without'} fsync: fastest setting of kvikio")
-        settings = bench.kvikio_settings("write", direct=(True,), threads_max=16)
+        settings = bench.list_kvikio_settings("write", direct=(True,), threads_max=16)
         peers = {
-            name: bench.kvikio.make_writer(target, bench.memory, sync=sync, **setting)
+            name: bench.kvikio.make_writer(written_file, bench.memory, sync=sync, **setting)
             for name, setting in settings.items()
         }
         with bench.device.current():
@@ -358,7 +360,7 @@ def measure_writes(bench: Bench) -> None:
             for transfer in all_writes.values():
                 remove()
                 transfer()
-                check_all_bytes(bench.memory, target, length_bytes=bench.length_bytes)
+                check_all_bytes(bench.memory, written_file, length_bytes=bench.length_bytes)
             series = measure_in_turn(
                 all_writes, bench.length_bytes, rounds_count=bench.rounds_count, prepare=remove, attempts_count=1
             )

@@ -58,7 +58,7 @@ def test_copy_engine_settings_in_one_table(
         if row.setting == "default":
             evidence.number(f"{kind}_gb_per_s_median", row.rate_gb_per_s)
         elif row.is_engine and row.rate_gb_per_s == max(
-            other.rate_gb_per_s for other in rows if other.kind == row.kind and other.is_engine
+            row_of_kind.rate_gb_per_s for row_of_kind in rows if row_of_kind.kind == row.kind and row_of_kind.is_engine
         ):
             evidence[f"{kind}_best"] = row.setting
             evidence.number(f"{kind}_best_gb_per_s_median", row.rate_gb_per_s)

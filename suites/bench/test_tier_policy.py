@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FILE_COUNTS = (10_000, 100_000, 1_000_000)
 ROUNDS = 3
-# Factor by which the load of a busy machine may change a ratio of medians.
+# The load of a busy machine may change a ratio of medians by this factor.
 LOAD_FACTOR = 1.25
 # Maximum difference of the peak memory. SQLite caches pages of two files, the catalogue and the plan (cache_size).
 MEMORY_MIB_MAX = 16
@@ -57,9 +57,9 @@ def test_policy_for_many_files(
         evidence.number(f"peak_of_{count}_files_mib", result["peak_mib"])
         line = f"{result['seconds']:.3f} s ({result['processor_s']:.3f} s of a processor), {result['moves']} moves"
         summary.append(f"policy, {count:>9} files: {line}, {result['peak_mib']:.0f} MiB")
-    for few, many in pairwise(FILE_COUNTS):
+    for small_count, large_count in pairwise(FILE_COUNTS):
         # The processor time depends less on the load of the machine.
-        ratio = results[many]["processor_s"] / results[few]["processor_s"]
-        evidence.number(f"time_{many}_over_{few}_files_ratio", ratio)
-        assert ratio <= LOAD_FACTOR * (many * math.log(many)) / (few * math.log(few))
+        ratio = results[large_count]["processor_s"] / results[small_count]["processor_s"]
+        evidence.number(f"time_{large_count}_over_{small_count}_files_ratio", ratio)
+        assert ratio <= LOAD_FACTOR * (large_count * math.log(large_count)) / (small_count * math.log(small_count))
     assert results[FILE_COUNTS[-1]]["peak_mib"] - results[FILE_COUNTS[0]]["peak_mib"] <= MEMORY_MIB_MAX

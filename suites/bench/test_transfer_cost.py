@@ -1,9 +1,9 @@
 """Time of short transfers between files and host memory, beside kvikio and beside the system calls themselves.
 
 All calls are measured in turn, so that the load of the machine affects all of them. kvikio runs without cuFile
-(compatibility mode). The case of the starts records the processor time of the calling thread, because the engine moves
-the bytes meanwhile on other processors. The case of coroutines compares with threads of the event loop that call
-pread(2). Run this with --benchmark-enable; GDRKIT_BENCH_STORAGE_FOLDER sets the folder of the file.
+(compatibility mode). One case measures how long the start of a transfer takes, as the processor time of the calling
+thread: other threads move the bytes. Another case compares awaited reads with pread(2) in threads of the event loop.
+Run this with --benchmark-enable; GDRKIT_BENCH_STORAGE_FOLDER sets the folder of the file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def record_times(evidence: Evidence, name: str, times: Mapping[str, CallTimes]) 
         evidence.number(f"{name}_{caller}_min_us", call_times.minimum_ns / 1e3)
 
 
-def cycle(call: Callable[[int], object], *, length_bytes: int) -> Callable[[], object]:
+def make_cyclic_call(call: Callable[[int], object], *, length_bytes: int) -> Callable[[], object]:
     """Return a function that calls `call` with the next offset in the file, and begins again at its end."""
     offset = 0
 
@@ -78,7 +78,7 @@ def cycle(call: Callable[[int], object], *, length_bytes: int) -> Callable[[], o
     return call_next
 
 
-def pages_of(memory: mmap.mmap) -> list[memoryview]:
+def split_into_pages(memory: mmap.mmap) -> list[memoryview]:
     view = memoryview(memory)
     return [view[offset : offset + PAGE_BYTES] for offset in range(0, FILE_BYTES, PAGE_BYTES)]
 
@@ -90,7 +90,7 @@ def test_one_4k_read_at_a_time_beside_kvikio(
     import numpy as np
 
     memory = allocate_host_memory(stack, FILE_BYTES)
-    pages = pages_of(memory)
+    pages = split_into_pages(memory)
     arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]  # The buffers that kvikio accepts.
     file = stack.enter_context(gds.File(path, direct="never"))
     kvikio_file = stack.enter_context(Kvikio(stack).open(path))
@@ -99,13 +99,13 @@ def test_one_4k_read_at_a_time_beside_kvikio(
         "kvikio": lambda offset: kvikio_file.read(arrays[offset // PAGE_BYTES], PAGE_BYTES, offset),
         "preadv": lambda offset: os.preadv(file.fileno(), [pages[offset // PAGE_BYTES]], offset),
     }
-    expected = path.read_bytes()
+    file_bytes = path.read_bytes()
     for read in reads.values():
         memory[:] = bytes(FILE_BYTES)
         for offset in range(0, FILE_BYTES, PAGE_BYTES):
             read(offset)
-        assert memory[:] == expected
-    calls = {name: cycle(read, length_bytes=PAGE_BYTES) for name, read in reads.items()}
+        assert memory[:] == file_bytes
+    calls = {name: make_cyclic_call(read, length_bytes=PAGE_BYTES) for name, read in reads.items()}
     record_times(evidence, "read_4k", measure_interleaved(calls, rounds_count=rounds_count, calls_count=READS_COUNT))
     arrays.clear()
     pages.clear()
@@ -126,7 +126,7 @@ def test_1_mib_write_beside_pwrite(
         os.pwrite(file.fileno(), bytes(MIB), MIB)
         write(MIB)
         assert os.pread(file.fileno(), MIB, MIB) == data[:]
-    calls = {name: cycle(write, length_bytes=MIB) for name, write in writes.items()}
+    calls = {name: make_cyclic_call(write, length_bytes=MIB) for name, write in writes.items()}
     record_times(evidence, "write_1m", measure_interleaved(calls, rounds_count=rounds_count, calls_count=16))
 
 
@@ -137,7 +137,7 @@ def test_start_of_a_transfer_beside_kvikio(
     import numpy as np
 
     memory = allocate_host_memory(stack, FILE_BYTES)
-    pages = pages_of(memory)
+    pages = split_into_pages(memory)
     arrays = [np.frombuffer(page, dtype=np.uint8) for page in pages]
     file = stack.enter_context(gds.File(path, direct="never"))
     kvikio = Kvikio(stack)
@@ -178,8 +178,8 @@ def test_thousand_awaited_reads_beside_threads(
     evidence: Evidence, stack: contextlib.ExitStack, path: Path, rounds_count: int
 ) -> None:
     memory = allocate_host_memory(stack, FILE_BYTES)
-    pages = pages_of(memory)
-    expected = path.read_bytes()
+    pages = split_into_pages(memory)
+    file_bytes = path.read_bytes()
 
     async def read_gdrkit(file: gds.AsyncFile) -> None:
         await asyncio.gather(
@@ -208,7 +208,7 @@ def test_thousand_awaited_reads_beside_threads(
                     begin_s = time.perf_counter()
                     await read()
                     times_us[name].append((time.perf_counter() - begin_s) / READS_COUNT * 1e6)
-                    assert memory[:] == expected
+                    assert memory[:] == file_bytes
         return times_us
 
     for name, times in asyncio.run(measure()).items():

@@ -29,7 +29,7 @@ __all__ = ["main"]
 _SIZES_BYTES = (4096, 1 << 20, 1 << 30)
 
 
-def _rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
+def _generate_rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
     """Yield rows of the catalogue: files of several sizes in all tiers, most of them rarely used.
 
     One file in a hundred is pinned to a tier, and one file in a hundred has two hard links.
@@ -43,7 +43,7 @@ def _rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
         yield name, rng.choice(TIER_NAMES), size_bytes, size_bytes, 2 if percent == 1 else 1, score, 1, pinned_tier
 
 
-def _peak_mib() -> float:
+def _get_peak_mib() -> float:
     """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
@@ -54,7 +54,7 @@ def main() -> None:
     with TierManager(make_configuration(folder)) as manager:
         columns = "name, tier, size_bytes, allocated_bytes, links, score, accesses, pinned"
         with manager.catalogue.write_transaction("fill") as connection:
-            rows = _rows(count, manager.catalogue.now())
+            rows = _generate_rows(count, manager.catalogue.now())
             connection.executemany(f"INSERT INTO files ({columns}) VALUES (?, ?, ?, ?, ?, ?, ?, ?)", rows)  # noqa: S608
         # The capacities of the tiers: a tenth of all bytes, almost a third, and twice all bytes.
         total_bytes = sum(totals.allocated_bytes for totals in manager.catalogue.totals().values())
@@ -70,7 +70,8 @@ def main() -> None:
                 processor_s.append(time.process_time() - processor_begin_s)
                 assert plan.considered == count
                 moves_count = plan.count
-    print(json.dumps({"seconds": wall_s, "processor_s": processor_s, "moves": moves_count, "peak_mib": _peak_mib()}))  # noqa: T201
+    measurements = {"seconds": wall_s, "processor_s": processor_s, "moves": moves_count, "peak_mib": _get_peak_mib()}
+    print(json.dumps(measurements))  # noqa: T201
 
 
 if __name__ == "__main__":
