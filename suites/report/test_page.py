@@ -258,7 +258,7 @@ def test_limit_of_a_route_is_its_slower_link() -> None:
     limit_of_copy = link_limit(make_record(case="a.py::test_copy[host_to_device-1MiB]"), facts)
     assert limit_of_copy is not None
     assert limit_of_copy.gb_per_s == pytest.approx(63.0, abs=0.1)
-    # In a virtual machine, the link speeds in sysfs may differ from those of the hardware.
+    # In a virtual machine, sysfs may have other link speeds than the hardware.
     facts_of_virtual_machine = dataclasses.replace(facts, virtual_machine="kvm")
     assert link_limit(record_with_route, facts_of_virtual_machine) is None
 
