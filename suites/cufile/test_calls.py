@@ -73,10 +73,10 @@ def test_async_write_that_moved_nothing_returns_0(scenarios: ScenarioRunner, tmp
 @needs(cufile.vectors)
 def test_vectors_have_separate_counters(scenarios: ScenarioRunner) -> None:
     results = scenarios.run_once("every_call", calls=ALL_CALLS)["calls"]
-    moved = {name: results[ALL_CALLS.index(name)]["proof"]["moved"] for name in ("read", "readv")}
-    assert moved["read"]["n_posix_reads"] == 1
-    assert "n_posix_reads" not in moved["readv"]
-    assert moved["readv"]["batch_total_submit_ops"] == 2
+    moved_counters = {name: results[ALL_CALLS.index(name)]["proof"]["moved"] for name in ("read", "readv")}
+    assert moved_counters["read"]["n_posix_reads"] == 1
+    assert "n_posix_reads" not in moved_counters["readv"]
+    assert moved_counters["readv"]["batch_total_submit_ops"] == 2
 
 
 def test_driver_opened_twice_is_closed_twice(scenarios: ScenarioRunner, evidence: Evidence) -> None:
@@ -117,9 +117,9 @@ def test_calls_without_a_cuda_context_fail(scenarios: ScenarioRunner, evidence: 
 
 @needs(software(Api.CUFILE))
 def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    """libcufile already writes a result of 0 at the call, so gdrkit must not take it for the end of the transfer.
+    """A result of 0 is not the end of the transfer, because libcufile writes it already at the call.
 
-    If the file could be closed then, libcufile would read it after its close.
+    If the file could be closed then, libcufile would read it after the close.
     """
     result = scenarios.with_faults(tmp_path, "cufile.async_io call=1 delay_us=3000000").run("pending_read")
     assert not result["done"]
@@ -127,7 +127,7 @@ def test_async_transfer_is_not_done_before_its_execution(scenarios: ScenarioRunn
     assert (result["done_later"], result["bytes_later"], result["is_expected"]) == (True, MIB, True)
 
 
-# On a software twin (a library that emulates the hardware), each read is in progress while the next ones are queued.
+# On the cuFile twin (a library that emulates libcufile), each read is in progress while the next ones are queued.
 SLOW_READS = "cufile.async_io call=* delay_us=200000"
 
 
@@ -147,16 +147,16 @@ def test_second_stream_of_a_registration_is_refused(scenarios: ScenarioRunner, t
     result = scenarios.with_faults(tmp_path, SLOW_READS).run("several_streams", is_registered=True)
     assert [refusal["reason"] for refusal in result["refusals"]] == ["busy"] * 3
     streams = result["streams"]
-    for refusal, busy, refused in zip(result["refusals"], streams, streams[1:], strict=False):
-        assert f"cuFileReadAsync on stream {refused:#x}" in refusal["message"]
+    for refusal, busy_stream, refused_stream in zip(result["refusals"], streams, streams[1:], strict=False):
+        assert f"cuFileReadAsync on stream {refused_stream:#x}" in refusal["message"]
         assert f"registered at {result['address']:#x} ({MIB} bytes)" in refusal["message"]
-        assert f"stream {busy:#x} has not finished" in refusal["message"]
-        assert f"synchronize stream {busy:#x} first" in refusal["message"]
+        assert f"stream {busy_stream:#x} has not finished" in refusal["message"]
+        assert f"synchronize stream {busy_stream:#x} first" in refusal["message"]
 
 
 @needs(software(Api.CUFILE))
 def test_streams_without_compat_mode_are_not_refused(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     """If compat mode is not allowed, every transfer is direct or fails, so that no bytes can be mixed up."""
-    direct = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", SLOW_READS)
-    result = direct.run("several_streams", is_registered=True, flags={"ALLOW_COMPAT_MODE": False})
+    direct_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", SLOW_READS)
+    result = direct_scenarios.run("several_streams", is_registered=True, flags={"ALLOW_COMPAT_MODE": False})
     assert (result["refusals"], result["is_expected"]) == ([], True)

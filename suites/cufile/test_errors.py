@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(cuda.device(), cufile.driver, cufile.udev_present)
-ON_TWIN = needs(software(Api.CUFILE))
+NEEDS_TWIN = needs(software(Api.CUFILE))
 
 
 def test_invalid_arguments_are_typed_errors(scenarios: ScenarioRunner, evidence: Evidence) -> None:
@@ -47,14 +47,14 @@ def test_end_of_file_is_a_short_count(scenarios: ScenarioRunner, evidence: Evide
     assert results["nothing"] == {"value": 0}
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_stream_that_does_not_exist_is_refused(scenarios: ScenarioRunner, evidence: Evidence) -> None:
     """Runs only on the cuFile twin, because the real libcufile uses an invalid stream handle without a check."""
     evidence["answer"] = result = scenarios.run("bad_input", twin=True)["no_stream"]
     assert result["failure"]["operation"] == "cuFileStreamRegister"
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_statistics_do_not_start_at_level_off(scenarios: ScenarioRunner, evidence: Evidence) -> None:
     """Runs only on the cuFile twin, because libcufile 1.15 accepts level 0 and returns success."""
     evidence["answer"] = result = scenarios.run_once("bad_input")["level"]
@@ -87,20 +87,20 @@ FAULTS = [
 ]
 
 
-@ON_TWIN
+@NEEDS_TWIN
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault[0].replace(" ", "-"))
 def test_error_keeps_its_number(
     scenarios: ScenarioRunner, tmp_path: Path, fault: tuple[str, str, str, int | None]
 ) -> None:
-    faulty = scenarios.with_faults(tmp_path, *(rule for rule, *_ in FAULTS))
-    results = faulty.run_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
+    faulty_scenarios = scenarios.with_faults(tmp_path, *(rule for rule, *_ in FAULTS))
+    results = faulty_scenarios.run_once("every_call", calls=[call for _, call, *_ in FAULTS])["calls"]
     rule, _, operation, error_number = fault
     failure = results[FAULTS.index(fault)]["failure"]
     assert (failure["operation"], failure["status"]) == (operation, int(rule.rpartition("=")[2]))
     assert failure["errno"] == error_number
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_stalled_batch_times_out_and_can_be_canceled(scenarios: ScenarioRunner, tmp_path: Path) -> None:
     # 10 s is the longest delay of a fault plan. Only the cancellation can end the transfer before.
     result = scenarios.with_faults(tmp_path, "cufile.batch_io call=2 delay_us=10000000").run("batch_stall")

@@ -41,6 +41,6 @@ def test_missing_file_keeps_its_errno(scenarios: ScenarioRunner, evidence: Evide
 
 @needs(software(Api.CUFILE))
 def test_kvikio_with_a_direct_cufile_is_proven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    faulty = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
-    proof = faulty.run("by_kvikio", modes=["off"])["off"]["proof"]
+    faulty_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
+    proof = faulty_scenarios.run("by_kvikio", modes=["off"])["off"]["proof"]
     assert (proof["route"], proof["state"]) == ("nvfs", "proven")

@@ -39,7 +39,7 @@ GPU 0000:1b:00.0 uuid:00112233-4455-6677-8899-aabbccddeeff : Registered_MiB=1 Ca
 """
 
 
-def host_with_nvidia_fs(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\n") -> host.HostTree:
+def create_host_with_nvidia_fs(root: Path, stats: str = STATS, modules: str = "nvme\nmlx5_ib extra\n") -> host.HostTree:
     """Return a host whose /proc, in the folder `root`, has the files of nvidia-fs."""
     folder = root / "proc" / "driver" / "nvidia-fs"
     folder.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,7 @@ def host_with_nvidia_fs(root: Path, stats: str = STATS, modules: str = "nvme\nml
 
 def read_counters(root: Path, stats: str = STATS) -> NvidiaFs:
     """Return the counters that gdrkit reads from these contents of the file `stats`."""
-    result = read_nvidia_fs(host_with_nvidia_fs(root, stats))
+    result = read_nvidia_fs(create_host_with_nvidia_fs(root, stats))
     assert result is not None
     return result
 
@@ -78,14 +78,17 @@ def test_malformed_counters_are_ignored(tmp_path: Path, stats: str) -> None:
 
 
 def test_transferred_bytes_are_whole_mib(tmp_path: Path) -> None:
-    before, after = read_counters(tmp_path), read_counters(tmp_path, STATS.replace("readMiB=160", "readMiB=163"))
-    assert after.transferred_bytes(before, writing=False) == 3 << 20
-    assert after.transferred_bytes(before, writing=True) == 0
+    counters_before, counters_after = (
+        read_counters(tmp_path),
+        read_counters(tmp_path, STATS.replace("readMiB=160", "readMiB=163")),
+    )
+    assert counters_after.transferred_bytes(counters_before, writing=False) == 3 << 20
+    assert counters_after.transferred_bytes(counters_before, writing=True) == 0
 
 
 def test_reads_of_this_process_prove_the_route(tmp_path: Path) -> None:
-    before, after = read_counters(tmp_path), read_counters(tmp_path, STATS.replace("ok=40", "ok=44"))
-    proof = proof_from_counters(delta=None, nvfs=(before, after))
+    counters_before, counters_after = read_counters(tmp_path), read_counters(tmp_path, STATS.replace("ok=40", "ok=44"))
+    proof = proof_from_counters(delta=None, nvfs=(counters_before, counters_after))
     assert (proof.route, proof.state, proof.evidence) == (Route.NVFS, RouteState.PROVEN, "nvidia-fs counters")
     assert proof.moved == {"Reads.ok": 4, "Writes.ok": 0}
 
@@ -106,6 +109,6 @@ def test_ambiguous_counters_are_unproven(tmp_path: Path, stats: str) -> None:
 
 
 def test_other_process_before_the_reads_is_unproven(tmp_path: Path) -> None:
-    after = read_counters(tmp_path, STATS.replace("ok=40", "ok=44"))
-    before = replace(read_counters(tmp_path), process_count=2)
-    assert proof_from_counters(delta=None, nvfs=(before, after)).state is RouteState.UNPROVEN
+    counters_after = read_counters(tmp_path, STATS.replace("ok=40", "ok=44"))
+    counters_before = replace(read_counters(tmp_path), process_count=2)
+    assert proof_from_counters(delta=None, nvfs=(counters_before, counters_after)).state is RouteState.UNPROVEN

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
     from gdrkit.harness.evidence import Evidence
 
-ON_TWIN = needs(software(Api.CUFILE), software(Api.CUDA))
+NEEDS_TWIN = needs(software(Api.CUFILE), software(Api.CUDA))
 
-# Opens the driver, and prints the fields of the error, or an empty list.
+# This program opens the driver, and prints the fields of the error, or an empty list.
 _OPEN_PROGRAM = """
 import json
 from gdrkit import cufile
@@ -40,10 +40,10 @@ except SetupMissing as error:
 """
 
 
-def driver_opens(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
+def open_driver_in_child(environ: dict[str, str], *, timeout_s: float = 30) -> list[Any]:
     """Open the driver in a new process. Return the fields of the error, or an empty list."""
-    code = _OPEN_PROGRAM.format(timeout_s=timeout_s)
-    completed = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
+    program = _OPEN_PROGRAM.format(timeout_s=timeout_s)
+    completed = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
     error_fields: list[Any] = json.loads(completed.stdout.splitlines()[-1])
     return error_fields
 
@@ -54,46 +54,46 @@ def test_driver_opens_in_a_child_and_in_this_process(evidence: Evidence) -> None
     result = cufile.probe()
     evidence["version"] = result.version
     assert result.version >= 1000
-    assert driver_opens(dict(os.environ)) == []
+    assert open_driver_in_child(dict(os.environ)) == []
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_open_that_never_returns_ends_in_a_timeout(tmp_path: Path) -> None:
-    plan = tmp_path / "plan"
-    plan.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
-    error_fields = driver_opens({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan)}, timeout_s=1)
+    plan_path = tmp_path / "plan"
+    plan_path.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
+    error_fields = open_driver_in_child({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan_path)}, timeout_s=1)
     assert error_fields == ["cuFileDriverOpen in a child process", None, None, "timeout"]
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_missing_libcuda_is_an_error_before_libcufile_loads() -> None:
     environ = environment(Launch(software=frozenset({Api.CUFILE})))
-    assert driver_opens(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
+    assert open_driver_in_child(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_missing_libcufile_is_named_in_the_error() -> None:
     environ = environment(Launch(software=frozenset({Api.CUDA})))
-    assert driver_opens(environ)[:2] == ["dlopen libcufile.so.0", 2]
+    assert open_driver_in_child(environ)[:2] == ["dlopen libcufile.so.0", 2]
 
 
-@ON_TWIN
+@NEEDS_TWIN
 @pytest.mark.parametrize("status", [5001, 5011, 5033])
 def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: int) -> None:
-    plan = tmp_path / "plan"
-    plan.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
-    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
+    plan_path = tmp_path / "plan"
+    plan_path.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
     with pytest.raises(SetupMissing) as caught:
         cufile.probe()
     assert (caught.value.api, caught.value.status, caught.value.operation) == (Api.CUFILE, status, "cuFileDriverOpen")
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = tmp_path / "plan"
+    plan_path = tmp_path / "plan"
     # The cuFile twin (a library that emulates libcufile) fails to open if it cannot parse the plan.
-    plan.write_text("no plan at all\n")
-    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan))
+    plan_path.write_text("no plan at all\n")
+    monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
     with pytest.raises(SetupMissing) as caught:
         cufile.probe()
     assert caught.value.status == 5022
@@ -103,8 +103,8 @@ def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pyt
 def test_probe_does_not_wait_for_a_grandchild(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, leaves_the_group: bool
 ) -> None:
-    # Regression: a grandchild inherits the output pipe of the child and keeps it open. After the probe had killed the
-    # child, the caller waited for the end of the pipe.
+    # A grandchild inherits the output pipe of the child and keeps it open, so the probe must not wait for the end of
+    # the pipe after it has killed the child.
     (tmp_path / "sitecustomize.py").write_text(
         f"""
 import os, signal, sys

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def snapshot(basic: dict[str, int] | None = None, **counters: int) -> StatisticsSnapshot:
+def make_snapshot(basic: dict[str, int] | None = None, **counters: int) -> StatisticsSnapshot:
     """Return statistics of libcufile with these basic counters, and these counters of one GPU."""
     return StatisticsSnapshot(basic or {}, gpus=(GpuCounters("GPU-0", counters),) if counters else ())
 
@@ -21,20 +21,20 @@ def snapshot(basic: dict[str, int] | None = None, **counters: int) -> Statistics
 @pytest.mark.parametrize(
     ("delta", "route", "state"),
     [
-        (snapshot(n_p2p_reads=3), Route.P2P, RouteState.PROVEN),
-        (snapshot(n_nvfs_writes=1), Route.NVFS, RouteState.PROVEN),
-        (snapshot(n_posix_reads=1), Route.POSIX, RouteState.FELL_BACK),
-        (snapshot(n_p2p_reads=1000, n_posix_reads=1), Route.POSIX, RouteState.FELL_BACK),
-        (snapshot({"batch_nvfs_submit_ops": 2}), Route.NVFS, RouteState.PROVEN),
-        (snapshot({"batch_posix_enqueued_ops": 2}), Route.POSIX, RouteState.FELL_BACK),
-        (snapshot({"batch_posix_enqueued_ops": 1}, n_p2p_reads=9), Route.POSIX, RouteState.FELL_BACK),
-        (snapshot({"batch_total_submit_ops": 2, "batch_p2p_submit_ops": 2}), Route.P2P, RouteState.PROVEN),
-        (snapshot({"batch_total_submit_ops": 2, "batch_p2p_submit_ops": 1}), Route.UNKNOWN, RouteState.UNPROVEN),
-        (snapshot({"batch_total_submit_ops": 2, "batch_aio_submit_ops": 2}), Route.UNKNOWN, RouteState.UNPROVEN),
-        (snapshot({"batch_total_submit_ops": 2}, n_p2p_reads=9), Route.UNKNOWN, RouteState.UNPROVEN),
-        (snapshot({"batch_total_submit_ops": 2}, n_posix_reads=1), Route.POSIX, RouteState.FELL_BACK),
-        (snapshot({"read_ops": 4}, n_total_reads=4), Route.UNKNOWN, RouteState.UNPROVEN),
-        (snapshot(), Route.UNKNOWN, RouteState.UNPROVEN),
+        (make_snapshot(n_p2p_reads=3), Route.P2P, RouteState.PROVEN),
+        (make_snapshot(n_nvfs_writes=1), Route.NVFS, RouteState.PROVEN),
+        (make_snapshot(n_posix_reads=1), Route.POSIX, RouteState.FELL_BACK),
+        (make_snapshot(n_p2p_reads=1000, n_posix_reads=1), Route.POSIX, RouteState.FELL_BACK),
+        (make_snapshot({"batch_nvfs_submit_ops": 2}), Route.NVFS, RouteState.PROVEN),
+        (make_snapshot({"batch_posix_enqueued_ops": 2}), Route.POSIX, RouteState.FELL_BACK),
+        (make_snapshot({"batch_posix_enqueued_ops": 1}, n_p2p_reads=9), Route.POSIX, RouteState.FELL_BACK),
+        (make_snapshot({"batch_total_submit_ops": 2, "batch_p2p_submit_ops": 2}), Route.P2P, RouteState.PROVEN),
+        (make_snapshot({"batch_total_submit_ops": 2, "batch_p2p_submit_ops": 1}), Route.UNKNOWN, RouteState.UNPROVEN),
+        (make_snapshot({"batch_total_submit_ops": 2, "batch_aio_submit_ops": 2}), Route.UNKNOWN, RouteState.UNPROVEN),
+        (make_snapshot({"batch_total_submit_ops": 2}, n_p2p_reads=9), Route.UNKNOWN, RouteState.UNPROVEN),
+        (make_snapshot({"batch_total_submit_ops": 2}, n_posix_reads=1), Route.POSIX, RouteState.FELL_BACK),
+        (make_snapshot({"read_ops": 4}, n_total_reads=4), Route.UNKNOWN, RouteState.UNPROVEN),
+        (make_snapshot(), Route.UNKNOWN, RouteState.UNPROVEN),
         (None, Route.UNKNOWN, RouteState.UNPROVEN),
     ],
 )
@@ -56,25 +56,35 @@ def test_sizes_that_cufile_1_15_discards_are_not_staged(version: int, is_staged:
 
 def test_averages_of_a_difference_are_those_of_its_operations() -> None:
     """Two reads of 100 us, then three reads of 700 us: the average of the difference is 700 us, not 460 - 100."""
-    before = snapshot({"read_ops": 2, "read_lat_sum_us": 200, "read_lat_avg_us": 100, "write_lat_avg_us": 9})
-    after = snapshot({"read_ops": 5, "read_lat_sum_us": 2300, "read_lat_avg_us": 460, "write_lat_avg_us": 9})
-    assert after.since(before).basic == {"read_ops": 3, "read_lat_sum_us": 2100, "read_lat_avg_us": 700}
+    snapshot_before = make_snapshot(
+        {"read_ops": 2, "read_lat_sum_us": 200, "read_lat_avg_us": 100, "write_lat_avg_us": 9}
+    )
+    snapshot_after = make_snapshot(
+        {"read_ops": 5, "read_lat_sum_us": 2300, "read_lat_avg_us": 460, "write_lat_avg_us": 9}
+    )
+    assert snapshot_after.since(snapshot_before).basic == {
+        "read_ops": 3,
+        "read_lat_sum_us": 2100,
+        "read_lat_avg_us": 700,
+    }
     # Two operations of 9 us each: the average of the difference equals the average before.
-    one_write = snapshot({"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9})
-    two_writes = snapshot({"write_ops": 2, "write_lat_sum_us": 18, "write_lat_avg_us": 9})
+    one_write = make_snapshot({"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9})
+    two_writes = make_snapshot({"write_ops": 2, "write_lat_sum_us": 18, "write_lat_avg_us": 9})
     assert two_writes.since(one_write).basic == {"write_ops": 1, "write_lat_sum_us": 9, "write_lat_avg_us": 9}
 
 
 def test_difference_has_no_rates_and_the_last_batch() -> None:
     rates = {"read_bw_bytes_per_sec": 5, "read_ops_per_sec": 5, "batch_read_bw_bytes": 5}
-    before = snapshot({**rates, "read_bytes": 10, "last_batch_read_bytes": 30}, read_utilization=1, n_p2p_reads=1)
-    after = snapshot(
+    snapshot_before = make_snapshot(
+        {**rates, "read_bytes": 10, "last_batch_read_bytes": 30}, read_utilization=1, n_p2p_reads=1
+    )
+    snapshot_after = make_snapshot(
         {**dict.fromkeys(rates, 3), "read_bytes": 14, "last_batch_read_bytes": 20},
         read_utilization=3,
         read_bw_bytes_per_sec=3,
         n_p2p_reads=2,
     )
-    difference = after.since(before)
+    difference = snapshot_after.since(snapshot_before)
     assert difference.basic == {"read_bytes": 4, "last_batch_read_bytes": 20}
     assert difference.gpus == (GpuCounters("GPU-0", {"n_p2p_reads": 1}),)
 
@@ -84,8 +94,8 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
     with (tmp_path / "file").open("rb") as file:
         fd = file.fileno()
         tree = host.HostTree(tmp_path / "root")
-        without_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd, compat_forced=True)]
-        assert without_nvidia_fs == [
+        causes_without_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd, compat_forced=True)]
+        assert causes_without_nvidia_fs == [
             Cause.NO_UDEV_DATABASE,
             Cause.COMPAT_FORCED,
             Cause.NO_NVIDIA_FS,
@@ -94,5 +104,5 @@ def test_obstacles_are_found_below_a_root(tmp_path: Path) -> None:
         folder = tmp_path / "root" / "proc" / "driver" / "nvidia-fs"
         folder.mkdir(parents=True)
         (folder / "modules").write_text("")
-        with_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd)]
-        assert with_nvidia_fs == [Cause.NO_UDEV_DATABASE, Cause.NO_STORAGE_MODULE, Cause.NOT_O_DIRECT]
+        causes_with_nvidia_fs = [obstacle.cause for obstacle in cufile.obstacles(tree, fd)]
+        assert causes_with_nvidia_fs == [Cause.NO_UDEV_DATABASE, Cause.NO_STORAGE_MODULE, Cause.NOT_O_DIRECT]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
 
 pytestmark = needs(cuda.device(), cufile.driver)
-# Direct transfers between GPU and disk need the software twin (a library that emulates the hardware), whose fault plan
-# selects the route.
-ON_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
+# The cases of direct routes need the cuFile twin (a library that emulates libcufile), whose fault plan selects the
+# route.
+NEEDS_TWIN = needs(software(Api.CUFILE), cufile.udev_present)
 CALLS = ["read", "write", "readv", "read_async", "batch_read", "batch_write"]
 
 
@@ -71,8 +71,8 @@ def test_tmpfs_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence) -> None
 @needs(cufile.udev_present)
 def test_forced_compat_mode_is_a_cause(scenarios: ScenarioRunner, evidence: Evidence, setting: str) -> None:
     flags = {"FORCE_COMPAT_MODE": True} if setting == "parameter" else {}
-    forced = scenarios.with_environ(CUFILE_FORCE_COMPAT_MODE="true") if setting == "variable" else scenarios
-    result = forced.run("one_read", flags=flags)
+    forced_scenarios = scenarios.with_environ(CUFILE_FORCE_COMPAT_MODE="true") if setting == "variable" else scenarios
+    result = forced_scenarios.run("one_read", flags=flags)
     evidence["read"] = result
     assert result["is_expected"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("posix", "fell_back")
@@ -101,7 +101,7 @@ def test_uncounted_transfer_is_unproven(scenarios: ScenarioRunner, evidence: Evi
 
 @pytest.mark.qualify
 @pytest.mark.parametrize("route", ["p2p", "nvfs"])
-@ON_TWIN
+@NEEDS_TWIN
 def test_direct_read_is_proven_by_its_counters(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, route: str
 ) -> None:
@@ -114,27 +114,31 @@ def test_direct_read_is_proven_by_its_counters(
 
 
 @pytest.mark.parametrize("call", CALLS)
-@ON_TWIN
+@NEEDS_TWIN
 def test_every_call_can_be_proven(scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence, call: str) -> None:
-    faulty = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
-    result = faulty.run_once("every_call", calls=CALLS)["calls"][CALLS.index(call)]
+    faulty_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=nvfs")
+    result = faulty_scenarios.run_once("every_call", calls=CALLS)["calls"][CALLS.index(call)]
     evidence["call"] = result
     assert result["is_expected"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("nvfs", "proven")
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_batch_with_one_host_transfer_is_unproven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    faulty = scenarios.with_faults(tmp_path, "cufile.route call=5 route=posix", "cufile.route call=* route=p2p")
-    proof = faulty.run("every_call", calls=["batch_read"])["calls"][0]["proof"]
+    faulty_scenarios = scenarios.with_faults(
+        tmp_path, "cufile.route call=5 route=posix", "cufile.route call=* route=p2p"
+    )
+    proof = faulty_scenarios.run("every_call", calls=["batch_read"])["calls"][0]["proof"]
     assert (proof["moved"]["batch_p2p_submit_ops"], proof["moved"]["batch_aio_submit_ops"]) == (15, 1)
     assert (proof["route"], proof["state"]) == ("unknown", "unproven")
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_failed_statistics_are_unproven(scenarios: ScenarioRunner, tmp_path: Path) -> None:
-    faulty = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022")
-    result = faulty.run("one_read")
+    faulty_scenarios = scenarios.with_faults(
+        tmp_path, "cufile.route call=* route=p2p", "cuFileGetStatsL3 call=* status=5022"
+    )
+    result = faulty_scenarios.run("one_read")
     assert result["is_expected"]
     assert (result["proof"]["route"], result["proof"]["state"]) == ("unknown", "unproven")
     assert "CU_FILE_INVALID_VALUE (5022)" in result["proof"]["why"]
@@ -148,12 +152,12 @@ def test_driver_without_compat_mode_does_not_open(scenarios: ScenarioRunner, evi
     assert "allow compat mode" in failure["message"]
 
 
-@ON_TWIN
+@NEEDS_TWIN
 def test_read_without_compat_mode_does_not_fall_back(
     scenarios: ScenarioRunner, tmp_path: Path, evidence: Evidence
 ) -> None:
-    faulty = scenarios.with_faults(tmp_path, "cufile.route call=* route=posix")
-    result = faulty.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
+    faulty_scenarios = scenarios.with_faults(tmp_path, "cufile.route call=* route=posix")
+    result = faulty_scenarios.run("one_read", flags={"ALLOW_COMPAT_MODE": False})
     evidence["read"] = result
     assert result["failure"]["kind"] == "Unsupported"
     assert result["failure"]["status"] == 5008

@@ -74,17 +74,20 @@ class FileModel:
     def check_and_adopt(self, actual: bytes) -> None:
         """Check the actual contents of the file after all writes have ended, and continue with these contents."""
         assert len(actual) == len(self.contents), f"the file has {len(actual)} bytes instead of {len(self.contents)}"
-        expected = bytearray(self.contents)
+        expected_contents = bytearray(self.contents)
         for write in self._in_progress:
             data = write.data
             for begin, end in pairwise(write.boundaries()):
-                written = actual[begin:end]
-                assert written in {bytes(self.contents[begin:end]), data[begin - write.offset : end - write.offset]}, (
+                actual_range = actual[begin:end]
+                assert actual_range in {
+                    bytes(self.contents[begin:end]),
+                    data[begin - write.offset : end - write.offset],
+                }, (
                     f"bytes {begin} to {end} of {write} are neither old nor new, with the writes {self._in_progress}: "
-                    f"{written[:16].hex()} ..., {len(written) - written.count(0)} bytes are not 0"
+                    f"{actual_range[:16].hex()} ..., {len(actual_range) - actual_range.count(0)} bytes are not 0"
                 )
-                expected[begin:end] = written
-        mismatch = pattern.find_mismatch(expected, actual)
+                expected_contents[begin:end] = actual_range
+        mismatch = pattern.find_mismatch(expected_contents, actual)
         assert mismatch is None, f"an acknowledged write is lost: byte {mismatch} was not written"
-        self.contents = expected
+        self.contents = expected_contents
         self._in_progress.clear()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from fault.file_model import FileModel
 from fault.kill_phases import ENTER_PHASE, KILL_POINTS, Processes
-from fault.usrbio_client import UsrbioClient, published_links, shared_memory_of
+from fault.usrbio_client import UsrbioClient, list_published_links, list_shared_memory
 from support.kill_campaign import KillCampaign
 from support.processes import HungError, is_gone, open_files, wait_until
 from support.raw_usrbio import AgentProcess
@@ -80,15 +80,15 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
     def kill(self, kill_point: tuple[str, str]) -> None:
         """Bring the processes into the phase, kill the victim, and check everything that must hold afterwards."""
         victim, phase = kill_point
-        processes = self._processes = self._new_processes()
-        lengths = [processes.random_length() for _ in range(self._rng.randint(1, 3))]
+        processes = self._processes = self._make_processes()
+        lengths = [processes.choose_length() for _ in range(self._rng.randint(1, 3))]
         processes.submit_writes(*lengths)
         assert sorted(processes.collect_writes()) == sorted(lengths)
         if phase == "session":
             self._enter_session(processes)
         else:
             ENTER_PHASE[phase](processes, self._file)
-        memory_names = shared_memory_of(processes.client.process.pid)
+        memory_names = list_shared_memory(processes.client.process.pid)
         self._kill_victim(victim, processes)
         self.kills_by_memory[self._memory_kind] += 1
         match victim:
@@ -99,7 +99,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             case _:
                 self._check_without_agent(processes, phase, memory_names)
         # A new client reads the whole file through the agent.
-        self._client = self._open_client(self._file, self._random_memory_kind())
+        self._client = self._open_client(self._file, self._choose_memory_kind())
         copy_path = self._mount.parent / "copy"
         results = self._client.call("save", into=str(copy_path))
         assert isinstance(results, list)
@@ -107,7 +107,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._model.check_and_adopt(copy_path.read_bytes())
         self.acknowledged_count = self._model.acknowledged_count
 
-    def _new_processes(self) -> Processes:
+    def _make_processes(self) -> Processes:
         return Processes(
             client=self._client,
             agent_process_id=self._agent.process.pid,
@@ -123,11 +123,11 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._traps.arm("register")
         os.kill(old_server, signal.SIGKILL)
 
-        def new_servers() -> list[int]:
+        def list_new_servers() -> list[int]:
             return [child for child in self._agent.child_process_ids() if child != old_server]
 
-        wait_until(lambda: bool(new_servers()), "the agent starts another server")
-        (processes.server_process_id,) = new_servers()
+        wait_until(lambda: bool(list_new_servers()), "the agent starts another server")
+        (processes.server_process_id,) = list_new_servers()
         processes.wait_for_trap("register", processes.server_process_id)
 
     def _kill_victim(self, victim: str, processes: Processes) -> None:
@@ -160,16 +160,16 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         for client in (self._bystander, processes.client):
             # The agent starts a new server, and both clients continue with their files, memory and rings.
             wait_until(lambda client=client: self._is_served(client), "the new server works")  # type: ignore[misc]
-        memory_names = shared_memory_of(processes.client.process.pid)
+        memory_names = list_shared_memory(processes.client.process.pid)
         self._close_client(processes.client)
         self._check_nothing_left(memory_names)
 
     def _check_without_agent(self, processes: Processes, phase: str, memory_names: set[str]) -> None:
         """Check that the operations of both clients fail, and that a new agent removes what the killed one left."""
         if phase in {"publish", "register"}:
-            assert processes.client.reply().get("errno") == errno.EREMOTEIO
+            assert processes.client.read_reply().get("errno") == errno.EREMOTEIO
         elif phase == "unpublish":
-            processes.client.reply()
+            processes.client.read_reply()
         if processes.pending_writes:
             lengths = {write.length for write in processes.pending_writes}
             results = processes.collect_writes()
@@ -178,9 +178,11 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
             assert (phase == "completed") == any(result > 0 for result in results), (phase, results)
         if processes.pending_read_bytes:
             assert processes.collect_read() == -errno.EREMOTEIO
-        memory_names |= shared_memory_of(processes.client.process.pid) | shared_memory_of(self._bystander.process.pid)
+        memory_names |= list_shared_memory(processes.client.process.pid) | list_shared_memory(
+            self._bystander.process.pid
+        )
         self._bystander.start("write_and_verify", offset=0, length=_VERIFIED_WRITE_BYTES, seed=1)
-        assert self._bystander.reply().get("errno") == errno.EREMOTEIO
+        assert self._bystander.read_reply().get("errno") == errno.EREMOTEIO
         for client in (processes.client, self._bystander):
             self._close_client(client)
         wait_until(lambda: is_gone(processes.server_process_id), "the server of the dead agent has ended")
@@ -188,14 +190,14 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._start_agent()
         names = {path.name for path in (self._mount / "3fs-virt").iterdir()}
         assert names <= {"agent.lock", "agent.sock", "iovs", "publications", "server.lock", "server.sock"}, names
-        assert not memory_names & _shared_memory_names()
+        assert not memory_names & _list_shared_memory()
 
     def _check_nothing_left(self, memory_names: set[str]) -> None:
         """Wait until the agent has released an ended client: its links, its shared memory, and the open files."""
         wait_until(
-            lambda: published_links(self._mount) == self._bystander.link_names, "the links of the client are gone"
+            lambda: list_published_links(self._mount) == self._bystander.link_names, "the links of the client are gone"
         )
-        wait_until(lambda: not memory_names & _shared_memory_names(), "the shared memory of the client is gone")
+        wait_until(lambda: not memory_names & _list_shared_memory(), "the shared memory of the client is gone")
         agent = self._agent.process.pid
         wait_until(
             lambda: not any(name in file for file in open_files(agent) for name in memory_names),
@@ -234,12 +236,12 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         else:
             # The file of this client has a model, so the client only reads.
             client.start("save", into=os.devnull)
-        reply = client.reply()
+        reply = client.read_reply()
         assert reply.get("errno") in {None, errno.EREMOTEIO}, reply
         results = reply.get("result")
         return results is True or (isinstance(results, list) and all(result > 0 for result in results))
 
-    def _random_memory_kind(self) -> str:
+    def _choose_memory_kind(self) -> str:
         self._memory_kind = self._rng.choice(sorted(self.kills_by_memory))
         return self._memory_kind
 
@@ -255,7 +257,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def _start_agent(self) -> None:
         self._agent = AgentProcess(self._mount)
-        assert published_links(self._mount) == set()
+        assert list_published_links(self._mount) == set()
         self._bystander = self._open_client(self._bystander_file, "host")
         # The first client with device memory makes the agent open files that stay open. Therefore such a client runs
         # before the open files are counted.
@@ -265,7 +267,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def __enter__(self) -> Self:
         self._start_agent()
-        self._client = self._open_client(self._file, self._random_memory_kind())
+        self._client = self._open_client(self._file, self._choose_memory_kind())
         return self
 
     def __exit__(self, error_class: object, error: BaseException | None, traceback: object) -> None:
@@ -285,5 +287,5 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         error.add_note(f"errors of the agent: {self._agent.error_output}")
 
 
-def _shared_memory_names() -> set[str]:
+def _list_shared_memory() -> set[str]:
     return {path.name for path in _SHARED_MEMORY.iterdir()}

@@ -120,7 +120,7 @@ class Processes:
     def collect_writes(self) -> list[int]:
         """Return the results of the submitted writes, and acknowledge the writes that completed."""
         self.client.start("wait", for_read=False, count=len(self.pending_writes))
-        reply = self.client.reply()
+        reply = self.client.read_reply()
         assert "errno" not in reply, reply
         results = reply["result"]
         assert isinstance(results, list)
@@ -147,27 +147,27 @@ class Processes:
         self.pending_read_bytes = 0
         return int(result)
 
-    def random_length(self) -> int:
+    def choose_length(self) -> int:
         """Return a random length from 1 byte to one segment."""
         return self.rng.randrange(1, SEGMENT_BYTES + 1)
 
 
-def publish(processes: Processes, _file: Path) -> None:
+def enter_publish(processes: Processes, _file: Path) -> None:
     """The agent has received a request to publish memory, and has not registered it. The client waits for the reply."""
     processes.traps.arm("register")
     processes.client.start("publish")
     processes.wait_for_trap("register", processes.agent_process_id)
 
 
-def register(processes: Processes, file: Path) -> None:
+def enter_register(processes: Processes, file: Path) -> None:
     """The agent has registered published memory with the first NIC, and not yet with the second NIC."""
-    publish(processes, file)
+    enter_publish(processes, file)
     processes.traps.arm("register")
     processes.resume(processes.agent_process_id)
     processes.wait_for_trap("register", processes.agent_process_id)
 
 
-def unpublish(processes: Processes, _file: Path) -> None:
+def enter_unpublish(processes: Processes, _file: Path) -> None:
     """The agent deregisters memory. The client waits for the reply."""
     processes.client.call("publish")
     processes.traps.arm("deregister")
@@ -175,39 +175,39 @@ def unpublish(processes: Processes, _file: Path) -> None:
     processes.wait_for_trap("deregister", processes.agent_process_id)
 
 
-def submitted(processes: Processes, _file: Path) -> None:
+def enter_submitted(processes: Processes, _file: Path) -> None:
     """The ring has submissions, and the agent is stopped before it reads them."""
     processes.stop(processes.agent_process_id)
-    processes.submit_writes(*(processes.random_length() for _ in range(processes.rng.randint(1, 8))))
-    ring = processes.client.ring(processes.agent_process_id, for_read=False)
+    processes.submit_writes(*(processes.choose_length() for _ in range(processes.rng.randint(1, 8))))
+    ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
     assert ring.has_submissions
     ring.close()
 
 
-def transfer(processes: Processes, _file: Path) -> None:
+def enter_transfer(processes: Processes, _file: Path) -> None:
     """The server has transferred the first segment of a write, and not yet the second segment."""
     processes.traps.arm("transfer")
-    processes.submit_writes(SEGMENT_BYTES + processes.random_length())
+    processes.submit_writes(SEGMENT_BYTES + processes.choose_length())
     processes.wait_for_trap("transfer", processes.server_process_id)
     processes.traps.arm("transfer")
     processes.resume(processes.server_process_id)
     processes.wait_for_trap("transfer", processes.server_process_id)
 
 
-def reading(processes: Processes, _file: Path) -> None:
+def enter_reading(processes: Processes, _file: Path) -> None:
     """The server has transferred the first segment of a read, and not yet the second segment."""
     processes.traps.arm("deliver")
-    processes.submit_read(SEGMENT_BYTES + processes.random_length())
+    processes.submit_read(SEGMENT_BYTES + processes.choose_length())
     processes.wait_for_trap("deliver", processes.server_process_id)
     processes.traps.arm("deliver")
     processes.resume(processes.server_process_id)
     processes.wait_for_trap("deliver", processes.server_process_id)
 
 
-def replied(processes: Processes, file: Path) -> None:
+def enter_replied(processes: Processes, file: Path) -> None:
     """The server has written the data and replied, and the agent is stopped before it reads the reply."""
     processes.traps.arm("landed")
-    (write,) = processes.submit_writes(processes.random_length())
+    (write,) = processes.submit_writes(processes.choose_length())
     processes.wait_for_trap("landed", processes.server_process_id)
     processes.stop(processes.agent_process_id)
     processes.resume(processes.server_process_id)
@@ -215,35 +215,35 @@ def replied(processes: Processes, file: Path) -> None:
         lambda: _has_write(file, write) and is_idle(processes.server_process_id),
         "the server has written the data, and waits for the next frame",
     )
-    ring = processes.client.ring(processes.agent_process_id, for_read=False)
+    ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
     assert not ring.has_completions
     ring.close()
 
 
-def completed(processes: Processes, _file: Path) -> None:
+def enter_completed(processes: Processes, _file: Path) -> None:
     """The ring has completions, and the client has not taken them."""
-    processes.submit_writes(*(processes.random_length() for _ in range(processes.rng.randint(1, 4))))
-    ring = processes.client.ring(processes.agent_process_id, for_read=False)
+    processes.submit_writes(*(processes.choose_length() for _ in range(processes.rng.randint(1, 4))))
+    ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
     wait_until(lambda: ring.has_completions, "a completion is in the ring")
     ring.close()
 
 
-def written(processes: Processes, file: Path) -> None:
+def enter_written(processes: Processes, file: Path) -> None:
     """The server has written the data of a first operation, and polls for a second operation before it replies.
 
     The session has two queue pairs, and operations use them in turn. If the first operation uses queue pair 0, the
-    server polls queue pair 1 before its reply, and the trap stops the server there. If the first operation uses queue
-    pair 1, the server replies at once, and the ring has a completion. The next attempt then begins with one more
-    operation, which uses a queue pair alone, so that the first of its two operations uses the other queue pair.
+    server polls queue pair 1 before its reply, and the trap stops it there. If the first operation uses queue pair 1,
+    the server replies at once, and the attempt has failed. Every second attempt therefore begins with an additional
+    operation, so that its first operation uses the other queue pair.
     """
     for attempt in range(_ATTEMPTS_MAX):
         if attempt % 2:
             processes.submit_writes(1)
             processes.collect_writes()
         processes.traps.arm("landed")
-        first, _second = processes.submit_writes(processes.random_length(), 6 * SEGMENT_BYTES)
+        first_write, _second = processes.submit_writes(processes.choose_length(), 6 * SEGMENT_BYTES)
         processes.wait_for_trap("landed", processes.server_process_id)
-        if _is_stopped_before_reply(processes, file, first):
+        if _is_stopped_before_reply(processes, file, first_write):
             return
         if processes.server_process_id in processes.stopped:
             processes.resume(processes.server_process_id)
@@ -252,9 +252,9 @@ def written(processes: Processes, file: Path) -> None:
     raise HungError(message)
 
 
-def _is_stopped_before_reply(processes: Processes, file: Path, first: Write) -> bool:
-    """Resume the server until it has written the data of `first`. Return whether it is stopped before its reply."""
-    ring = processes.client.ring(processes.agent_process_id, for_read=False)
+def _is_stopped_before_reply(processes: Processes, file: Path, first_write: Write) -> bool:
+    """Resume the server until it has written `first_write`. Return whether it is stopped before its reply."""
+    ring = processes.client.map_ring(processes.agent_process_id, for_read=False)
     try:
         for _ in range(_ATTEMPTS_MAX):
             processes.traps.arm("poll")
@@ -262,7 +262,7 @@ def _is_stopped_before_reply(processes: Processes, file: Path, first: Write) -> 
             # If one poll returned all completions, the server does not poll again, and the ring has the completions.
             if not processes.is_trapped_before(lambda: ring.has_completions, "poll", processes.server_process_id):
                 return False
-            if _has_write(file, first):
+            if _has_write(file, first_write):
                 wait_until(lambda: is_idle(processes.agent_process_id), "the agent has processed all replies")
                 return not ring.has_completions
         return False
@@ -279,15 +279,15 @@ def _has_write(path: Path, write: Write) -> bool:
 
 # The function that brings the processes into each phase.
 ENTER_PHASE: dict[str, Callable[[Processes, Path], None]] = {
-    "publish": publish,
-    "register": register,
-    "unpublish": unpublish,
-    "submitted": submitted,
-    "transfer": transfer,
-    "reading": reading,
-    "written": written,
-    "replied": replied,
-    "completed": completed,
+    "publish": enter_publish,
+    "register": enter_register,
+    "unpublish": enter_unpublish,
+    "submitted": enter_submitted,
+    "transfer": enter_transfer,
+    "reading": enter_reading,
+    "written": enter_written,
+    "replied": enter_replied,
+    "completed": enter_completed,
 }
 # Every kill point: a pair of the victim and the phase in which it is killed. In the phase "session", a new server,
 # started after a kill, registers its memory.

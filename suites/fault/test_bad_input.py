@@ -36,7 +36,7 @@ OPEN_NIC = "verbs.Nic.open(verbs.list_nics()[0].name)"
 REGISTER_16_MIB = "verbs.Nic.open(verbs.list_nics()[0].name).register_host(bytearray(16 << 20))"
 
 
-def error_of(call: str, *, command_prefix: tuple[str, ...] = (), **environ: str) -> list[object]:
+def make_call_and_get_error(call: str, *, command_prefix: tuple[str, ...] = (), **environ: str) -> list[object]:
     """Make `call` in a child process with additional environment variables, and return the fields of its error."""
     command = [*command_prefix, sys.executable, "-c", CHILD_PROGRAM.format(call=call)]
     child = subprocess.run(command, env=os.environ | environ, capture_output=True, text=True, check=False, timeout=60)
@@ -56,8 +56,10 @@ def write_plan(folder: Path, text: str) -> str:
 @pytest.mark.parametrize("expected_errno", [errno.EACCES, errno.EPERM])
 def test_missing_rdma_permission_names_the_files(tmp_path: Path, expected_errno: int) -> None:
     # list_nics() calls ibv_open_device to list the ports, and ignores the error. Nic.open() calls it again.
-    plan = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={expected_errno}\n")
-    error_type, api, operation, error_number, reason, what_to_do = error_of(OPEN_NIC, GDRKIT_TWINS_FAULTS=plan)
+    plan_path = write_plan(tmp_path, f"gdrkit-faults 1\nibv_open_device call=* errno={expected_errno}\n")
+    error_type, api, operation, error_number, reason, what_to_do = make_call_and_get_error(
+        OPEN_NIC, GDRKIT_TWINS_FAULTS=plan_path
+    )
     assert (error_type, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_open_device", expected_errno)
     assert reason == Reason.NO_PERMISSION.value
     assert "/dev/infiniband" in str(what_to_do)
@@ -66,9 +68,9 @@ def test_missing_rdma_permission_names_the_files(tmp_path: Path, expected_errno:
 @needs(cuda.device(), software(Api.CUDA))
 @pytest.mark.parametrize(("status", "reason"), [(100, Reason.NO_DEVICE), (304, Reason.OTHER), (999, Reason.OTHER)])
 def test_cuda_init_failure_has_advice(tmp_path: Path, status: int, reason: Reason) -> None:
-    plan = write_plan(tmp_path, f"gdrkit-faults 1\ncuInit call=* status={status}\n")
-    error_type, api, operation, error_number, error_reason, what_to_do = error_of(
-        "cuda.device_count()", GDRKIT_TWINS_FAULTS=plan
+    plan_path = write_plan(tmp_path, f"gdrkit-faults 1\ncuInit call=* status={status}\n")
+    error_type, api, operation, error_number, error_reason, what_to_do = make_call_and_get_error(
+        "cuda.device_count()", GDRKIT_TWINS_FAULTS=plan_path
     )
     assert (error_type, api, operation) == ("SetupMissing", "cuda", "cuInit")
     # A CUresult is not an errno, so errno is None.
@@ -87,7 +89,7 @@ def test_low_memlock_limit_is_named_with_advice() -> None:
         "prlimit",
         "--memlock=65536:65536",
     )
-    error_type, api, operation, error_number, reason, what_to_do = error_of(
+    error_type, api, operation, error_number, reason, what_to_do = make_call_and_get_error(
         REGISTER_16_MIB, command_prefix=low_limit_command
     )
     assert (error_type, api, operation, error_number) == ("SetupMissing", "verbs", "ibv_reg_mr", errno.ENOMEM)
@@ -137,7 +139,9 @@ def test_malformed_fault_plan_is_refused_before_the_start(tmp_path: Path, text: 
 def test_twin_with_a_malformed_plan_fails_at_its_first_call(
     tmp_path: Path, call: str, operation: str, expected_errno: int | None
 ) -> None:
-    plan = write_plan(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")
-    _type, _api, failed_call, error_number, _reason, what_to_do = error_of(call, GDRKIT_TWINS_FAULTS=plan)
+    plan_path = write_plan(tmp_path, "gdrkit-faults 1\nibv_reg_mr call=x errno=14\ncuMemAlloc_v2 call=x status=2\n")
+    _type, _api, failed_call, error_number, _reason, what_to_do = make_call_and_get_error(
+        call, GDRKIT_TWINS_FAULTS=plan_path
+    )
     assert (failed_call, error_number) == (operation, expected_errno)
     assert what_to_do

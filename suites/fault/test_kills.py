@@ -59,7 +59,7 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
         print()  # noqa: T201 - the run shows the counts.
         for name, count in counts.items():
             print(f"  {name:<22}{count:>5}")  # noqa: T201
-        total = sum(counts.values())
-        writes_count, kills = campaign.acknowledged_count, campaign.kills_by_memory
-        print(f"  {'kills':<22}{total:>5}, {writes_count} acknowledged writes, {kills}")  # noqa: T201
+        kill_count = sum(counts.values())
+        writes_count, kills_by_memory = campaign.acknowledged_count, campaign.kills_by_memory
+        print(f"  {'kills':<22}{kill_count:>5}, {writes_count} acknowledged writes, {kills_by_memory}")  # noqa: T201
     assert min(counts.values()) == kills_per_pair

@@ -24,7 +24,7 @@ from gdrkit import cuda, pattern, usrbio
 if TYPE_CHECKING:
     from gdrkit.usrbio.native_types import Ioring, Iovec
 
-__all__ = ["RingMemory", "UsrbioClient", "main", "published_links", "shared_memory_of"]
+__all__ = ["RingMemory", "UsrbioClient", "list_published_links", "list_shared_memory", "main"]
 
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the folder of POSIX shared memory.
 _START_TIMEOUT_S = 60.0
@@ -51,15 +51,15 @@ class UsrbioClient(LineChild):
 
     def open(self) -> None:
         """Let the client open its file, its memory and its rings."""
-        links_before = published_links(self._mount)
+        links_before = list_published_links(self._mount)
         self.call("open", timeout_s=_START_TIMEOUT_S)
-        self.link_names = published_links(self._mount) - links_before
+        self.link_names = list_published_links(self._mount) - links_before
 
     def start(self, command: str, **arguments: object) -> None:
-        """Send a command without waiting for its result, which :meth:`reply` returns."""
+        """Send a command without waiting for its result, which :meth:`read_reply` returns."""
         self.write_line(json.dumps({"command": command, **arguments}))
 
-    def reply(self, *, timeout_s: float = WAIT_S + _SCHEDULING_DELAY_S) -> dict[str, object]:
+    def read_reply(self, *, timeout_s: float = WAIT_S + _SCHEDULING_DELAY_S) -> dict[str, object]:
         """Return the reply to the last command: its result, or its errno and text."""
         reply: dict[str, object] = json.loads(self.read_line(timeout_s=timeout_s))
         return reply
@@ -67,11 +67,11 @@ class UsrbioClient(LineChild):
     def call(self, command: str, *, timeout_s: float = WAIT_S + _SCHEDULING_DELAY_S, **arguments: object) -> object:
         """Send a command that must succeed, and return its result."""
         self.start(command, **arguments)
-        reply = self.reply(timeout_s=timeout_s)
+        reply = self.read_reply(timeout_s=timeout_s)
         assert "errno" not in reply, reply
         return reply["result"]
 
-    def ring(self, agent_process_id: int, *, for_read: bool) -> RingMemory:
+    def map_ring(self, agent_process_id: int, *, for_read: bool) -> RingMemory:
         """Map a ring of this client, through the descriptor of the ring that the agent has open."""
         (name,) = (link for link in self.link_names if f".{'r' if for_read else 'w'}0" in link)
         return RingMemory(agent_process_id, f"hf3fs-iov-{name.partition('.')[0]}")
@@ -79,7 +79,7 @@ class UsrbioClient(LineChild):
     def close(self) -> None:
         """Let the client release everything and end."""
         self.start("close")
-        self.reply()
+        self.read_reply()
         self.end(timeout_s=WAIT_S)
 
 
@@ -90,7 +90,7 @@ class RingMemory:
         path = next(
             link
             for link in Path(f"/proc/{agent_process_id}/fd").iterdir()
-            if _link_target(link).startswith(f"{_SHARED_MEMORY}/{name}")
+            if _read_link(link).startswith(f"{_SHARED_MEMORY}/{name}")
         )
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -115,20 +115,20 @@ class RingMemory:
         self._memory.close()
 
 
-def published_links(mount: Path) -> set[str]:
+def list_published_links(mount: Path) -> set[str]:
     """Return the names of the links that clients have published in a mount."""
     names = {path.name for path in (mount / "3fs-virt" / "iovs").iterdir()}
     return {name for name in names if not name.startswith("submit-ios")}
 
 
-def shared_memory_of(process_id: int) -> set[str]:
+def list_shared_memory(process_id: int) -> set[str]:
     """Return the names of the shared memory of usrbio that a process has mapped."""
     maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
     paths = (line.split(maxsplit=5)[5] for line in maps if f"{_SHARED_MEMORY}/hf3fs-iov-" in line)
     return {path.removeprefix(f"{_SHARED_MEMORY}/").removesuffix(" (deleted)") for path in paths}
 
 
-def _link_target(link: Path) -> str:
+def _read_link(link: Path) -> str:
     """Return the target of a link, or an empty text if the link no longer exists."""
     try:
         return str(link.readlink())
@@ -146,7 +146,7 @@ class _Application:
         self._memory: cuda.DeviceMemory | None = None
         self._stack = contextlib.ExitStack()
         self._rings: dict[bool, Ioring] = {}
-        self._published: list[Iovec] = []
+        self._published_iovs: list[Iovec] = []
 
     def open(self) -> None:
         """Open the file, the memory, and a ring for each direction."""
@@ -166,13 +166,13 @@ class _Application:
     def publish(self) -> None:
         """Publish another iov."""
         if self._device is not None:
-            self._published.append(usrbio.make_gpu_iovec(self._mount, length_bytes=1 << 20))
+            self._published_iovs.append(usrbio.make_gpu_iovec(self._mount, length_bytes=1 << 20))
         else:
-            self._published.append(usrbio.create_iovec(self._mount, length_bytes=1 << 20))
+            self._published_iovs.append(usrbio.create_iovec(self._mount, length_bytes=1 << 20))
 
     def unpublish(self) -> None:
         """Close the last published iov."""
-        self._published.pop().close()
+        self._published_iovs.pop().close()
 
     def write(self, operations: list[tuple[int, int, int]]) -> None:
         """Submit writes of (offset, length, seed) from consecutive memory."""
@@ -223,7 +223,7 @@ class _Application:
 
     def close(self) -> None:
         """Release everything."""
-        while self._published:
+        while self._published_iovs:
             self.unpublish()
         self._stack.close()
 

@@ -48,30 +48,30 @@ _TOKENS = (
 
 def _check(data: bytes) -> None:
     try:
-        parsed = header.parse_header(data, data_bytes=_DATA_BYTES, path="model.safetensors")
+        parsed_header = header.parse_header(data, data_bytes=_DATA_BYTES, path="model.safetensors")
     except UsageError as error:
         if error.reason is not Reason.MALFORMED:
             raise
         return
     document = json.loads(data)
-    assert document.pop("__metadata__", None) == parsed.metadata
+    assert document.pop("__metadata__", None) == parsed_header.metadata
     for name, value in document.items():
-        entry = parsed.tensors[name]
+        entry = parsed_header.tensors[name]
         assert [entry.dtype, list(entry.shape), [entry.begin, entry.end]] == [
             value["dtype"],
             value["shape"],
             value["data_offsets"],
         ]
-    assert len(document) == len(parsed.tensors)
+    assert len(document) == len(parsed_header.tensors)
     position = 0
-    for name, entry in parsed.tensors.items():
+    for name, entry in parsed_header.tensors.items():
         assert entry.begin == position, name
         assert (entry.end - entry.begin) * 8 == math.prod(entry.shape) * ELEMENT_TYPES[entry.dtype].bits, name
         position = entry.end
     assert position == _DATA_BYTES
-    text = header.pack_header(parsed.tensors.items(), parsed.metadata)[8:]
-    again = header.parse_header(text, data_bytes=_DATA_BYTES, path="model.safetensors")
-    assert (again.tensors, again.metadata) == (parsed.tensors, parsed.metadata)
+    text = header.pack_header(parsed_header.tensors.items(), parsed_header.metadata)[8:]
+    reparsed_header = header.parse_header(text, data_bytes=_DATA_BYTES, path="model.safetensors")
+    assert (reparsed_header.tensors, reparsed_header.metadata) == (parsed_header.tensors, parsed_header.metadata)
 
 
 TARGETS = {

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["EVERY_TYPE", "ModelFile", "file_bytes", "packed", "write_model"]
+__all__ = ["EVERY_TYPE", "ModelFile", "compute_tensor_bytes", "pack_file", "write_model"]
 
 # A tensor of each data type, an empty one and one without dimensions. The elements of 4 and 6 bits fill whole bytes.
 EVERY_TYPE: tuple[tuple[str, str, tuple[int, ...]], ...] = (
@@ -32,13 +32,13 @@ class ModelFile(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
 
-def packed(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or text.
+def pack_file(header: Any, data: bytes = b"") -> bytes:  # noqa: ANN401 - any JSON value, or text.
     """Return a file with this header, which is a JSON value or the text itself."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
 
 
-def file_bytes(dtype: str, shape: Sequence[int]) -> int:
+def compute_tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
     """Return the size of a tensor in a file, in bytes."""
     return math.prod(shape) * ELEMENT_TYPES[dtype].bits // 8
 
@@ -54,9 +54,9 @@ def write_model(
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     contents, position = {}, 0
     for index, (name, dtype, shape) in enumerate(tensors):
-        contents[name] = pattern.payload(file_bytes(dtype, shape), seed=seed + index)
+        contents[name] = pattern.payload(compute_tensor_bytes(dtype, shape), seed=seed + index)
         end = position + len(contents[name])
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
         position = end
-    path.write_bytes(packed(header, b"".join(contents.values())))
+    path.write_bytes(pack_file(header, b"".join(contents.values())))
     return ModelFile(path, contents, {name: shape for name, _dtype, shape in tensors})

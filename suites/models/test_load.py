@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from models.model_files import EVERY_TYPE, ModelFile, packed, write_model
+from models.model_files import EVERY_TYPE, ModelFile, pack_file, write_model
 from support.faults import inject_faults
 from support.gds import drop_from_cache
 
@@ -37,36 +37,52 @@ DEVICES = [
     pytest.param("cpu", id="host"),
     pytest.param("cuda", marks=needs(cuda.device()), id="device"),
 ]
-ON_EVERY_DEVICE = pytest.mark.parametrize("place", DEVICES)
+ON_EVERY_DEVICE = pytest.mark.parametrize("device_argument", DEVICES)
 # Tensors of an odd size, so that the next one would be unaligned.
-ODD = (("a", "BF16", (301,)), ("b", "F32", (1000,)), ("c", "U8", (3,)), ("d", "C64", (5, 7)), ("e", "BF16", (99, 3)))
+ODD_SIZES = (
+    ("a", "BF16", (301,)),
+    ("b", "F32", (1000,)),
+    ("c", "U8", (3,)),
+    ("d", "C64", (5, 7)),
+    ("e", "BF16", (99, 3)),
+)
 
 
-def contents(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
+def read_tensors(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
     """Return the bytes of each tensor."""
     return {name: tensor.read() for name, tensor in tensors.items()}
 
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("own_memory", [False, True], ids=["one-memory", "own-memory"])
-@pytest.mark.parametrize("tensors", [EVERY_TYPE, ODD], ids=["every-type", "odd-sizes"])
+@pytest.mark.parametrize("tensors", [EVERY_TYPE, ODD_SIZES], ids=["every-type", "odd-sizes"])
 def test_every_tensor_arrives(
-    tmp_path: Path, seed: int, place: str, tensors: tuple[tuple[str, str, tuple[int, ...]], ...], *, own_memory: bool
+    tmp_path: Path,
+    seed: int,
+    device_argument: str,
+    tensors: tuple[tuple[str, str, tuple[int, ...]], ...],
+    *,
+    own_memory: bool,
 ) -> None:
     model = write_model(tmp_path / "model", tensors, seed=seed, metadata={"format": "pt"})
-    loaded = load_file(model.path, place, framework="dlpack", own_memory=own_memory)
-    assert isinstance(loaded, LoadedTensors)
-    assert contents(loaded) == model.tensors
-    assert {name: tensor.shape for name, tensor in loaded.items()} == model.shapes
-    assert {name: tensor.dtype for name, tensor in loaded.items()} == {name: dtype for name, dtype, _ in tensors}
-    assert loaded.metadata == [{"format": "pt"}]
-    assert (loaded.report.route, loaded.report.bytes) == (gds.Route.ENGINE, sum(map(len, model.tensors.values())))
-    assert all(tensor.address % 16 == 0 for tensor in loaded.values() if tensor.length_bytes >= 256)
+    loaded_tensors = load_file(model.path, device_argument, framework="dlpack", own_memory=own_memory)
+    assert isinstance(loaded_tensors, LoadedTensors)
+    assert read_tensors(loaded_tensors) == model.tensors
+    assert {name: tensor.shape for name, tensor in loaded_tensors.items()} == model.shapes
+    assert {name: tensor.dtype for name, tensor in loaded_tensors.items()} == {
+        name: dtype for name, dtype, _ in tensors
+    }
+    assert loaded_tensors.metadata == [{"format": "pt"}]
+    assert (loaded_tensors.report.route, loaded_tensors.report.bytes) == (
+        gds.Route.ENGINE,
+        sum(map(len, model.tensors.values())),
+    )
+    assert all(tensor.address % 16 == 0 for tensor in loaded_tensors.values() if tensor.length_bytes >= 256)
     assert handles.live().get("gds.file", 0) == 0
 
 
 @ON_EVERY_DEVICE
-def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, place: str) -> None:
+def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, device_argument: str) -> None:
     models = [
         write_model(
             tmp_path / str(index), [(f"{index}.w", "BF16", (512, 1025)), (f"{index}.b", "F32", (7,))], seed=seed
@@ -74,11 +90,14 @@ def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, place: str)
         for index in range(3)
     ]
     progress: list[tuple[int, int]] = []
-    loaded = load_files(
-        [model.path for model in models], place, framework="dlpack", on_progress=lambda *bytes_: progress.append(bytes_)
+    loaded_tensors = load_files(
+        [model.path for model in models],
+        device_argument,
+        framework="dlpack",
+        on_progress=lambda *bytes_: progress.append(bytes_),
     )
     expected = {name: data for model in models for name, data in model.tensors.items()}
-    assert contents(loaded) == expected
+    assert read_tensors(loaded_tensors) == expected
     assert progress[-1] == (sum(map(len, expected.values())),) * 2
 
 
@@ -97,27 +116,29 @@ SLICES = [
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("index", SLICES)
-def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, place: str, index: object) -> None:
+def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: str, index: object) -> None:
     shape = (4, 8, 6)
     model = write_model(tmp_path / "model", [("x", "U8", (5,)), ("w", "I16", shape), ("y", "U8", (4,))], seed=seed)
     rows = memoryview(model.tensors["w"]).cast("h").tolist()
     nested = [[rows[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
-    expected, part_shape = sliced(nested, shape, index)
-    with safe_open(model.path, "dlpack", place) as file:
+    expected, part_shape = slice_lists(nested, shape, index)
+    with safe_open(model.path, "dlpack", device_argument) as file:
         part = file.get_slice("w")
         assert (part.get_shape(), part.get_dtype()) == ([4, 8, 6], "I16")
         tensor = part[index]
     assert tensor.shape == part_shape
     assert memoryview(tensor.read()).cast("h").tolist() == expected
-    loaded = load_files(
-        [model.path], place, framework="dlpack", select=lambda name, _shape: index if name == "w" else None
+    loaded_tensors = load_files(
+        [model.path], device_argument, framework="dlpack", select=lambda name, _shape: index if name == "w" else None
     )
-    assert list(loaded) == ["w"]
-    assert loaded["w"].read() == tensor.read()
-    assert loaded.report.bytes == tensor.length_bytes
+    assert list(loaded_tensors) == ["w"]
+    assert loaded_tensors["w"].read() == tensor.read()
+    assert loaded_tensors.report.bytes == tensor.length_bytes
 
 
-def sliced(nested: list[list[list[int]]], shape: tuple[int, ...], index: object) -> tuple[list[int], tuple[int, ...]]:
+def slice_lists(
+    nested: list[list[list[int]]], shape: tuple[int, ...], index: object
+) -> tuple[list[int], tuple[int, ...]]:
     """Return the elements and the shape of a part, by the slices of lists."""
     items: list[Any] = list(index) if isinstance(index, tuple) else [index]
     if ... in items:
@@ -154,12 +175,14 @@ def test_invalid_slice_is_refused(tmp_path: Path, seed: int, index: object, mess
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("whole_file", [False, True], ids=["each", "whole-file"])
-def test_open_file_has_the_interface_of_safetensors(tmp_path: Path, seed: int, place: str, *, whole_file: bool) -> None:
+def test_open_file_has_the_interface_of_safetensors(
+    tmp_path: Path, seed: int, device_argument: str, *, whole_file: bool
+) -> None:
     model = write_model(tmp_path / "model", [("b", "F16", (9, 9)), ("a", "U8", ())], seed=seed, metadata={"k": "v"})
-    with safe_open(model.path, framework="dlpack", device=place, whole_file=whole_file) as file:
+    with safe_open(model.path, framework="dlpack", device=device_argument, whole_file=whole_file) as file:
         assert (file.keys(), file.offset_keys(), file.metadata()) == (["a", "b"], ["b", "a"], {"k": "v"})
         assert file.get_tensor("b").read() == file.get_slice("b")[...].read() == model.tensors["b"]
-        assert contents(file.get_tensors()) == model.tensors
+        assert read_tensors(file.get_tensors()) == model.tensors
         with pytest.raises(UsageError, match="has no tensor 'c'"):
             file.get_tensor("c")
     with pytest.raises(ClosedResource):
@@ -172,11 +195,11 @@ def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) 
     models = [write_model(tmp_path / str(index), [(f"{index}", "BF16", (700, 1025))], seed=seed) for index in range(2)]
     expected = {name: data for model in models for name, data in model.tensors.items()}
     paths = [model.path for model in models]
-    loaded = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", share=share)
-    assert [contents(tensors) for tensors in loaded] == [expected, expected]
-    assert [tensor.device_index for tensors in loaded for tensor in tensors.values()] == [0, 0, 1, 1]
+    loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", share=share)
+    assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected, expected]
+    assert [tensor.device_index for tensors in loaded_tensors for tensor in tensors.values()] == [0, 0, 1, 1]
     total_bytes = sum(map(len, expected.values()))
-    report = loaded[0].report
+    report = loaded_tensors[0].report
     assert (report.bytes, report.peer_bytes) == ((total_bytes, total_bytes) if share else (2 * total_bytes, 0))
 
 
@@ -186,38 +209,38 @@ def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> 
     models = [write_model(tmp_path / name, [(name, "U8", (length_bytes // 2,))], seed=seed) for name in ("a", "b")]
     expected = models[0].tensors | models[1].tensors
 
-    def copied_bytes(access: Access = "automatic") -> int:
+    def load_and_get_peer_bytes(access: Access = "automatic") -> int:
         paths = [model.path for model in models]
-        loaded = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", access=access)
-        assert [contents(tensors) for tensors in loaded] == [expected] * 2
-        peer_bytes: int = loaded[0].report.peer_bytes
+        loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", access=access)
+        assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected] * 2
+        peer_bytes: int = loaded_tensors[0].report.peer_bytes
         return peer_bytes
 
     # A load is timed only if it is not over when its result is asked for, so its first read is late too.
     delays = ["cuMemcpyHtoDAsync_v2 call=1 delay_us=200000", "cuMemcpyPeerAsync call=1 delay_us=1000000"]
     with inject_faults(Api.CUDA, *delays):
-        assert copied_bytes() == length_bytes, "the first load is shared, because no rates are known"
-    assert copied_bytes() == 0, "copies were slower than reads"
+        assert load_and_get_peer_bytes() == length_bytes, "the first load is shared, because no rates are known"
+    assert load_and_get_peer_bytes() == 0, "copies were slower than reads"
     with inject_faults(Api.CUDA, *delays):
-        assert copied_bytes("direct") == length_bytes, "each byte comes from the disk once"
-    assert copied_bytes() == 0, "both files are cached"
+        assert load_and_get_peer_bytes("direct") == length_bytes, "each byte comes from the disk once"
+    assert load_and_get_peer_bytes() == 0, "both files are cached"
     drop_from_cache(models[1].path)
     with inject_faults(Api.CUDA, *delays):
-        assert copied_bytes() == length_bytes, "the second file is not cached"
+        assert load_and_get_peer_bytes() == length_bytes, "the second file is not cached"
     models[1].path.read_bytes()
     with inject_faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
-        assert copied_bytes() == 0, "the rates of the last loads count"
-    assert copied_bytes() == length_bytes, "reads were slower than copies"
+        assert load_and_get_peer_bytes() == 0, "the rates of the last loads count"
+    assert load_and_get_peer_bytes() == length_bytes, "reads were slower than copies"
 
 
 @ON_EVERY_DEVICE
-def test_saved_tensors_are_loaded_again(tmp_path: Path, seed: int, place: str) -> None:
+def test_saved_tensors_are_loaded_again(tmp_path: Path, seed: int, device_argument: str) -> None:
     model = write_model(tmp_path / "model", EVERY_TYPE, seed=seed)
-    loaded = load_file(model.path, place, framework="dlpack")
-    save_file(loaded, tmp_path / "saved", {"k": "v"}, framework="dlpack", durable=True)
-    again = load_file(tmp_path / "saved", framework="dlpack")
-    assert contents(again) == model.tensors
-    assert again.metadata == [{"k": "v"}]
+    loaded_tensors = load_file(model.path, device_argument, framework="dlpack")
+    save_file(loaded_tensors, tmp_path / "saved", {"k": "v"}, framework="dlpack", durable=True)
+    reloaded_tensors = load_file(tmp_path / "saved", framework="dlpack")
+    assert read_tensors(reloaded_tensors) == model.tensors
+    assert reloaded_tensors.metadata == [{"k": "v"}]
 
 
 @needs(host.module("numpy"))
@@ -248,26 +271,26 @@ def test_memory_lives_as_long_as_a_dlpack_consumer(tmp_path: Path, seed: int, de
 
 
 @ON_EVERY_DEVICE
-def test_file_that_shrinks_while_it_is_loaded_is_named(tmp_path: Path, seed: int, place: str) -> None:
+def test_file_that_shrinks_while_it_is_loaded_is_named(tmp_path: Path, seed: int, device_argument: str) -> None:
     models = [write_model(tmp_path / str(index), [(f"{index}", "U8", (8 * MIB,))], seed=seed) for index in range(2)]
-    before = handles.live()
+    handles_before = handles.live()
     paths = [model.path for model in models]
-    with safe_open(models[1].path, "dlpack", place) as file:
+    with safe_open(models[1].path, "dlpack", device_argument) as file:
         os.truncate(models[1].path, 5 * MIB)
         with pytest.raises(gds.TransferFailed) as caught:
             file.get_tensor("1")
     assert (caught.value.reason, caught.value.arguments["path"]) == (Reason.END_OF_FILE, os.fspath(paths[1]))
     with pytest.raises(UsageError, match="8388608 bytes, but 5242"):
-        load_files(paths, place, framework="dlpack")
+        load_files(paths, device_argument, framework="dlpack")
     gds.close_engines()
-    assert handles.live() == before
+    assert handles.live() == handles_before
 
 
 @ON_EVERY_DEVICE
-def test_file_without_tensors_is_loaded(tmp_path: Path, place: str) -> None:
-    (tmp_path / "model").write_bytes(packed({"__metadata__": {"k": "v"}}))
-    loaded = load_file(tmp_path / "model", place, framework="dlpack")
-    assert (loaded, loaded.metadata, loaded.report.bytes) == ({}, [{"k": "v"}], 0)
+def test_file_without_tensors_is_loaded(tmp_path: Path, device_argument: str) -> None:
+    (tmp_path / "model").write_bytes(pack_file({"__metadata__": {"k": "v"}}))
+    loaded_tensors = load_file(tmp_path / "model", device_argument, framework="dlpack")
+    assert (loaded_tensors, loaded_tensors.metadata, loaded_tensors.report.bytes) == ({}, [{"k": "v"}], 0)
 
 
 def test_tensor_in_two_files_is_refused(tmp_path: Path, seed: int) -> None:
@@ -276,17 +299,17 @@ def test_tensor_in_two_files_is_refused(tmp_path: Path, seed: int) -> None:
         load_files([model.path for model in models], framework="dlpack")
 
 
-@pytest.mark.parametrize("place", ["cuda:x", "tpu", "", -1, []], ids=str)
-def test_unknown_device_is_refused(tmp_path: Path, seed: int, place: object) -> None:
+@pytest.mark.parametrize("device_argument", ["cuda:x", "tpu", "", -1, []], ids=str)
+def test_unknown_device_is_refused(tmp_path: Path, seed: int, device_argument: object) -> None:
     model = write_model(tmp_path / "model", [("a", "U8", (4,))], seed=seed)
     with pytest.raises(UsageError, match="device must"):
-        load_file(model.path, place, framework="dlpack")
+        load_file(model.path, device_argument, framework="dlpack")
 
 
 def test_errors_name_the_file_and_leave_nothing_open(tmp_path: Path, seed: int) -> None:
     model: ModelFile = write_model(tmp_path / "model", [("a", "U8", (4,))], seed=seed)
-    (tmp_path / "bad").write_bytes(packed({"a": {}}))
-    before = handles.live()
+    (tmp_path / "bad").write_bytes(pack_file({"a": {}}))
+    handles_before = handles.live()
     with pytest.raises(FileNotFoundError, match="absent"):
         load_files([model.path, tmp_path / "absent"], framework="dlpack")
     with pytest.raises(UsageError, match="bad is not a valid safetensors file"):
@@ -295,28 +318,28 @@ def test_errors_name_the_file_and_leave_nothing_open(tmp_path: Path, seed: int) 
         load_file(model.path, framework="tf")
     with pytest.raises(UsageError, match="at least one file"):
         load_files([], framework="dlpack")
-    assert handles.live() == before
+    assert handles.live() == handles_before
 
 
 @needs(cuda.device())
 def test_full_device_is_one_clear_error(tmp_path: Path, seed: int, device: Device) -> None:
-    before = handles.live()
+    handles_before = handles.live()
     free_bytes = device.memory_info().free_bytes
     with (tmp_path / "model").open("wb") as file:
-        file.write(packed({"a": {"dtype": "U8", "shape": [free_bytes * 2], "data_offsets": [0, free_bytes * 2]}}))
+        file.write(pack_file({"a": {"dtype": "U8", "shape": [free_bytes * 2], "data_offsets": [0, free_bytes * 2]}}))
         file.truncate(file.tell() + free_bytes * 2)
     with pytest.raises(ApiError) as caught:
         load_file(tmp_path / "model", device.index, framework="dlpack")
     assert caught.value.reason is Reason.OUT_OF_MEMORY
     assert device.memory_info().free_bytes == free_bytes
-    assert handles.live() == before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
+    assert handles.live() == handles_before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
 
 
 @ON_EVERY_DEVICE
-def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, place: str) -> None:
+def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, device_argument: str) -> None:
     model = write_model(tmp_path / "model", [("a", "U8", (32 * MIB,))], seed=seed)
     reasons = []
-    with start_load_files([model.path], place, framework="dlpack") as load:
+    with start_load_files([model.path], device_argument, framework="dlpack") as load:
         load.cancel()
         try:
             load.result()
@@ -330,14 +353,14 @@ def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, place: str) 
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        load_file(model.path, place, framework="dlpack", on_progress=stop)
+        load_file(model.path, device_argument, framework="dlpack", on_progress=stop)
     assert handles.live().get("gds.file", 0) == 0
 
 
 @ON_EVERY_DEVICE
-def test_load_that_is_dropped_is_cancelled_by_its_block(tmp_path: Path, seed: int, place: str) -> None:
+def test_load_that_is_dropped_is_cancelled_by_its_block(tmp_path: Path, seed: int, device_argument: str) -> None:
     model = write_model(tmp_path / "model", [("a", "U8", (4 * MIB,))], seed=seed)
-    with start_load_files([model.path], place, framework="dlpack") as load:
+    with start_load_files([model.path], device_argument, framework="dlpack") as load:
         assert load.length_bytes == 4 * MIB
     with pytest.raises(ClosedResource):
         load.result()

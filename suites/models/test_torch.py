@@ -21,7 +21,7 @@ pytestmark = needs(host.module("torch"))
 NEEDS_SAFETENSORS = needs(host.module("safetensors"))
 
 
-def contents(tensors: Mapping[str, Any]) -> dict[str, bytes]:
+def get_tensor_bytes(tensors: Mapping[str, Any]) -> dict[str, bytes]:
     """Return the bytes of each tensor."""
     torch = importlib.import_module("torch")
     return {
@@ -34,13 +34,13 @@ def contents(tensors: Mapping[str, Any]) -> dict[str, bytes]:
 def test_every_type_is_a_tensor_of_torch(tmp_path: Path, seed: int, *, own_memory: bool) -> None:
     torch = importlib.import_module("torch")
     model = write_model(tmp_path / "model", EVERY_TYPE, seed=seed)
-    loaded = safetensors.load_file(model.path, own_memory=own_memory)
-    assert contents(loaded) == model.tensors
+    loaded_tensors = safetensors.load_file(model.path, own_memory=own_memory)
+    assert get_tensor_bytes(loaded_tensors) == model.tensors
     for name, dtype, shape in EVERY_TYPE:
-        tensor, kind = loaded[name], safetensors.ELEMENT_TYPES[dtype]
-        assert tensor.dtype is getattr(torch, kind.torch_name)
-        packed = (*shape[:-1], shape[-1] * kind.bits // 8) if kind.bits < 8 else shape
-        assert tuple(tensor.shape) == packed
+        tensor, element_type = loaded_tensors[name], safetensors.ELEMENT_TYPES[dtype]
+        assert tensor.dtype is getattr(torch, element_type.torch_name)
+        expected_shape = (*shape[:-1], shape[-1] * element_type.bits // 8) if element_type.bits < 8 else shape
+        assert tuple(tensor.shape) == expected_shape
         assert tensor.is_contiguous()
 
 
@@ -48,18 +48,18 @@ def test_tensors_outlive_the_dict(tmp_path: Path, seed: int) -> None:
     model = write_model(tmp_path / "model", [("a", "I32", (300, 7)), ("b", "U8", (5,))], seed=seed)
     tensor = safetensors.load_file(model.path)["a"]
     tensor += 0  # The memory can be written.
-    assert contents({"a": tensor})["a"] == model.tensors["a"]
+    assert get_tensor_bytes({"a": tensor})["a"] == model.tensors["a"]
 
 
 @NEEDS_SAFETENSORS
 def test_saved_file_is_that_of_safetensors(tmp_path: Path, seed: int) -> None:
-    by_torch = importlib.import_module("safetensors.torch")
+    torch_functions = importlib.import_module("safetensors.torch")
     types = [entry for entry in EVERY_TYPE if not entry[1].startswith("F6_")]
-    loaded = safetensors.load_file(write_model(tmp_path / "model", types, seed=seed).path)
-    safetensors.save_file(loaded, tmp_path / "ours", {"k": "v"})
-    by_torch.save_file(dict(loaded), tmp_path / "theirs", {"k": "v"})
-    assert contents(safetensors.load_file(tmp_path / "theirs")) == contents(loaded)
-    assert contents(by_torch.load_file(tmp_path / "ours")) == contents(loaded)
+    loaded_tensors = safetensors.load_file(write_model(tmp_path / "model", types, seed=seed).path)
+    safetensors.save_file(loaded_tensors, tmp_path / "ours", {"k": "v"})
+    torch_functions.save_file(dict(loaded_tensors), tmp_path / "theirs", {"k": "v"})
+    assert get_tensor_bytes(safetensors.load_file(tmp_path / "theirs")) == get_tensor_bytes(loaded_tensors)
+    assert get_tensor_bytes(torch_functions.load_file(tmp_path / "ours")) == get_tensor_bytes(loaded_tensors)
 
 
 def test_tensor_that_is_not_contiguous_is_not_saved(tmp_path: Path) -> None:
@@ -73,13 +73,13 @@ def test_tensor_that_is_not_contiguous_is_not_saved(tmp_path: Path) -> None:
 
 @NEEDS_SAFETENSORS
 def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: int) -> None:
-    library, by_torch = importlib.import_module("safetensors"), importlib.import_module("safetensors.torch")
-    originals = (library.safe_open, by_torch.safe_open, by_torch.load_file)
+    library, torch_functions = importlib.import_module("safetensors"), importlib.import_module("safetensors.torch")
+    originals = (library.safe_open, torch_functions.safe_open, torch_functions.load_file)
     model = write_model(tmp_path / "model", [("a", "F32", (8, 3))], seed=seed)
-    expected = by_torch.load_file(model.path)["a"]
+    expected = torch_functions.load_file(model.path)["a"]
     with safetensors.patch():
         assert issubclass(library.safe_open, safetensors.safe_open)
-        assert isinstance(by_torch.load_file(model.path, device="cpu"), safetensors.LoadedTensors)
+        assert isinstance(torch_functions.load_file(model.path, device="cpu"), safetensors.LoadedTensors)
         with library.safe_open(model.path, framework="pt", device="cpu") as file:
             assert file.get_tensor("a").equal(expected)
             assert file.get_slice("a")[...].equal(expected)
@@ -87,7 +87,7 @@ def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: in
         with pytest.raises(UsageError) as caught, safetensors.patch():
             pass
         assert caught.value.reason is Reason.BUSY
-    assert (library.safe_open, by_torch.safe_open, by_torch.load_file) == originals
+    assert (library.safe_open, torch_functions.safe_open, torch_functions.load_file) == originals
 
 
 @NEEDS_SAFETENSORS

@@ -36,7 +36,7 @@ WIDTHS_BYTES = {
 TIMEOUT_S = 60
 
 
-def header() -> str:
+def read_header() -> str:
     """Return the text of nccl.h."""
     folder = _nccl.package_folder()
     assert folder is not None
@@ -46,7 +46,7 @@ def header() -> str:
 @NEEDS_NCCL
 @pytest.mark.parametrize("name", _nccl.FUNCTIONS)
 def test_argument_widths_match_the_header(name: str) -> None:
-    declaration = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", header())
+    declaration = re.search(rf"ncclResult_t\s+{name}\(([^)]*)\)", read_header())
     assert declaration is not None
     parameters = declaration[1].split(",")
     type_names = [re.sub(r"\bconst\b", "", parameter).rpartition(" ")[0].strip() for parameter in parameters]
@@ -59,7 +59,7 @@ def test_argument_widths_match_the_header(name: str) -> None:
 
 @NEEDS_NCCL
 def test_enumerations_match_the_header() -> None:
-    numbers = {name.lower(): int(number) for name, number in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", header())}
+    numbers = {name.lower(): int(number) for name, number in re.findall(r"\bnccl(\w+)\s*=\s*(\d+)\b", read_header())}
     assert {data_type.name.lower(): numbers[data_type.name.lower()] for data_type in nccl.DataType} == {
         data_type.name.lower(): data_type.value for data_type in nccl.DataType
     }
@@ -74,10 +74,10 @@ def test_communicator_ids_are_unique() -> None:
     # NCCL keeps a thread for each id, so another process creates them.
     program = "from gdrkit import nccl; print(*nccl.library_version(), *(nccl.create_unique_id().hex() for _ in '12'))"
     output = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, check=True, timeout=TIMEOUT_S)
-    major, _minor, _patch, first, second = output.stdout.decode().split()
+    major, _minor, _patch, first_id, second_id = output.stdout.decode().split()
     assert int(major) >= 2
-    assert first != second
-    assert len(first) == len(second) == 2 * _nccl.UNIQUE_ID_BYTES
+    assert first_id != second_id
+    assert len(first_id) == len(second_id) == 2 * _nccl.UNIQUE_ID_BYTES
 
 
 @NEEDS_NCCL
@@ -104,10 +104,10 @@ def test_failure_is_an_error_with_call_status_and_message(tmp_path: Path) -> Non
 def test_bad_communicator_is_refused_without_the_library(
     device: Device, rank: int, unique_id: bytes, text: str
 ) -> None:
-    before = live()
+    handles_before = live()
     with pytest.raises(UsageError, match=re.escape(text)):
         nccl.Communicator(device, rank=rank, ranks_count=2, unique_id=unique_id)
-    assert live() == before
+    assert live() == handles_before
 
 
 @needs(cuda.device())
@@ -122,10 +122,10 @@ def test_damaged_library_is_an_error_with_advice(tmp_path: Path) -> None:
         "from gdrkit import nccl\nfrom gdrkit.errors import SetupMissing\n"
         "try:\n    nccl.library_version()\nexcept SetupMissing as error:\n    print(error.errno, error.operation)"
     )
-    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]))
+    library_path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("LD_LIBRARY_PATH", "")]))
     output = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "LD_LIBRARY_PATH": path},
+        env={**os.environ, "LD_LIBRARY_PATH": library_path},
         stdout=subprocess.PIPE,
         check=True,
         timeout=TIMEOUT_S,

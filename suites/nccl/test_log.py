@@ -1,6 +1,6 @@
 """The log of NCCL shows which registered memory NCCL used, and by which network the ranks are connected.
 
-The lines have the form that the format strings of NCCL 2.28.9 and 2.32.3 give them.
+The lines have the formats of NCCL 2.28.9 and 2.32.3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADDRESS = 0x7F4A20000000
 
 
 @dataclass
-class Memory:
+class MemoryRange:
     """A range of device addresses."""
 
     address: int
@@ -44,9 +44,9 @@ class Memory:
 def test_use_of_registered_memory_is_found(line: str, transport: str) -> None:
     log = nccl.NcclLog.parse(PREFIX + line.format(ADDRESS))
     assert log.uses == ((transport, ADDRESS),)
-    assert log.uses_of(Memory(ADDRESS, 1)) == {transport}
-    assert log.uses_of(Memory(ADDRESS - 64, 65)) == {transport}
-    assert log.uses_of(Memory(ADDRESS - 64, 64)) == log.uses_of(Memory(ADDRESS + 1, 64)) == frozenset()
+    assert log.uses_of(MemoryRange(ADDRESS, 1)) == {transport}
+    assert log.uses_of(MemoryRange(ADDRESS - 64, 65)) == {transport}
+    assert log.uses_of(MemoryRange(ADDRESS - 64, 64)) == log.uses_of(MemoryRange(ADDRESS + 1, 64)) == frozenset()
 
 
 @pytest.mark.parametrize(

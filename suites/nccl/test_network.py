@@ -32,7 +32,7 @@ NEEDS_NICS = needs(
     host.module("nvidia.nccl"),
 )
 RANKS_COUNT = 2
-ONLY_NICS = {
+ENVIRON_WITH_NICS_ONLY = {
     "NCCL_NET": "IB",
     "NCCL_P2P_DISABLE": "1",
     "NCCL_SHM_DISABLE": "1",
@@ -45,15 +45,15 @@ ONLY_NICS = {
 @NEEDS_NICS
 @pytest.mark.parametrize("memory", ["vmm", "nccl"])
 def test_network_plug_in_accesses_device_memory(tmp_path: Path, evidence: Evidence, seed: int, memory: str) -> None:
-    environ = {**ONLY_NICS, **nccl.log_environment(tmp_path)}
+    environ = {**ENVIRON_WITH_NICS_ONLY, **nccl.log_environment(tmp_path)}
     options = ["--memory", memory, "--length-bytes", str(16 * MIB), "--rounds", "1", "--seed", str(seed)]
     # Each rank checks the bytes of its result.
     results = run_all_reduces(tmp_path, RANKS_COUNT, *options, "--registered", environ=environ)
     evidence["nccl"] = {"version": results[0]["version"], "libraries": results[0]["libraries"]}
     for rank, result in enumerate(results):
         log = read_rank_log(tmp_path, rank)
-        used_by = [sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]]
-        evidence[f"rank{rank}"] = {"network": log.network, "channels": dict(log.channels), "registered": used_by}
+        transports = [sorted(log.uses_of_range(address, 16 * MIB)) for address in result["addresses"]["registered"]]
+        evidence[f"rank{rank}"] = {"network": log.network, "channels": dict(log.channels), "registered": transports}
         assert log.network == "IB"
         assert log.channels
         assert all(transport.startswith("NET/IB/") for transport in log.channels)

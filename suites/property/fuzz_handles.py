@@ -32,7 +32,7 @@ def _check(data: bytes) -> None:
         fuzz.require_round_trip(lambda packed: GdrHandle.parse(packed).pack(), candidate)
 
 
-def _valid_handles() -> list[bytes]:
+def _make_valid_handles() -> list[bytes]:
     """Return a packed share handle of each kind."""
     ipc = ShareHandle(
         kind=ShareKind.IPC,
@@ -56,7 +56,7 @@ def _valid_handles() -> list[bytes]:
     return [handle.pack() for handle in (ipc, vmm, dmabuf)]
 
 
-TARGET = fuzz.FuzzTarget(_check, _valid_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
+TARGET = fuzz.FuzzTarget(_check, _make_valid_handles(), (ShareHandle, GdrHandle), length_max_bytes=384)
 
 if __name__ == "__main__":
     fuzz.main({"handles": TARGET})

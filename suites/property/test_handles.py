@@ -23,7 +23,7 @@ LENGTH_BYTES_MAX = (1 << 63) - 1
 
 
 @st.composite
-def handles(draw: st.DrawFn) -> ShareHandle:
+def draw_handle(draw: st.DrawFn) -> ShareHandle:
     """Draw a valid share handle of any kind."""
     kind = draw(st.sampled_from(ShareKind))
     owner = ProcessIdentity(
@@ -75,7 +75,7 @@ def check_refused(data: bytes) -> None:
 
 
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)
-@given(handles())
+@given(draw_handle())
 def test_handle_round_trips(handle: ShareHandle) -> None:
     data = handle.pack()
     assert len(data) == SHARE_HANDLE_BYTES
@@ -83,16 +83,16 @@ def test_handle_round_trips(handle: ShareHandle) -> None:
 
 
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)
-@given(handles(), st.data())
+@given(draw_handle(), st.data())
 def test_changed_handle_is_refused(handle: ShareHandle, data: st.DataObject) -> None:
-    valid = handle.pack()
+    valid_data = handle.pack()
     offset = data.draw(st.integers(0, SHARE_HANDLE_BYTES - 1))
-    inserted = data.draw(st.binary(min_size=1, max_size=32))
-    changed = valid[:offset] + inserted + valid[offset + len(inserted) :]
-    check_refused(valid[:offset])
-    check_refused(valid[:offset] + inserted + valid[offset:])
-    if changed != valid:
-        check_refused(changed)
+    inserted_bytes = data.draw(st.binary(min_size=1, max_size=32))
+    changed_data = valid_data[:offset] + inserted_bytes + valid_data[offset + len(inserted_bytes) :]
+    check_refused(valid_data[:offset])
+    check_refused(valid_data[:offset] + inserted_bytes + valid_data[offset:])
+    if changed_data != valid_data:
+        check_refused(changed_data)
 
 
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)

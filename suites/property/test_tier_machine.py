@@ -53,18 +53,18 @@ class OpenFile:
     file : TieredFile
         The open file.
     frozen : bytes, optional
-        What an open reader reads after the file was moved or removed: its contents at that time. None before that.
+        The contents of the file when it was moved or removed, which an open reader still reads. None before that.
     """
 
     name: str
     file: TieredFile
-    frozen: bytes | None = None
+    contents_when_moved: bytes | None = None
 
 
 class TierMachine(RuleBasedStateMachine):
-    """The state machine of the tiers and the model dictionary. A subclass sets `mover`, the process that migrates."""
+    """The state machine of the tiers and the model dictionary. A subclass sets `migration_process`."""
 
-    mover: ClassVar[MigrationProcess]
+    migration_process: ClassVar[MigrationProcess]
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,14 +88,14 @@ class TierMachine(RuleBasedStateMachine):
     def _freeze_readers(self, name: str) -> None:
         """Save the current contents for the open readers, whose descriptors refer to the old file."""
         for reader in self.readers:
-            if reader.name == name and reader.frozen is None:
-                reader.frozen = self.model[name]
+            if reader.name == name and reader.contents_when_moved is None:
+                reader.contents_when_moved = self.model[name]
 
     def _write(self, file: TieredFile, name: str, offset: int, seed: int) -> None:
         new_data = pattern.payload(500, seed=seed)
         assert os.pwrite(file.fileno(), new_data, offset) == len(new_data)
-        old = self.model[name].ljust(offset, b"\0")
-        self.model[name] = old[:offset] + new_data + old[offset + len(new_data) :]
+        padded_contents = self.model[name].ljust(offset, b"\0")
+        self.model[name] = padded_contents[:offset] + new_data + padded_contents[offset + len(new_data) :]
 
     # ------------------------------------------------------------------------------------------------------- files
 
@@ -162,32 +162,32 @@ class TierMachine(RuleBasedStateMachine):
 
     # -------------------------------------------------------------------------------------------------- migrations
 
-    @rule(name=names, to=tiers)
-    def move(self, name: str, to: str) -> None:
+    @rule(name=names, destination=tiers)
+    def move(self, name: str, destination: str) -> None:
         if name not in self.model:
             return
         source = self.manager.find(name).tier
-        if self._has_writer(name) and source != to:
-            self._check_move_is_refused(name, to)
+        if self._has_writer(name) and source != destination:
+            self._check_move_is_refused(name, destination)
         else:
-            self._freeze_if_moved(name, source, to)
-            self.manager.move(name, to)
+            self._freeze_if_moved(name, source, destination)
+            self.manager.move(name, destination)
 
-    @rule(name=names, to=tiers, phase=phases)
-    def move_with_a_reader(self, name: str, to: str, phase: Phase) -> None:
+    @rule(name=names, destination=tiers, phase=phases)
+    def move_with_a_reader(self, name: str, destination: str, phase: Phase) -> None:
         """Open and read the file during the migration: the reader gets all its bytes."""
         if name not in self.model or self._has_writer(name):
             return
 
-        def read_in_phase(current: Phase, _name: str, _offset: int) -> None:
-            if current is phase:
+        def read_in_phase(current_phase: Phase, _name: str, _offset: int) -> None:
+            if current_phase is phase:
                 assert read_contents(self.manager, name) == self.model[name]
 
-        self._freeze_if_moved(name, self.manager.find(name).tier, to)
-        self.manager.move(name, to, observe=read_in_phase)
+        self._freeze_if_moved(name, self.manager.find(name).tier, destination)
+        self.manager.move(name, destination, observe=read_in_phase)
 
-    @rule(name=names, to=tiers, phase=phases, offset=sizes, seed=seeds)
-    def move_with_a_writer(self, name: str, to: str, phase: Phase, offset: int, seed: int) -> None:
+    @rule(name=names, destination=tiers, phase=phases, offset=sizes, seed=seeds)
+    def move_with_a_writer(self, name: str, destination: str, phase: Phase, offset: int, seed: int) -> None:
         """Open and write the file during the migration: the write succeeds whether or not the migration completes."""
         if name not in self.model or self._has_writer(name):
             return
@@ -198,30 +198,30 @@ class TierMachine(RuleBasedStateMachine):
             with self.manager.open(name, "r+") as file:
                 self._write(file, name, offset, seed)
 
-        def start_writer(current: Phase, _name: str, _offset: int) -> None:
-            if current is phase and not threads:
+        def start_writer(current_phase: Phase, _name: str, _offset: int) -> None:
+            if current_phase is phase and not threads:
                 threads.append(threading.Thread(target=write))
                 threads[0].start()
 
-        has_moved = self._try_move(name, to, start_writer)
+        has_moved = self._try_move(name, destination, start_writer)
         for thread in threads:
             thread.join()
-        for reader in self.readers if has_moved and source != to else ():
-            if reader.name == name and reader.frozen is None:
-                reader.frozen = old_contents
+        for reader in self.readers if has_moved and source != destination else ():
+            if reader.name == name and reader.contents_when_moved is None:
+                reader.contents_when_moved = old_contents
 
-    @rule(name=names, to=tiers, phase=phases)
-    def kill_a_move(self, name: str, to: str, phase: Phase) -> None:
+    @rule(name=names, destination=tiers, phase=phases)
+    def kill_a_move(self, name: str, destination: str, phase: Phase) -> None:
         if name not in self.model:
             return
         source = self.manager.find(name).tier
         # An empty file has no chunk that is copied or verified, so its migration completes.
         has_phase = bool(self.model[name]) or phase not in {Phase.COPY, Phase.VERIFY}
-        self.mover.start(self.configuration, name, to, phase=phase.value, signal_name="kill")
-        exit_code = self.mover.wait_for_exit_code()
+        self.migration_process.start(self.configuration, name, destination, phase=phase.value, signal_name="kill")
+        exit_code = self.migration_process.wait_for_exit_code()
         # 0: the file is in the tier. 1: the file is busy.
-        is_busy = self._has_writer(name) and source != to
-        assert exit_code == (1 if is_busy else -signal.SIGKILL if has_phase and source != to else 0)
+        is_busy = self._has_writer(name) and source != destination
+        assert exit_code == (1 if is_busy else -signal.SIGKILL if has_phase and source != destination else 0)
         if not is_busy:
             self.manager.check(repair=True)
             self._freeze_if_moved(name, source, self.manager.find(name).tier)
@@ -248,22 +248,22 @@ class TierMachine(RuleBasedStateMachine):
             self.manager.unpin(name)
             self.pins.pop(name, None)
 
-    def _check_move_is_refused(self, name: str, to: str) -> None:
+    def _check_move_is_refused(self, name: str, destination: str) -> None:
         with pytest.raises(ApiError) as raised:
-            self.manager.move(name, to)
+            self.manager.move(name, destination)
         assert raised.value.reason is Reason.BUSY
 
-    def _try_move(self, name: str, to: str, observe: Callable[[Phase, str, int], None]) -> bool:
+    def _try_move(self, name: str, destination: str, observe: Callable[[Phase, str, int], None]) -> bool:
         try:
-            self.manager.move(name, to, observe=observe)
+            self.manager.move(name, destination, observe=observe)
         except ApiError as error:
             if error.reason is not Reason.BUSY:
                 raise
             return False
         return True
 
-    def _freeze_if_moved(self, name: str, source: str, to: str) -> None:
-        if source != to:
+    def _freeze_if_moved(self, name: str, source: str, destination: str) -> None:
+        if source != destination:
             self._freeze_readers(name)
 
     # ------------------------------------------------------------------------------------------------- environment
@@ -304,7 +304,7 @@ class TierMachine(RuleBasedStateMachine):
     @invariant()
     def open_readers_read_the_expected_bytes(self) -> None:
         for reader in self.readers:
-            expected = self.model[reader.name] if reader.frozen is None else reader.frozen
+            expected = self.model[reader.name] if reader.contents_when_moved is None else reader.contents_when_moved
             assert os.pread(reader.file.fileno(), 2 * FILE_BYTES_MAX, 0) == expected
 
     def _files_on_disk(self) -> Iterator[tuple[str, str, bytes]]:
@@ -335,12 +335,12 @@ def test_tier_files_match_a_model_dictionary(seed: int) -> None:
         print_blob=True,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    with MigrationProcess() as mover:
+    with MigrationProcess() as migration_process:
 
         class Machine(TierMachine):
             pass
 
-        Machine.mover = mover
+        Machine.migration_process = migration_process
         handles_before = handles.live()
         run_state_machine_as_test(hypothesis.seed(seed)(Machine), settings=settings)
         assert handles.live() == handles_before

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 # Fault plans of the verbs twin (a library that emulates NICs).
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
@@ -87,7 +87,7 @@ def test_export_without_cuda_fails_with_enotsup() -> None:
 
 
 @pytest.mark.qualify
-@IPC
+@NEEDS_IPC
 def test_exported_handle_opens_in_another_process(device: Device, peer: Peer, seed: int) -> None:
     """Finding 2: an exported handle contained only metadata, and no process could open it."""
     with device.allocate(64 * KIB) as memory:
@@ -97,7 +97,7 @@ def test_exported_handle_opens_in_another_process(device: Device, peer: Peer, se
         imported_memory.close()
 
 
-@IPC
+@NEEDS_IPC
 def test_import_has_an_address_and_its_owners_bytes(device: Device, peer: Peer) -> None:
     """Finding 2: an import reported success and returned a null pointer."""
     peer_memory = peer.device().allocate(64 * KIB)
@@ -110,16 +110,16 @@ def test_import_has_an_address_and_its_owners_bytes(device: Device, peer: Peer) 
 
 
 class MemoryWithoutAddress:
-    """Device memory of another process. This process has only its dma-buf and no mapping, so it has no address."""
+    """Device memory of another process. This process has only a dma-buf of it, so the memory has no address here."""
 
     kind, address, closed, owned = ShareKind.DMABUF, 0, False, False
 
-    def __init__(self, source: DmabufRange) -> None:
-        self.source = source
-        self.length_bytes = source.length_bytes
+    def __init__(self, dmabuf: DmabufRange) -> None:
+        self.dmabuf = dmabuf
+        self.length_bytes = dmabuf.length_bytes
 
     def export_dmabuf(self) -> DmabufRange:
-        return self.source.dup()
+        return self.dmabuf.dup()
 
     def before_release(self, action: Callable[[], None]) -> Callable[[], None]:
         del action  # The other process frees this memory.

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-ON_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 # Fault plans of the verbs twin (a library that emulates NICs).
 NO_NICS = "ibv_get_device_list call=* errno=ENOSYS"
 NO_DMABUF = "ibv_reg_dmabuf_mr call=* errno=EOPNOTSUPP"
@@ -48,7 +48,7 @@ def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> Non
     observations: list[str] = []
     memory = device.allocate(64 * KIB)
 
-    def observe() -> None:
+    def observe_memory() -> None:
         observations.append("deregistered" if registration.closed else "registered")
         try:
             memory.read(length_bytes=1)
@@ -58,7 +58,7 @@ def test_region_is_deregistered_before_the_free(device: Device, nic: Nic) -> Non
             observations.append("readable")
 
     # The actions before a release run in reverse order, so the first action runs directly before the free.
-    memory.before_release(observe)
+    memory.before_release(observe_memory)
     registration = register(memory, [nic])
     memory.close()
     assert observations == ["deregistered", "readable"], (
@@ -77,23 +77,25 @@ def test_borrowed_memories_of_one_pointer_keep_their_keys(device: Device, nic: N
         RegionCache([nic]) as cache,
         connect_peer_queue_pair(nic, peer) as peer_pair,
     ):
-        first = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
-        with cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second, cache.lease(second) as lease:
+        first_memory = cuda.borrow(device, memory.address, length_bytes=64 * KIB)
+        with (
+            cuda.borrow(device, memory.address, length_bytes=64 * KIB) as second_memory,
+            cache.lease(second_memory) as lease,
+        ):
             remote = lease.remote(nic, length_bytes=KIB)
-            cache.lease(first).close()
-            cache.invalidate(first.address, length_bytes=64 * KIB)
-            first.close()
+            cache.lease(first_memory).close()
+            cache.invalidate(first_memory.address, length_bytes=64 * KIB)
+            first_memory.close()
             status = peer_pair.write(remote, seed=seed).status
             assert status is Status.SUCCESS, f"the other memory lost its region: {status.name}"
-        # This write must fail, and a failed write moves its queue pair to the error state. So it uses a second queue
-        # pair.
+        # This write must fail, which moves its queue pair to the error state. So it uses a second queue pair.
         with connect_peer_queue_pair(nic, peer) as second_pair:
             status = second_pair.write(remote, seed=seed + 1).status
         assert status is Status.REM_ACCESS_ERR, f"the region outlived its last lease: {status.name}"
         pattern.check(memory.read(length_bytes=KIB), seed=seed)
 
 
-@IPC
+@NEEDS_IPC
 def test_export_of_interior_memory_keeps_its_offset(device: Device, peer: Peer, seed: int) -> None:
     """Defect c: the importer of an interior pointer got the base of the allocation, which has other bytes."""
     with device.allocate(MIB) as allocation:
@@ -104,15 +106,15 @@ def test_export_of_interior_memory_keeps_its_offset(device: Device, peer: Peer, 
         imported_memory.close()
 
 
-@IPC
+@NEEDS_IPC
 def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
     """Defect c: the 80-byte handle has no field for an offset, and was exported for interior memory."""
     with (
         device.allocate(MIB) as allocation,
-        cuda.borrow(device, allocation.address + 4096, length_bytes=KIB) as interior,
+        cuda.borrow(device, allocation.address + 4096, length_bytes=KIB) as interior_memory,
         pytest.raises(UsageError) as raised,
     ):
-        export_gdr(interior)
+        export_gdr(interior_memory)
     assert "export_memory" in raised.value.what_to_do
 
 
@@ -130,7 +132,7 @@ def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_manager_that_cannot_register_is_unavailable() -> None:
     """Defect h: the start reported success although no memory could be registered."""
     with inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY), GdrManager() as manager:
@@ -139,7 +141,7 @@ def test_manager_that_cannot_register_is_unavailable() -> None:
         assert all(gpu.obstacle is not None for gpu in manager.state.gpus)
 
 
-def current_device_index() -> int:
+def get_current_device_index() -> int:
     """Return the index of the current CUDA device of this thread."""
     from cuda.bindings import driver
 
@@ -154,15 +156,15 @@ def test_calls_keep_the_current_device(devices: tuple[Device, ...], nic: Nic) ->
     """Defect i: a call changed the current device of the caller's thread."""
     with devices[1].current():
         with devices[0].allocate(64 * KIB) as memory:
-            assert current_device_index() == 1, "allocate left another device current"
+            assert get_current_device_index() == 1, "allocate left another device current"
             memory.fill(1)
             export_memory(memory, kind=ShareKind.DMABUF).close()
             export_memory(memory, kind=ShareKind.IPC).close()
-            assert current_device_index() == 1, "an export left another device current"
+            assert get_current_device_index() == 1, "an export left another device current"
             with RegionCache([nic]) as cache:
                 cache.lease(memory).close()
-                assert current_device_index() == 1, "a lease left another device current"
-        assert current_device_index() == 1, "a free left another device current"
+                assert get_current_device_index() == 1, "a lease left another device current"
+        assert get_current_device_index() == 1, "a free left another device current"
 
 
 @DMABUF
@@ -222,7 +224,7 @@ def test_range_with_a_remapped_chunk_gets_a_new_key(device: Device, nic: Nic) ->
             assert lease.remote(nic).rkey != stale_remote.rkey, "the cache returned the key of the unmapped chunk"
 
 
-@IPC
+@NEEDS_IPC
 @needs(cuda_needs.device(count_min=2))
 def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], peer: Peer) -> None:
     """Defect l: the device of memory from another process was not checked.
@@ -248,7 +250,7 @@ def register_with_all_nics(manager: GdrManager, dmabuf: DmabufRange) -> None:
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_registration_of_an_import_without_nics_fails(peer: Peer) -> None:
     """Defect n: an importer whose manager was unavailable reported success without a region."""
     with (

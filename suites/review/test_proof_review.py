@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
-ON_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
+NEEDS_TWINS = needs(software(Api.VERBS), software(Api.CUDA))
 HARDWARE = {"verbs": "hardware", "cuda": "hardware"}
-# GPUs on which work sees what a NIC wrote only after a flush.
+# GPUs whose kernels see the bytes that a NIC wrote only after a flush.
 NEEDS_FLUSH = {"GDRKIT_TWINS_WRITES_ORDERING": "0"}
 
 
@@ -58,14 +58,14 @@ def run_child(program: str, *arguments: object) -> None:
 
 def test_route_without_counted_bytes_is_unproven() -> None:
     """Defect p: a route was proven by the libraries alone, without the counters of the ports."""
-    proven = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE)
-    claimed = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
-    states = [route_statuses(make_facts(), [record])[0].state for record in (proven, claimed)]
+    proven_record = make_record(routes=(make_proven_route(0, "mlx5_0"),), substrate=HARDWARE)
+    claimed_record = make_record(routes=(ClaimedRoute(0, "mlx5_0", "dmabuf"),), substrate=HARDWARE)
+    states = [route_statuses(make_facts(), [record])[0].state for record in (proven_record, claimed_record)]
     assert states == [RouteOutcome.PROVEN, RouteOutcome.UNPROVEN], f"the states are {states}"
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_loopback_is_not_called_wire(tmp_path: Path, device: Device, nic: Nic) -> None:
     """Defect q: bytes that stayed inside one NIC were reported as bytes on a wire."""
     folder = tmp_path / f"sys/class/infiniband/{nic.name}/ports/{nic.port.number}/counters"
@@ -84,9 +84,9 @@ from support.storage import run_storage_server
 
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 data = pattern.payload(1 << 16, seed=seed)
-with run_storage_server(root / "store", root / "log") as service, cuda.Device(0) as device:
+with run_storage_server(root / "store", root / "log") as server, cuda.Device(0) as device:
     (root / "store" / "file").write_bytes(data)
-    with service.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
+    with server.connect() as client, device.allocate(len(data)) as memory, client.register(memory) as buffer:
         with client.open("file") as file:
             file.read(buffer, offset_bytes=0)
         assert memory.read() == data, "the GPU sees old data after a read of the storage client"
@@ -94,7 +94,7 @@ with run_storage_server(root / "store", root / "log") as service, cuda.Device(0)
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_read_of_the_storage_client_is_visible(tmp_path: Path, seed: int) -> None:
     """Defect r: the caller had to flush the writes of the NIC after a read."""
     run_child(READ_PROGRAM, tmp_path, seed)
@@ -119,7 +119,7 @@ with Application(mount, memory_kind="device", length_bytes=length) as applicatio
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> None:
     """Defect r: the application had to call hf3fs_iovsync_gpu after a read."""
     (tmp_path / "file").write_bytes(pattern.payload(MIB, seed=seed))
@@ -128,7 +128,7 @@ def test_read_is_visible_after_hf3fs_wait_for_ios(tmp_path: Path, seed: int) -> 
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_manager_is_available_only_if_bytes_moved() -> None:
     """Defect s: the manager was available when memory could be registered, whether the DMA worked or not."""
     with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), GdrManager() as manager:
@@ -136,7 +136,7 @@ def test_manager_is_available_only_if_bytes_moved() -> None:
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect s: hf3fs_gdr_available did not ask for a NIC."""
     with inject_faults(Api.VERBS, "wc.rdma_write call=* status=12"):
@@ -148,10 +148,10 @@ def test_client_library_is_available_only_if_bytes_moved(device: Device, nics: t
 
 
 @DMABUF
-@ON_TWINS
+@NEEDS_TWINS
 @needs(verbs_needs.nic(count_min=2))
 def test_nic_that_moves_nothing_is_not_used(device: Device, nics: tuple[Nic, ...]) -> None:
     """Defect t: a NIC was used because it had registered the memory, although its DMA failed."""
     with inject_faults(Api.VERBS, f"wc.rdma_read call=* status=12 nic={nics[0].name}"):
-        usable = Placement().usable(device, nics)
-    assert usable == nics[1:], f"{nics[0].name} is used although it moves nothing"
+        usable_nics = Placement().usable(device, nics)
+    assert usable_nics == nics[1:], f"{nics[0].name} is used although it moves nothing"

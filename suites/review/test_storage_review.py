@@ -36,29 +36,29 @@ _TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StorageServer]:
     """Yield a server of an empty store. All cases of this module use it."""
     folder = tmp_path_factory.mktemp("storage")
-    with run_storage_server(folder / "store", folder / "server.log") as running:
-        yield running
+    with run_storage_server(folder / "store", folder / "server.log") as storage_server:
+        yield storage_server
 
 
-def write_from_host(service: StorageServer, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
+def write_from_host(server: StorageServer, data: bytes, nic: Nic, *, offset_bytes: int = 0) -> None:
     """Write the file with a client in this process, from host memory."""
     with (
-        service.connect(nic) as client,
+        server.connect(nic) as client,
         client.register(bytearray(data)) as buffer,
         client.open(FILE_NAME, write=True, create=True, truncate=True) as file,
     ):
         file.write(buffer, offset_bytes=offset_bytes)
 
 
-def run_client(service: StorageServer, operation: str, **arguments: int | list[tuple[int, int]]) -> dict[str, Any]:
+def run_client(server: StorageServer, operation: str, **arguments: int | list[tuple[int, int]]) -> dict[str, Any]:
     """Run one operation of a client with device memory in a child process, and return its result."""
     request = arguments | {
         "operation": operation,
-        "address": service.address,
-        "token": service.token(),
+        "address": server.address,
+        "token": server.token(),
         "path": FILE_NAME,
     }
     completed = subprocess.run(
@@ -69,8 +69,8 @@ def run_client(service: StorageServer, operation: str, **arguments: int | list[t
         check=False,
         timeout=_TIMEOUT_S,
     )
-    killed_by = "" if completed.returncode >= 0 else signal.Signals(-completed.returncode).name
-    assert not killed_by, f"the CPU accessed device memory: {killed_by} killed the client in a {operation}"
+    signal_name = "" if completed.returncode >= 0 else signal.Signals(-completed.returncode).name
+    assert not signal_name, f"the CPU accessed device memory: {signal_name} killed the client in a {operation}"
     assert completed.returncode == 0, completed.stderr
     result: dict[str, Any] = json.loads(completed.stdout)
     assert result["is_expected"], f"wrong bytes in device memory: {result}"
@@ -78,36 +78,36 @@ def run_client(service: StorageServer, operation: str, **arguments: int | list[t
 
 
 @DMABUF
-def test_read_into_device_memory_avoids_the_cpu(service: StorageServer, device: Device, nic: Nic, seed: int) -> None:
+def test_read_into_device_memory_avoids_the_cpu(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU copied inline data into device memory, and computed the checksum of received data."""
-    write_from_host(service, pattern.payload(MIB, seed=seed), nic)
-    # The first read is short. Other services send the data of a short read within the reply.
+    write_from_host(server, pattern.payload(MIB, seed=seed), nic)
+    # The first read is short: a server may send its data within the reply.
     # The second read goes beyond the end of the file.
     for length_bytes, offset_bytes in ((100, 4097), (MIB, 64 * KIB + 1)):
         result = run_client(
-            service, "read", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=offset_bytes
+            server, "read", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=offset_bytes
         )
         assert result["length_bytes"] == min(length_bytes, MIB - offset_bytes)
 
 
 @DMABUF
-def test_checksum_of_a_device_write_is_the_servers(service: StorageServer, device: Device, nic: Nic, seed: int) -> None:
+def test_checksum_of_a_device_write_is_the_servers(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Finding 3: the CPU computed the checksum of a write, and copied short data into the request."""
     for length_bytes in (100, MIB):
-        result = run_client(service, "write", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=0)
+        result = run_client(server, "write", device=device.index, seed=seed, length_bytes=length_bytes, offset_bytes=0)
         assert result["length_bytes"] == length_bytes
         assert result["checksums"], "the server returned no checksum of the received data"
-        assert (service.root / FILE_NAME).read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=seed)
+        assert (server.root / FILE_NAME).read_bytes()[:length_bytes] == pattern.payload(length_bytes, seed=seed)
 
 
 @DMABUF
-def test_hole_in_a_file_is_zeroed_by_the_device(service: StorageServer, device: Device, nic: Nic, seed: int) -> None:
+def test_hole_in_a_file_is_zeroed_by_the_device(server: StorageServer, device: Device, nic: Nic, seed: int) -> None:
     """Defect g: the CPU filled a hole with memset."""
     # The file has a hole before this offset.
     begin = MIB
-    write_from_host(service, pattern.payload(MIB, seed=seed, offset_bytes=begin), nic, offset_bytes=begin)
+    write_from_host(server, pattern.payload(MIB, seed=seed, offset_bytes=begin), nic, offset_bytes=begin)
     result = run_client(
-        service,
+        server,
         "read",
         device=device.index,
         seed=seed,
@@ -119,13 +119,13 @@ def test_hole_in_a_file_is_zeroed_by_the_device(service: StorageServer, device: 
 
 
 @DMABUF
-def test_borrowed_device_memory_is_not_a_host_buffer(service: StorageServer, device: Device, nic: Nic) -> None:
+def test_borrowed_device_memory_is_not_a_host_buffer(server: StorageServer, device: Device, nic: Nic) -> None:
     """Finding 6: device memory that another library had allocated was wrapped into a host buffer."""
     with (
         device.allocate(64 * KIB) as memory,
-        cuda.borrow(device, memory.address, length_bytes=64 * KIB) as borrowed,
-        service.connect(nic) as client,
-        client.register(borrowed) as buffer,
+        cuda.borrow(device, memory.address, length_bytes=64 * KIB) as borrowed_memory,
+        server.connect(nic) as client,
+        client.register(borrowed_memory) as buffer,
     ):
         for range_ in (buffer, buffer.subrange(offset_bytes=1, length_bytes=KIB)):
             assert range_.is_device_memory, "device memory is in a host buffer"

@@ -17,7 +17,7 @@ import uuid
 from typing import TYPE_CHECKING
 
 import pytest
-from review.usrbio_c_api import Ior, Iov, client_library
+from review.usrbio_c_api import Ior, Iov, load_client_library
 
 from gdrkit import cuda, pattern, usrbio
 from gdrkit.harness.needs import cuda as cuda_needs
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from gdrkit.cuda import Device
 
-DEVICE = needs(cuda_needs.device())
-IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NEEDS_DEVICE = needs(cuda_needs.device())
+NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 LENGTH_BYTES = 64 * KIB
 FOR_READ = True
 # HF3FS_IOR_FORBID_READ_HOLES of hf3fs_usrbio.h.
@@ -84,12 +84,12 @@ def mount_with_semaphore(mount: Path) -> Iterator[Path]:
     libc.sem_unlink(f"/{name}".encode())
 
 
-def published_links(mount: Path) -> list[str]:
+def list_published_links(mount: Path) -> list[str]:
     """Return the names of the links that publish memory and rings."""
     return sorted(path.name for path in (mount / "3fs-virt" / "iovs").iterdir() if path.name != "submit-ios")
 
 
-def digest_in_another_process(mount: Path, *, identity: str = "", handle: bytes | None = None) -> str:
+def compute_digest_in_another_process(mount: Path, *, identity: str = "", handle: bytes | None = None) -> str:
     """Open published memory, or the memory of a handle, in another process. Return its digest or the error there."""
     request = [str(mount), identity, LENGTH_BYTES, None if handle is None else handle.hex()]
     completed = subprocess.run(
@@ -104,38 +104,38 @@ def digest_in_another_process(mount: Path, *, identity: str = "", handle: bytes 
     return str(json.loads(completed.stdout))
 
 
-@IPC
+@NEEDS_IPC
 def test_published_memory_is_the_same_in_another_process(device: Device, mount: Path, seed: int) -> None:
     """Defect d: the library published the owner's virtual address, which is not valid in another process."""
     data = pattern.payload(LENGTH_BYTES, seed=seed)
     with usrbio.make_gpu_iovec(str(mount), length_bytes=LENGTH_BYTES) as iovec:
         with cuda.borrow(device, iovec.address, length_bytes=LENGTH_BYTES) as memory:
             memory.write(data)
-        digest = digest_in_another_process(mount, identity=iovec.id)
+        digest = compute_digest_in_another_process(mount, identity=iovec.id)
         assert digest == hashlib.sha256(data).hexdigest(), f"the opener of published memory has other bytes: {digest}"
 
 
-@IPC
+@NEEDS_IPC
 def test_shared_buffer_is_the_same_in_another_process(device: Device, mount: Path, seed: int) -> None:
     """Defect d: the handle contained the owner's virtual address, which is not valid in another process."""
     data = pattern.payload(LENGTH_BYTES, seed=seed)
     with usrbio.GpuSharedBuffer.create(str(mount), length_bytes=LENGTH_BYTES, device=device.index) as shared:
         shared.memory.write(data)
-        digest = digest_in_another_process(mount, handle=shared.export())
+        digest = compute_digest_in_another_process(mount, handle=shared.export())
         assert digest == hashlib.sha256(data).hexdigest(), f"the importer of a handle has other bytes: {digest}"
 
 
-@DEVICE
+@NEEDS_DEVICE
 def test_device_memory_is_published_as_device_memory(device: Device, mount: Path) -> None:
     """Finding 6: a device pointer was wrapped into a host buffer and published as host memory."""
     with device.allocate(LENGTH_BYTES) as memory, usrbio.make_gpu_iovec(str(mount), memory) as iovec:
         assert iovec.is_gpu, "device memory was published as host memory"
-        assert published_links(mount) == [f"{iovec.id}.gdr.d{device.index}"]
+        assert list_published_links(mount) == [f"{iovec.id}.gdr.d{device.index}"]
         with pytest.raises((TypeError, BufferError)):
             memoryview(iovec)
 
 
-@DEVICE
+@NEEDS_DEVICE
 def test_creation_fails_if_the_memory_cannot_be_published(device: Device, mount: Path, tmp_path: Path) -> None:
     """Defect f: the library ignored the result of symlink(2) and reported success."""
     other_folder = tmp_path / "no-mount"
@@ -155,7 +155,7 @@ def test_creation_fails_if_the_memory_cannot_be_published(device: Device, mount:
 
 def test_range_that_overflows_is_refused(mount_with_semaphore: Path) -> None:
     """Defect m: the sum of address and length overflowed to an address inside the memory."""
-    library, mount = client_library(), str(mount_with_semaphore).encode()
+    library, mount = load_client_library(), str(mount_with_semaphore).encode()
     iov, ring = Iov(), Ior()
     assert library.hf3fs_iovcreate(iov, mount, LENGTH_BYTES, 0, -1) == 0
     assert library.hf3fs_iorcreate4(ring, mount, 8, FOR_READ, 0, 0, -1, 0) == 0
@@ -167,12 +167,12 @@ def test_range_that_overflows_is_refused(mount_with_semaphore: Path) -> None:
         assert result == -errno.EINVAL, f"hf3fs_prep_io accepted {length_bytes} bytes from {begin:#x}"
     library.hf3fs_iordestroy(ring)
     library.hf3fs_iovdestroy(iov)
-    assert not published_links(mount_with_semaphore)
+    assert not list_published_links(mount_with_semaphore)
 
 
 def test_flags_of_a_ring_are_in_its_name_in_base_2(mount_with_semaphore: Path) -> None:
     """Defect o: the link was created with flags in base 2 and removed with flags in base 10, so it was not removed."""
     with usrbio.make_ioring(str(mount_with_semaphore), 8, flags=FORBID_READ_HOLES):
-        (name,) = published_links(mount_with_semaphore)
+        (name,) = list_published_links(mount_with_semaphore)
         assert name.endswith(".f10"), f"the flags of this name are not in base 2: {name}"
-    assert not published_links(mount_with_semaphore), "the link of a destroyed ring stayed"
+    assert not list_published_links(mount_with_semaphore), "the link of a destroyed ring stayed"

@@ -6,7 +6,7 @@ import ctypes
 
 from gdrkit.usrbio._library import library_path
 
-__all__ = ["Ior", "Iov", "client_library"]
+__all__ = ["Ior", "Iov", "load_client_library"]
 
 
 class Iov(ctypes.Structure):
@@ -65,7 +65,7 @@ _ARGUMENT_TYPES = {
 }
 
 
-def client_library() -> ctypes.CDLL:
+def load_client_library() -> ctypes.CDLL:
     """Return the native client library, the same file that gdrkit.usrbio opens."""
     library = ctypes.CDLL(str(library_path()))
     for name, argument_types in _ARGUMENT_TYPES.items():

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-VMM = needs(cuda_needs.device(), cuda_needs.vmm)
+NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NEEDS_VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def device(device: Device) -> Device:
     return device
 
 
-@IPC
+@NEEDS_IPC
 def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
     with receive_message_from_peer(peer_memory, ShareKind.IPC) as message:
@@ -66,7 +66,7 @@ def test_handle_of_an_unknown_device_is_refused(device: Device, peer: Peer) -> N
     peer_memory.close()
 
 
-@IPC
+@NEEDS_IPC
 def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None:
     message = receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC)
     peer.kill()
@@ -75,7 +75,7 @@ def test_handle_of_an_ended_owner_is_refused(device: Device, peer: Peer) -> None
     assert error.reason is Reason.PEER_GONE
 
 
-@IPC
+@NEEDS_IPC
 def test_reused_process_id_does_not_count_as_the_owner(device: Device, peer: Peer) -> None:
     with receive_message_from_peer(peer.device().allocate(64 * KIB), ShareKind.IPC) as message:
         owner = replace(message.handle.owner, started_ticks=message.handle.owner.started_ticks - 1)
@@ -90,7 +90,7 @@ def test_dmabuf_of_an_ended_owner_is_refused(peer: Peer) -> None:
         assert type(require_error(import_dmabuf, message)) is BrokenResource
 
 
-@IPC
+@NEEDS_IPC
 def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
     message = receive_message_from_peer(peer_memory, ShareKind.IPC)
@@ -100,7 +100,7 @@ def test_ipc_handle_of_freed_memory_is_refused_by_the_driver(device: Device, pee
     assert error.operation == "cuIpcOpenMemHandle"
 
 
-@IPC
+@NEEDS_IPC
 @needs(software(Api.CUDA))
 def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -> None:
     """The case runs only on the CUDA twin. The driver of an H200 opened handles with a flipped bit."""
@@ -111,14 +111,14 @@ def test_changed_ipc_handle_is_refused_by_the_twin(device: Device, peer: Peer) -
     assert error.operation == "cuIpcOpenMemHandle"
 
 
-@IPC
+@NEEDS_IPC
 def test_handle_with_a_wrong_size_is_refused(device: Device, peer: Peer) -> None:
     with receive_message_from_peer(peer.device().allocate(MIB), ShareKind.IPC) as message:
         altered_message = HandleMessage(replace(message.handle, allocation_bytes=2 * MIB).pack())
     assert require_error(import_memory, device, altered_message).reason is Reason.MALFORMED
 
 
-@IPC
+@NEEDS_IPC
 def test_handle_of_this_process_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory:
         message = export_memory(memory, kind=ShareKind.IPC)
@@ -144,7 +144,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
         file.truncate(1)
         with HandleMessage(message.data, [os.dup(file.fileno())]) as altered_message:
             assert require_error(import_dmabuf, altered_message).reason is Reason.MALFORMED
-        chunk = replace(
+        chunk_handle = replace(
             message.handle,
             kind=ShareKind.VMM,
             allocation_bytes=2 * MIB,
@@ -153,7 +153,7 @@ def test_memfd_is_refused_as_dmabuf_and_as_chunk(device: Device, nic: Nic, peer:
             offset_bytes=0,
         )
         file.truncate(2 * MIB)
-        with HandleMessage(chunk.pack(), [os.dup(file.fileno())]) as altered_message:
+        with HandleMessage(chunk_handle.pack(), [os.dup(file.fileno())]) as altered_message:
             error = require_error(import_memory, device, altered_message)
             assert isinstance(error, ApiError)
             assert error.operation == "cuMemImportFromShareableHandle"
@@ -175,14 +175,16 @@ def test_a_closed_descriptor_is_refused(device: Device) -> None:
         import_dmabuf(message)
 
 
-@VMM
+@NEEDS_VMM
 def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
     with (
         VmmMemory.create(device, 4 * MIB, chunk_bytes=2 * MIB) as memory,
         export_memory(memory, kind=ShareKind.VMM) as message,
     ):
-        larger = replace(message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB).pack()
-        with HandleMessage(larger, [os.dup(fd) for fd in message.descriptors]) as altered_message:
+        handle_with_larger_chunks = replace(
+            message.handle, allocation_bytes=8 * MIB, chunk_bytes=4 * MIB, length_bytes=8 * MIB
+        ).pack()
+        with HandleMessage(handle_with_larger_chunks, [os.dup(fd) for fd in message.descriptors]) as altered_message:
             assert isinstance(require_error(import_memory, device, altered_message), ApiError)
         fds = [os.dup(message.descriptors[0])]
         with pytest.raises(UsageError) as raised:
@@ -192,7 +194,7 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
             os.fstat(fds[0])
 
 
-@IPC
+@NEEDS_IPC
 def test_importer_of_another_handle_kind_is_refused(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, export_memory(memory, kind=ShareKind.DMABUF) as message:
         assert "import_dmabuf" in require_error(import_memory, device, message).what_to_do
@@ -208,7 +210,7 @@ def test_importer_of_another_handle_kind_is_refused(device: Device) -> None:
     assert type(require_error(export_memory, memory, kind=ShareKind.IPC)) is ClosedResource
 
 
-@VMM
+@NEEDS_VMM
 def test_too_many_chunks_are_refused_before_the_export(device: Device) -> None:
     with VmmMemory.create(device, 254 * 2 * MIB, chunk_bytes=2 * MIB) as memory:
         assert require_error(export_memory, memory, kind=ShareKind.VMM).reason is Reason.MALFORMED
@@ -224,7 +226,7 @@ INVALID_RANGES = [
 ]
 
 
-@IPC
+@NEEDS_IPC
 @pytest.mark.parametrize(("address", "length_bytes", "reason"), INVALID_RANGES)
 def test_export_of_host_memory_is_refused(device: Device, address: int, length_bytes: int, reason: Reason) -> None:
     for kind in ShareKind:
@@ -234,17 +236,17 @@ def test_export_of_host_memory_is_refused(device: Device, address: int, length_b
         assert error.reason is reason
 
 
-@IPC
+@NEEDS_IPC
 def test_an_unknown_device_is_named(device: Device) -> None:
     for index in (-1, cuda.device_count(), 1 << 40):
         assert require_error(device_at, index).reason is Reason.NO_DEVICE
 
 
-@IPC
+@NEEDS_IPC
 def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(64 * KIB)
-    valid = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number)))
-    data = valid.pack()
+    valid_handle = GdrHandle.parse(bytes.fromhex(peer.request("share.export_gdr", memory=peer_memory.number)))
+    data = valid_handle.pack()
     invalid_handles: list[tuple[bytes, Reason]] = [
         (data[:79], Reason.MALFORMED),
         (data + b"\0", Reason.MALFORMED),
@@ -252,16 +254,16 @@ def test_80_byte_handle_with_wrong_fields_is_refused(device: Device, peer: Peer)
         (data[:64] + bytes(8) + data[72:], Reason.MALFORMED),
         (data[:64] + (1 << 63).to_bytes(8, "little") + data[72:], Reason.MALFORMED),
         (data[:72] + (1 << 32).to_bytes(8, "little"), Reason.MALFORMED),
-        (replace(valid, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
+        (replace(valid_handle, length_bytes=64 * KIB + 1).pack(), Reason.MALFORMED),
     ]
-    for changed, reason in invalid_handles:
-        error = require_error(import_gdr, device, changed)
+    for invalid_data, reason in invalid_handles:
+        error = require_error(import_gdr, device, invalid_data)
         assert type(error) is UsageError
         assert error.reason is reason
     peer_memory.close()
 
 
-@IPC
+@NEEDS_IPC
 @needs(software(Api.CUDA))
 def test_80_byte_handle_with_a_flipped_bit_is_refused_by_twin(device: Device, peer: Peer) -> None:
     """The case runs only on the CUDA twin. The driver of an H200 opened a changed handle, which has no checksum."""

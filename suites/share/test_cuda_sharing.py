@@ -57,12 +57,12 @@ def test_vmm_memory_has_no_ipc_handle(device: Device) -> None:
 
 @needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.dmabuf_export)
 def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer: Peer) -> None:
-    owner = peer.device().allocate(MIB)
-    with cuda.open_handle(device, owner.export_ipc()) as imported_memory, pytest.raises(Unsupported) as raised:
+    peer_memory = peer.device().allocate(MIB)
+    with cuda.open_handle(device, peer_memory.export_ipc()) as imported_memory, pytest.raises(Unsupported) as raised:
         imported_memory.export_dmabuf()
     assert raised.value.status == INVALID_VALUE
     assert "the process that allocated it" in raised.value.what_to_do
-    owner.close()
+    peer_memory.close()
 
 
 @pytest.mark.qualify
@@ -91,7 +91,7 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
         memory.export_dmabuf() as dmabuf,
         nic.completion_queue() as queue,
         nic.queue_pair(queue) as local_pair,
-        nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as source,
+        nic.register_host(bytearray(pattern.payload(64 * KIB, seed=seed))) as host_region,
     ):
         # In the peer, the memory has another address. The peer registers the dma-buf of the owner with that address.
         imported_memory = peer.device().open_ipc(cuda.export_handle(memory), length_bytes=256 * KIB)
@@ -103,7 +103,7 @@ def test_peer_registers_a_received_dmabuf(device: Device, nic: Nic, peer: Peer, 
         )
         peer_pair = peer.queue_pair()
         peer_pair.join(local_pair)
-        local_pair.post_write(source, region.remote(offset_bytes=77, length_bytes=64 * KIB), work_id=1)
+        local_pair.post_write(host_region, region.remote(offset_bytes=77, length_bytes=64 * KIB), work_id=1)
         local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=77, length_bytes=64 * KIB), seed=seed)
         region.close()

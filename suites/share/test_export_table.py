@@ -40,22 +40,22 @@ MEMORY_KINDS = sorted({row.memory for row in EXPORTS}, key=str)
 
 
 @contextlib.contextmanager
-def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[int, CudaMemory | None]]:
+def allocate_memory_of_kind(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[int, CudaMemory | None]]:
     """Yield new memory of a kind: its address, and its buffer object if gdrkit supports the kind."""
     match kind:
         case MemoryKind.CUDA:
             with device.allocate(LENGTH_BYTES) as memory:
                 yield memory.address, memory
         case MemoryKind.CUDA_VMM:
-            with VmmMemory.create(device, LENGTH_BYTES) as chunks:
-                yield chunks.address, chunks
+            with VmmMemory.create(device, LENGTH_BYTES) as vmm_memory:
+                yield vmm_memory.address, vmm_memory
         case MemoryKind.CUDA_IMPORTED:
-            with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported:
-                yield imported.address, imported
+            with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported_memory:
+                yield imported_memory.address, imported_memory
         case MemoryKind.CUDA_POOL:
             address = raw_allocate_from_pool(device, LENGTH_BYTES)
-            with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed:
-                yield address, borrowed
+            with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed_memory:
+                yield address, borrowed_memory
             raw_free(device, address)
         case _:
             address = raw_allocate_managed(device, LENGTH_BYTES)
@@ -63,7 +63,7 @@ def memory_of(kind: MemoryKind, device: Device, peer: Peer) -> Iterator[tuple[in
             raw_free(device, address)
 
 
-def export_status(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
+def get_export_status(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
     """Return the CUresult of the driver for the export that a row describes."""
     if row.method is ShareKind.VMM:
         assert isinstance(memory, VmmMemory)
@@ -91,15 +91,15 @@ def test_driver_status_matches_the_export_table(
     device: Device, peer: Peer, evidence: Evidence, kind: MemoryKind
 ) -> None:
     rows = [row for row in EXPORTS if row.memory is kind]
-    with memory_of(kind, device, peer) as (address, memory):
-        statuses = [export_status(row, device, address, memory) for row in rows]
+    with allocate_memory_of_kind(kind, device, peer) as (address, memory):
+        statuses = [get_export_status(row, device, address, memory) for row in rows]
     evidence["answers"] = [[row.method.name, row.part, status] for row, status in zip(rows, statuses, strict=True)]
     assert statuses == [row.status for row in rows]
 
 
 @pytest.mark.parametrize("kind", [kind for kind in MEMORY_KINDS if kind is not MemoryKind.CUDA_MANAGED], ids=str)
 def test_unsupported_share_kind_is_refused_with_advice(device: Device, peer: Peer, kind: MemoryKind) -> None:
-    with memory_of(kind, device, peer) as (_address, memory):
+    with allocate_memory_of_kind(kind, device, peer) as (_address, memory):
         assert memory is not None
         assert memory.kind is kind
         for method in ShareKind:
@@ -114,7 +114,7 @@ def test_unsupported_share_kind_is_refused_with_advice(device: Device, peer: Pee
 
 def test_managed_memory_is_refused_with_advice(device: Device, peer: Peer) -> None:
     with (
-        memory_of(MemoryKind.CUDA_MANAGED, device, peer) as (address, _memory),
+        allocate_memory_of_kind(MemoryKind.CUDA_MANAGED, device, peer) as (address, _memory),
         pytest.raises(Unsupported, match="moves between host and device"),
     ):
         cuda.borrow(device, address, length_bytes=LENGTH_BYTES)

@@ -22,10 +22,10 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from gdrkit.cuda import Device
 
-IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
 
 
-def parse_error(data: bytes) -> GdrkitError:
+def parse_and_get_error(data: bytes) -> GdrkitError:
     """Require that the parser refuses the data as malformed, and return the error."""
     error = require_error(ShareHandle.parse, data)
     assert type(error) is UsageError
@@ -33,7 +33,7 @@ def parse_error(data: bytes) -> GdrkitError:
     return error
 
 
-@IPC
+@NEEDS_IPC
 def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> None:
     with device.allocate(MIB) as memory:
         data = export_memory(memory, kind=ShareKind.IPC, offset_bytes=4096, length_bytes=100).data
@@ -48,18 +48,18 @@ def test_handle_bytes_match_the_documented_layout(device: Device, seed: int) -> 
 
 @pytest.mark.parametrize("length", [0, 1, 80, SHARE_HANDLE_BYTES - 1, SHARE_HANDLE_BYTES + 1, 4096])
 def test_a_handle_of_another_length_is_refused(length: int) -> None:
-    parse_error((make_handle().pack() * 30)[:length])
+    parse_and_get_error((make_handle().pack() * 30)[:length])
 
 
 def test_any_flipped_bit_is_refused() -> None:
     data = make_handle().pack()
     for bit in range(8 * SHARE_HANDLE_BYTES):
-        parse_error(flip_bit(data, bit))
+        parse_and_get_error(flip_bit(data, bit))
 
 
 def test_handle_of_another_version_is_refused_by_name() -> None:
     data = make_handle().pack()
-    error = parse_error(data[:8] + b"\x02\x00" + data[10:])
+    error = parse_and_get_error(data[:8] + b"\x02\x00" + data[10:])
     assert "version 2" in error.message
 
 

@@ -13,7 +13,7 @@ from gdrkit.registration.handle import SHARE_HANDLE_BYTES
 from gdrkit.registration.handle_message import HandleMessage, receive
 
 
-def socket_with(data: bytes, descriptor_count: int) -> socket.socket:
+def make_socket_with_message(data: bytes, descriptor_count: int) -> socket.socket:
     """Return a socket from which `data` and descriptors can be received. The sender has closed its socket."""
     receiver, sender = socket.socketpair()
     with sender, tempfile.TemporaryFile() as file:
@@ -23,25 +23,25 @@ def socket_with(data: bytes, descriptor_count: int) -> socket.socket:
 
 
 def test_malformed_message_is_refused_and_descriptors_are_closed() -> None:
-    valid = make_handle().pack()
+    valid_data = make_handle().pack()
     messages = [
         (b"", 0, Reason.PEER_GONE),
-        (valid[:100], 0, Reason.PEER_GONE),
-        (valid[:100], 3, Reason.PEER_GONE),
+        (valid_data[:100], 0, Reason.PEER_GONE),
+        (valid_data[:100], 3, Reason.PEER_GONE),
         (b"x" * SHARE_HANDLE_BYTES, 253, Reason.MALFORMED),
-        (valid, 1, Reason.MALFORMED),
+        (valid_data, 1, Reason.MALFORMED),
     ]
     for data, descriptor_count, reason in messages:
-        with socket_with(data, descriptor_count) as connection:
+        with make_socket_with_message(data, descriptor_count) as connection:
             assert require_error(receive, connection).reason is reason
 
 
 def test_descriptors_of_two_parts_are_counted_together() -> None:
-    valid = make_handle().pack()
+    valid_data = make_handle().pack()
     receiver, sender = socket.socketpair()
     with receiver, sender, tempfile.TemporaryFile() as file:
         # Each part has 200 descriptors, fewer than the limit of 253. Both parts together exceed the limit.
-        for data in (valid[:10], valid[10:]):
+        for data in (valid_data[:10], valid_data[10:]):
             sender.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 200))])
         assert require_error(receive, receiver).reason is Reason.MALFORMED
 

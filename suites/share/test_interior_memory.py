@@ -26,20 +26,20 @@ if TYPE_CHECKING:
     from gdrkit.harness.peer import Peer
     from gdrkit.verbs import Nic
 
-IPC = needs(cuda_needs.device(), cuda_needs.ipc)
-VMM = needs(cuda_needs.device(), cuda_needs.vmm)
+NEEDS_IPC = needs(cuda_needs.device(), cuda_needs.ipc)
+NEEDS_VMM = needs(cuda_needs.device(), cuda_needs.vmm)
 
 
 @pytest.mark.qualify
-@IPC
+@NEEDS_IPC
 @pytest.mark.parametrize("offset_bytes", [0, 1, 4096, 65537])
 def test_ipc_import_of_interior_memory_has_the_right_offset(
     device: Device, peer: Peer, seed: int, evidence: Evidence, offset_bytes: int
 ) -> None:
     with device.allocate(MIB) as allocation:
         allocation.write(pattern.payload(MIB, seed=seed))
-        with cuda.borrow(device, allocation.address + offset_bytes, length_bytes=64 * KIB) as interior:
-            message = export_memory(interior, kind=ShareKind.IPC)
+        with cuda.borrow(device, allocation.address + offset_bytes, length_bytes=64 * KIB) as interior_memory:
+            message = export_memory(interior_memory, kind=ShareKind.IPC)
         handle = ShareHandle.parse(message.data)
         evidence["allocation_bytes"] = handle.allocation_bytes
         assert (handle.offset_bytes, handle.length_bytes) == (offset_bytes, 64 * KIB)
@@ -52,7 +52,7 @@ def test_ipc_import_of_interior_memory_has_the_right_offset(
         imported_memory.close()
 
 
-@IPC
+@NEEDS_IPC
 def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, seed: int) -> None:
     peer_memory = peer.device().allocate(MIB)
     peer_memory.write(seed=seed)
@@ -64,21 +64,21 @@ def test_the_importer_finds_the_device_by_its_uuid(device: Device, peer: Peer, s
     peer_memory.close()
 
 
-@IPC
+@NEEDS_IPC
 def test_memory_opened_twice_is_closed_twice(device: Device, peer: Peer, seed: int) -> None:
     peer_memory = peer.device().allocate(MIB)
     peer_memory.write(seed=seed)
-    first = receive_message_from_peer(peer_memory, ShareKind.IPC)
-    second = receive_message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=64 * KIB)
-    with import_memory(device, second) as second_memory:
-        with import_memory(device, first) as first_memory:
+    first_message = receive_message_from_peer(peer_memory, ShareKind.IPC)
+    second_message = receive_message_from_peer(peer_memory, ShareKind.IPC, offset_bytes=64 * KIB)
+    with import_memory(device, second_message) as second_memory:
+        with import_memory(device, first_message) as first_memory:
             pattern.check(first_memory.read(length_bytes=100), seed=seed)
         pattern.check(second_memory.read(length_bytes=100), seed=seed, offset_bytes=64 * KIB)
     peer_memory.close()
 
 
 @pytest.mark.qualify
-@VMM
+@NEEDS_VMM
 @pytest.mark.parametrize(
     ("offset_bytes", "length_bytes", "chunks_count"),
     [(0, 6 * MIB, 3), (2 * MIB - 5, 10, 2), (2 * MIB, 2 * MIB, 1), (4 * MIB + 3, 4097, 1), (1, 6 * MIB - 1, 3)],
@@ -105,7 +105,7 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
         device.allocate(256 * KIB) as memory,
         nic.completion_queue() as queue,
         nic.queue_pair(queue) as local_pair,
-        nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as source,
+        nic.register_host(bytearray(pattern.payload(8 * KIB, seed=seed))) as host_region,
     ):
         memory.fill(0)
         with export_memory(memory, kind=ShareKind.DMABUF, offset_bytes=4097, length_bytes=9 * KIB) as message:
@@ -113,7 +113,7 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
             region = register_dmabuf_in_peer(peer.nic, message)
         peer_pair = peer.queue_pair()
         peer_pair.join(local_pair)
-        local_pair.post_write(source, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
+        local_pair.post_write(host_region, region.remote(offset_bytes=10, length_bytes=8 * KIB), work_id=1)
         local_pair.wait(10_000).expect(Status.SUCCESS)
         pattern.check(memory.read(offset_bytes=4107, length_bytes=8 * KIB), seed=seed)
         assert memory.read(length_bytes=4107) == bytes(4107)
@@ -121,7 +121,7 @@ def test_peer_registers_a_part_that_the_owner_exports(device: Device, nic: Nic, 
 
 
 @pytest.mark.qualify
-@IPC
+@NEEDS_IPC
 def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, seed: int) -> None:
     with device.allocate(MIB) as memory:
         memory.write(pattern.payload(MIB, seed=seed))
@@ -131,15 +131,15 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         contents = peer.request("cuda.contents", memory=imported_memory["handle"], offset_bytes=0, length_bytes=4096)
         pattern.check(bytes.fromhex(contents), seed=seed)
         with (
-            cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior,
+            cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior_memory,
             pytest.raises(UsageError) as raised,
         ):
-            export_gdr(interior)
+            export_gdr(interior_memory)
         assert "export_memory" in raised.value.what_to_do
         peer.request("close", number=imported_memory["handle"])
 
 
-@IPC
+@NEEDS_IPC
 def test_80_byte_handle_of_a_peer_can_be_opened(device: Device, peer: Peer, seed: int) -> None:
     peer_memory = peer.device().allocate(MIB)
     peer_memory.write(seed=seed)

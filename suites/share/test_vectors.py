@@ -34,7 +34,7 @@ class Vector(NamedTuple):
         return bytes.fromhex(self.fields[field])
 
 
-def _vectors(verdict: str) -> list[Vector]:
+def _read_vectors(verdict: str) -> list[Vector]:
     """Return the vectors with this verdict, good or bad."""
     vectors = []
     for line in VECTORS.read_text(encoding="utf-8").splitlines():
@@ -53,7 +53,7 @@ def _case_id(vector: Vector) -> str:
     return f"{vector.kind}-{vector.name}"
 
 
-def _handle_of(vector: Vector) -> ShareHandle | GdrHandle:
+def _make_handle(vector: Vector) -> ShareHandle | GdrHandle:
     """Return the handle with the fields of a good vector."""
     if vector.kind == "gdr":
         return GdrHandle(vector.from_hex("ipc"), vector.integer("length_bytes"), vector.integer("device"))
@@ -79,14 +79,14 @@ def _handle_of(vector: Vector) -> ShareHandle | GdrHandle:
 _HANDLE_CLASSES: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr": GdrHandle}
 
 
-@pytest.mark.parametrize("vector", _vectors("good"), ids=_case_id)
+@pytest.mark.parametrize("vector", _read_vectors("good"), ids=_case_id)
 def test_valid_vector_parses_the_same_in_both_languages(vector: Vector) -> None:
-    handle = _handle_of(vector)
+    handle = _make_handle(vector)
     assert handle.pack() == vector.data
     assert _HANDLE_CLASSES[vector.kind].parse(vector.data) == handle
 
 
-@pytest.mark.parametrize("vector", _vectors("bad"), ids=_case_id)
+@pytest.mark.parametrize("vector", _read_vectors("bad"), ids=_case_id)
 def test_invalid_vector_is_refused_in_both_languages(vector: Vector) -> None:
     with pytest.raises(UsageError) as caught:
         _HANDLE_CLASSES[vector.kind].parse(vector.data)
