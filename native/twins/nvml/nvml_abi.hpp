@@ -14,12 +14,33 @@ enum Result : int {
     unsupported = 3,
     not_found = 6,
     insufficient_size = 7,
+    timeout = 10,
     unknown = 999,
     argument_version_mismatch = 25,
 };
 
 // A handle of a GPU. It is the address of an object of the twin, which the caller must not read.
 struct Gpu;
+// A handle of a set of events is such an address, too.
+struct EventSet;
+
+struct SystemEventSetRequest { // to create and to free a set
+    std::uint32_t version;
+    EventSet* set;
+};
+struct SystemEventRegistration {
+    std::uint32_t version;
+    std::uint64_t types;
+    EventSet* set;
+};
+struct SystemEventWait {
+    std::uint32_t version, timeout_ms;
+    EventSet* set;
+    void* events;
+    std::uint32_t capacity, event_count;
+};
+static_assert(sizeof(SystemEventSetRequest) == 16 && sizeof(SystemEventRegistration) == 24 &&
+              sizeof(SystemEventWait) == 32);
 
 struct Memory {
     std::uint64_t total, free, used;

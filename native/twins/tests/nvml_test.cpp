@@ -179,6 +179,38 @@ void test_gpu_is_idle() {
     CHECK(call("nvmlDeviceGetMaxPcieLinkWidth", gpu(0), &value) == nvml::success && value == 16);
 }
 
+// Nothing happens, so each wait lasts as long as its timeout.
+void test_wait_for_events_ends_with_its_timeout() {
+    using Milliseconds = std::chrono::milliseconds;
+    const auto now = [] { return std::chrono::steady_clock::now(); };
+    nvml::EventSet *set = nullptr, *other = nullptr;
+    std::uint64_t types = 0;
+    unsigned char data[32];
+    CHECK(call("nvmlEventSetCreate", &set) == nvml::success && call("nvmlEventSetCreate", &other) == nvml::success);
+    CHECK(set != other && call("nvmlDeviceGetSupportedEventTypes", gpu(0), &types) == nvml::success && types == 8);
+    CHECK(call("nvmlDeviceRegisterEvents", gpu(0), types, set) == nvml::success);
+    CHECK(call("nvmlDeviceRegisterEvents", gpu(0), types | 1, set) == nvml::unsupported);
+    const auto begin = now();
+    CHECK(call("nvmlEventSetWait_v2", set, static_cast<void*>(data), 30U) == nvml::timeout);
+    CHECK(now() - begin >= Milliseconds(30));
+    CHECK(call("nvmlEventSetFree", set) == nvml::success && call("nvmlEventSetFree", set) == nvml::invalid_argument);
+    CHECK(call("nvmlEventSetWait_v2", set, static_cast<void*>(data), 30U) == nvml::invalid_argument);
+    CHECK(call("nvmlDeviceRegisterEvents", gpu(0), types, set) == nvml::invalid_argument);
+    CHECK(call("nvmlEventSetFree", other) == nvml::success);
+    nvml::SystemEventSetRequest request{0, nullptr};
+    CHECK(call("nvmlSystemEventSetCreate", &request) == nvml::argument_version_mismatch);
+    request.version = sizeof request | 1U << 24;
+    CHECK(call("nvmlSystemEventSetCreate", &request) == nvml::success);
+    nvml::SystemEventRegistration registration{sizeof registration | 1U << 24, 3, request.set};
+    CHECK(call("nvmlSystemRegisterEvents", &registration) == nvml::success);
+    registration.types = 4;
+    CHECK(call("nvmlSystemRegisterEvents", &registration) == nvml::invalid_argument);
+    nvml::SystemEventWait wait{sizeof wait | 1U << 24, 1, request.set, data, 1, 9};
+    CHECK(call("nvmlSystemEventSetWait", &wait) == nvml::timeout && wait.event_count == 0);
+    CHECK(call("nvmlSystemEventSetFree", &request) == nvml::success);
+    CHECK(call("nvmlSystemEventSetWait", &wait) == nvml::invalid_argument);
+}
+
 void test_uuid_may_have_no_prefix() {
     char text[41] = {};
     Gpu* handle = nullptr;
@@ -247,6 +279,7 @@ int main() {
     test_versioned_structures_name_the_gpu();
     test_gpu_is_near_to_processors_and_gpus();
     test_gpu_is_idle();
+    test_wait_for_events_ends_with_its_timeout();
     test_uuid_may_have_no_prefix();
     test_gpus_near_to_a_processor();
     test_process_is_listed_while_it_has_a_context();

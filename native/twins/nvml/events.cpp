@@ -1,0 +1,130 @@
+// Sets of events, for tools that wait for errors of GPUs. The twin's GPUs have no errors, and no driver is bound or
+// unbound, so a wait ends with its timeout.
+
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "nvml/entry.hpp"
+
+namespace gdrkit::twin::nvml {
+
+// The object of a set; its address is the handle.
+struct EventSet {};
+
+namespace {
+
+constexpr std::uint64_t xid_error = 8, known_system_events = 3; // bits of the types of events
+
+struct EventSets {
+    std::mutex mutex;
+    std::set<std::unique_ptr<EventSet>> all;
+
+    auto find(const EventSet* set) {
+        return std::find_if(all.begin(), all.end(), [=](const auto& entry) { return entry.get() == set; });
+    }
+};
+
+EventSets& event_sets() {
+    static auto* const instance = new EventSets;
+    return *instance;
+}
+
+int create_set(EventSet** set) {
+    if (set == nullptr) {
+        return invalid_argument;
+    }
+    EventSets& state = event_sets();
+    std::lock_guard lock(state.mutex);
+    *set = state.all.insert(std::make_unique<EventSet>()).first->get();
+    return success;
+}
+
+bool set_exists(const EventSet* set) {
+    EventSets& state = event_sets();
+    std::lock_guard lock(state.mutex);
+    return state.find(set) != state.all.end();
+}
+
+int free_set(const EventSet* set) {
+    EventSets& state = event_sets();
+    std::lock_guard lock(state.mutex);
+    const auto found = state.find(set);
+    if (found == state.all.end()) {
+        return invalid_argument;
+    }
+    state.all.erase(found);
+    return success;
+}
+
+int wait_for_timeout(const EventSet* set, unsigned timeout_ms) {
+    if (!set_exists(set)) {
+        return invalid_argument;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(timeout_ms));
+    return timeout;
+}
+
+// Run the body of a function of system events, whose request has a version.
+template <typename Request, typename Body> int system_entry(Request* request, Body&& body) {
+    return entry([&]() -> int {
+        if (request == nullptr) {
+            return invalid_argument;
+        }
+        return request->version == (sizeof(Request) | 1U << 24) ? body() : argument_version_mismatch;
+    });
+}
+
+} // namespace
+
+GDRKIT_NVML_ENTRY int nvmlEventSetCreate(EventSet** set) {
+    return entry([&] { return create_set(set); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlEventSetFree(const EventSet* set) {
+    return entry([&] { return free_set(set); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* types) {
+    return constant_of(gpu, types, xid_error);
+}
+
+GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t types, const EventSet* set) {
+    return gpu_entry(gpu, set, [&](int) {
+        return !set_exists(set) ? invalid_argument : (types & ~xid_error) != 0 ? unsupported : success;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlEventSetWait(const EventSet* set, void*, unsigned timeout_ms) {
+    return entry([&] { return wait_for_timeout(set, timeout_ms); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlEventSetWait_v2(const EventSet* set, void*, unsigned timeout_ms) {
+    return entry([&] { return wait_for_timeout(set, timeout_ms); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemEventSetCreate(SystemEventSetRequest* request) {
+    return system_entry(request, [&] { return create_set(&request->set); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemEventSetFree(SystemEventSetRequest* request) {
+    return system_entry(request, [&] { return free_set(request->set); });
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemRegisterEvents(SystemEventRegistration* request) {
+    return system_entry(request, [&]() -> int {
+        return set_exists(request->set) && (request->types & ~known_system_events) == 0 ? success : invalid_argument;
+    });
+}
+
+GDRKIT_NVML_ENTRY int nvmlSystemEventSetWait(SystemEventWait* request) {
+    return system_entry(request, [&] {
+        request->event_count = 0;
+        return wait_for_timeout(request->set, request->timeout_ms);
+    });
+}
+
+} // namespace gdrkit::twin::nvml
