@@ -175,9 +175,9 @@ void crc_three_chunks(const unsigned char*, std::size_t, std::uint32_t*) noexcep
 
 const bool use_instruction = has_instruction();
 
-// This method needs a processor with vector carry-less multiplication (four products at a time). It folds each 256
-// bytes into the next 256 bytes. The 256 bytes that are left have the same CRC as all bytes. This is twice as fast as
-// the CRC instruction.
+// Folding needs a processor with vector carry-less multiplication (four products at a time). Each 256 bytes are folded
+// into the next 256 bytes. The last 256 bytes then have the CRC of all bytes. Folding is twice as fast as the CRC
+// instruction.
 #if defined(__x86_64__)
 
 #define GDRKIT_FOLD_TARGET __attribute__((target("sse4.2,pclmul,avx512f,avx512vl,vpclmulqdq")))
@@ -193,9 +193,8 @@ constexpr std::uint32_t x_to_the_bits(unsigned bits) noexcept {
     return power;
 }
 
-// Returns the factor that shifts 64 bits by `bits`. Its exponent is `bits` - 33. One bit less, because the
-// multiplication of two bit-reflected words itself shifts by one bit. Another 32 bits less, because the factor is in
-// the low half of a word.
+// Returns the factor that shifts 64 bits by `bits`: x to the power of `bits` - 33. The other 33 bits need no factor: a
+// multiplication of two bit-reflected words shifts by one bit, and a factor in the low half of a word by 32 bits.
 constexpr std::int64_t shift_factor(unsigned bits) noexcept {
     return x_to_the_bits(bits - 33);
 }

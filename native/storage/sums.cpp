@@ -19,9 +19,8 @@ namespace {
 
 constexpr std::uint64_t page_bytes = 4096, entries_per_page = page_bytes / sizeof(std::uint64_t);
 constexpr char magic[8] = {'G', 'D', 'R', 'S', 'U', 'M', 'S', '1'};
-// A server that is killed during a change sets the mtime of the file at most this long before or after the begin of the
-// change. The mtime may be earlier than the begin, because the kernel takes it from a clock that ticks every 1 to 10
-// ms.
+// If a server is killed during a change, the mtime that it has set differs by at most these times from the begin of the
+// change. The mtime may be earlier than the begin, because the kernel's clock for mtimes ticks every 1 to 10 ms.
 constexpr std::int64_t before_change_ns = 20'000'000, after_change_ns = 200'000'000;
 
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.

@@ -24,7 +24,7 @@ struct Endpoint {
 std::string format_gid(const ibv_gid& gid);
 bool parse_gid(const std::string& text, ibv_gid& gid);
 
-// The deleter of Owned.
+// Calls the function of libibverbs that releases an object; the deleter of Owned.
 struct Release {
     void operator()(ibv_context* context) const { ibv_close_device(context); }
     void operator()(ibv_pd* domain) const { ibv_dealloc_pd(domain); }

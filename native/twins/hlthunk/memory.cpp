@@ -36,9 +36,9 @@ std::uint64_t round_up_from(std::uint64_t base, std::uint64_t address, std::uint
     return base + round_up(address - base, alignment);
 }
 
-// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. Because it is the
-// lowest, a freed address is soon used again. `used_ranges` maps the begin of each used range to a value from which
-// `length_of` computes the length.
+// Return the lowest address in [base, end) with `length_bytes` free bytes, or 0 if there is none. So a freed address
+// is soon used again. `used_ranges` maps the begin of each used range to a value from which `length_of` computes the
+// length.
 template <typename Ranges>
 std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std::uint64_t end,
                               std::uint64_t length_bytes, std::uint64_t alignment, auto&& length_of) {

@@ -95,7 +95,7 @@ int open_by_bus_id_or_name(std::string_view symbol, int device_name, const char*
     return error != 0 ? -error : fd;
 }
 
-// Fill the structure of either age.
+// Fill the hardware information: its structure of 2021 or of 2023.
 template <typename Info> int hardware_info_entry(int fd, Info* info) {
     return entry("hlthunk_get_hw_ip_info", [&] {
         unsigned index = 0;

@@ -25,8 +25,8 @@ using gdrkit::twin::Path;
 
 namespace {
 
-// Return the definition of a function that follows this library's definition: libc's. `cache` may be filled by several
-// threads at once.
+// Return the definition of a function that follows the definition in this library: the definition in libc. Several
+// threads may fill `cache` at once.
 void* next_definition(const char* name, void** cache) {
     void* function = __atomic_load_n(cache, __ATOMIC_RELAXED);
     if (function == nullptr) {

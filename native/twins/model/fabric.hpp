@@ -29,13 +29,13 @@ int connect_to_fabric(const FabricAddress& address, std::uint16_t port, std::chr
 // the port.
 int receive_fabric_datagrams(const FabricAddress& address, std::uint16_t* port);
 
-// A datagram of the fabric has a header and a payload. In front of them is a proof that the sender has the secret.
-// Send one and do not wait. Return 0 or an errno; the network may lose it.
+// Send a datagram without waiting. It consists of a proof that the sender has the secret, the header and the payload.
+// Return 0 or an errno; the network may lose the datagram.
 int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t port, const iovec& header,
                          const iovec& payload);
 
-// Receive one without waiting. *size is the size of header and payload. Return 0 or an errno: EAGAIN, or EPERM if the
-// sender does not have the secret or the datagram is too short or too long.
+// Receive a datagram without waiting. *size is the size of header and payload. Return 0 or an errno: EAGAIN if there is
+// no datagram, EPERM if the sender does not have the secret or the datagram is too short or too long.
 int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size);
 
 // Exchange the proofs on an accepted connection. Return false if the client does not have the secret.

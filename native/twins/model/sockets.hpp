@@ -61,8 +61,8 @@ int open_datagram_sender();
 // queue of the receiver is full, ECONNREFUSED if no process receives at the name.
 int send_datagram(int socket, std::string_view name, std::span<const iovec> parts);
 
-// Receive one datagram without waiting. *size is its size, also if it is larger than the parts. Return 0 or an errno:
-// EAGAIN if there is none, EPERM if a process of another user sent it, which is discarded.
+// Receive one datagram without waiting. *size is its size, even if the datagram is larger than the parts. Return 0 or
+// an errno: EAGAIN if there is no datagram, EPERM if a process of another user sent the datagram, which is discarded.
 int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size);
 
 // Accept one connection. Return the socket or -errno.

@@ -100,8 +100,8 @@ Slot* claim_slot() {
     return nullptr;
 }
 
-// Return the slot of this process, or nullptr if nothing is recorded. If two threads of a forked child claim one at the
-// same time, one of the slots stays without counts.
+// Return the slot of this process, or nullptr if nothing is recorded. If two threads of a forked child claim slots at
+// the same time, one of the slots stays without counts.
 Slot* slot() {
     Slot* known_slot = own_slot.load(std::memory_order_acquire);
     if (known_slot != nullptr || used_api.load(std::memory_order_relaxed) == UsedApi::none) {

@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin {
 
-// The twins of the CUDA runtime count no objects, because the CUDA twin below them does.
+// The twins of the CUDA runtime count no objects, because the CUDA twin counts the objects.
 enum class UsedApi : std::uint32_t {
     none = 0,
     verbs = 1,
@@ -26,8 +26,8 @@ void record_use(UsedApi api);
 // of CUDA, file of cuFile, and open device of hl-thunk.
 void record_object(std::string_view kind);
 
-// Count a queue pair that the program has brought to the state RTR. A new queue pair is not counted: UCX creates some
-// on every device to learn what the device supports, also if it then moves all bytes by TCP.
+// Count a queue pair that the program has brought to the state RTR. A queue pair without a connection is not counted:
+// UCX creates queue pairs to find out what a device supports, even if all its bytes then go by TCP.
 void record_ready_queue_pair();
 
 // Count queue pairs and memory regions of verbs that exist now, and the bytes of the regions. The changes are positive

@@ -114,8 +114,8 @@ int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
     });
 }
 
-// Return the bytes that this process uses on a GPU; nothing if it has no context there. The twin of CUDA has them only
-// if it is loaded. Each process can allocate all memory of a GPU, so other processes do not count.
+// Return the bytes that this process uses on a GPU; nothing if the process has no context there or has not loaded the
+// CUDA twin. Each process can allocate all memory of a GPU, so other processes do not count.
 std::optional<std::uint64_t> bytes_of_this_process(int number) {
     void* const cuda = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (cuda == nullptr) {
@@ -158,7 +158,7 @@ template <typename Info> int store_processes(const Gpu* gpu, unsigned* count, In
     });
 }
 
-// Every use of a twin's GPU is compute.
+// Every process that uses a GPU of the twin is a compute process.
 int store_no_processes(const Gpu* gpu, unsigned* count) {
     return constant_of(gpu, count, 0U);
 }
