@@ -7,6 +7,7 @@ notified in the child before any other Python code runs.
 
 from __future__ import annotations
 
+import operator
 import os
 import threading
 import weakref
@@ -53,13 +54,19 @@ class ForkSafeLock:
         """Return whether a thread holds the lock now."""
         return self._lock.locked()
 
-    def __enter__(self) -> None:
-        self._lock.acquire()
+    if TYPE_CHECKING:
 
-    def __exit__(
-        self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._lock.release()
+        def __enter__(self) -> bool: ...
+
+        def __exit__(
+            self, error_class: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+        ) -> None: ...
+
+    else:
+        # A `with` block calls the methods of the inner lock, which are functions of C. In a method of Python, an
+        # interrupt could come after the lock was acquired and before the block begins. The lock would stay held.
+        __enter__ = property(operator.attrgetter("_lock.__enter__"))
+        __exit__ = property(operator.attrgetter("_lock.__exit__"))
 
 
 def _after_fork_in_child() -> None:
