@@ -1,9 +1,27 @@
 """The copy engine between files and memory of the host or of devices."""
 
+from collections.abc import Callable
 
 
 class EngineError(Exception):
     pass
+
+class FileClosed(Exception):
+    pass
+
+in_progress: dict = {}
+
+ended: dict = {}
+
+def collect_ended() -> bool:
+    """
+    Add the transfers of `in_progress` whose job is over to `ended`. Return whether `ended` has any.
+    """
+
+def start(transfer: object, job: object, function: Callable, argument: object) -> None:
+    """
+    Store the job in the transfer and the transfer in `in_progress`, and call the function, which starts the job.
+    """
 
 def residency(fd: int, offset: int, length: int) -> tuple[int, int]:
     """
@@ -19,27 +37,41 @@ def totals() -> tuple[int, int]:
 
 def node_of_device(bus_id: str, sysfs: str = '/sys') -> int: ...
 
+class FileUse:
+    """A use of a file, until the end of the block or of this object."""
+
+    def __enter__(self) -> OpenFile: ...
+
+    def __exit__(self, error_class: object | None, error: object | None, traceback: object | None) -> None: ...
+
 class OpenFile:
-    """
-    A descriptor of the caller, and a second one with O_DIRECT, which this object owns.
-    """
+    """An open file, with a second descriptor for O_DIRECT."""
 
     def __init__(self, fd: int) -> None: ...
 
-    def begin_use(self) -> bool:
+    @staticmethod
+    def open(path: bytes, flags: int, mode: int, folder: int = -100) -> OpenFile: ...
+
+    def begin_use(self) -> FileUse:
         """
-        Count a use of the descriptor, for which begin_close() waits. Return False if the file is being closed.
+        Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.
         """
 
-    def end_use(self) -> None: ...
-
-    def begin_close(self) -> None:
-        """Refuse further uses, and wait until there are none."""
-
-    def end_close(self, is_closed: bool) -> None:
+    def close(self, end_transfers: object | None = None) -> None:
         """
-        Close the descriptor with O_DIRECT, or allow uses again if the file was not closed.
+        Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors.
         """
+
+    @property
+    def closed(self) -> bool: ...
+
+    def fileno(self) -> int:
+        """
+        Return the descriptor, which this object owns; -1 if the file was closed.
+        """
+
+    def replace_after_fork(self) -> OpenFile:
+        """Return a file with the same descriptor, for a forked child."""
 
     def direct(self) -> bool: ...
 
@@ -93,9 +125,9 @@ class Engine:
 
     def __init__(self, *, node: int, workers_count: int, buffers_count: int, chunk_bytes: int, first_chunk_bytes: int, coalesced_bytes: int, coalesced_count: int, slice_bytes: int, polls_device: bool, direct_readers_count: int, direct_read_bytes: int, direct_writers_count: int, direct_write_bytes: int, buffered_writers_count: int) -> None: ...
 
-    def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool, token: int) -> Job:
+    def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, durable: bool, transfer: object) -> Job:
         """
-        Queue a job and return it. At its end, `token` is added to `ended_jobs`.
+        Queue a job and return it. A transfer gets it as its `job`, and is in `in_progress` from then on.
         """
 
     def transfer_small(self, write: bool, file: OpenFile, offset: int, address: int, length: int, device: int) -> tuple: ...

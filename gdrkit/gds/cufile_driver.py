@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import queue
+import threading
 from collections import deque
 from concurrent import futures
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gdrkit.gds.cufile_job import CufileJob
+    from gdrkit.gds.transfer import Transfer
 
 __all__ = ["CufileOptions", "JobRunner", "SharedDriver", "close_driver", "shared_driver"]
 
@@ -81,20 +84,25 @@ class SharedDriver:
         self.buffers = cufile.BufferCache(self.driver)
         self.batch_entries = min(self.options.batch_entries_max, self.driver.properties().max_batch_io)
         self.workers = futures.ThreadPoolExecutor(self.options.workers_count, thread_name_prefix="gdrkit-cufile-io")
-        self._queue_thread = futures.ThreadPoolExecutor(1, thread_name_prefix="gdrkit-cufile")
-        self._queue: deque[tuple[JobRunner, CufileJob]] = deque()
-        self._queue_lock = forks.ForkSafeLock()
+        # The jobs that callers have added, and those that the thread has taken but not run. None ends the thread.
+        self._added: queue.SimpleQueue[tuple[JobRunner, CufileJob] | None] = queue.SimpleQueue()
+        self._taken: deque[tuple[JobRunner, CufileJob]] = deque()
+        # A thread that is not a daemon would keep the program from its end, where close_driver() ends the thread.
+        self._thread = threading.Thread(target=self._run_jobs, name="gdrkit-cufile", daemon=True)
+        self._thread.start()
         forks.register(self)
 
-    def submit(self, runner: JobRunner, job: CufileJob) -> None:
-        """Add a job to the queue."""
-        with self._queue_lock:
-            self._queue.append((runner, job))
-        self._queue_thread.submit(self._run_next_jobs)
+    def submit(self, runner: JobRunner, job: CufileJob, transfer: Transfer | None = None) -> None:
+        """Add a job to the queue. The transfer, if there is one, gets the job."""
+        if transfer is None:
+            self._added.put((runner, job))
+        else:
+            transfer.start(job, self._added.put, (runner, job))
 
     def close(self) -> None:
         """Run the jobs in the queue, deregister all memory and close the driver."""
-        self._queue_thread.shutdown()
+        self._added.put(None)
+        self._thread.join()
         self.workers.shutdown()
         self.driver.close()
 
@@ -103,33 +111,45 @@ class SharedDriver:
         if self in _shared_drivers:
             _shared_drivers.remove(self)
 
+    def _run_jobs(self) -> None:
+        """Run the jobs of the queue until :meth:`close`. This is the thread of the queue."""
+        is_closing = False
+        while not is_closing or self._taken:
+            while not is_closing and (not self._taken or not self._added.empty()):
+                added = self._added.get()
+                if added is None:
+                    is_closing = True
+                else:
+                    self._taken.append(added)
+            if self._taken:
+                self._run_next_jobs()
+
     def _run_next_jobs(self) -> None:
         """Run the first job of the queue, together with later jobs of the same file and direction.
 
         Small jobs (see :meth:`_is_small`) and large jobs do not run together.
         """
-        with self._queue_lock:
-            if not self._queue:
-                return  # An earlier call has run the job.
-            runner, first_job = self._queue.popleft()
-            jobs, other_jobs = [first_job], deque[tuple["JobRunner", "CufileJob"]]()
-            is_small = self._is_small(first_job)
-            while self._queue and len(jobs) < _JOBS_MAX:
-                next_runner, job = self._queue.popleft()
-                if next_runner is runner and job.write == first_job.write and self._is_small(job) == is_small:
-                    jobs.append(job)
-                else:
-                    other_jobs.append((next_runner, job))
-            self._queue.extendleft(reversed(other_jobs))
+        runner, first_job = self._taken.popleft()
+        jobs, other_jobs = [first_job], deque[tuple["JobRunner", "CufileJob"]]()
+        is_small = self._is_small(first_job)
+        while self._taken and len(jobs) < _JOBS_MAX:
+            next_runner, job = self._taken.popleft()
+            if next_runner is runner and job.write == first_job.write and self._is_small(job) == is_small:
+                jobs.append(job)
+            else:
+                other_jobs.append((next_runner, job))
+        self._taken.extendleft(reversed(other_jobs))
         try:
             runner.execute(jobs)
         except BaseException as error:
-            # The threads that wait for the jobs raise it, too.
+            # The threads that wait for the jobs raise it.
             for job in jobs:
                 job.end(error)
-            raise
-        for job in jobs:
-            job.end()
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for job in jobs:
+                job.end()
 
     def _is_small(self, job: CufileJob) -> bool:
         """Return whether the job is so small that a batch may transfer it."""

@@ -16,14 +16,16 @@ import os
 from collections import deque
 from concurrent import futures
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, cufile
 from gdrkit.cufile.obstacles import request_obstacles
 from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.gds._native import call
 from gdrkit.gds.cufile_driver import shared_driver
 from gdrkit.gds.cufile_job import CufileJob, PartSource
 from gdrkit.gds.direct import DirectPathResult
+from gdrkit.gds.opening import open_file
 from gdrkit.host import HostTree
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gdrkit.gds.buffer import TransferBuffer
     from gdrkit.gds.cufile_driver import CufileOptions, SharedDriver
     from gdrkit.gds.cufile_job import CufilePart
+    from gdrkit.gds.transfer import Transfer
 
 __all__ = ["CufilePath", "probe_cufile"]
 
@@ -54,21 +57,18 @@ def probe_cufile(fd: int, device_index: int) -> DirectPathResult:
         Index of the CUDA device.
     """
     try:
-        direct_fd = os.open(f"/proc/self/fd/{fd}", _access_mode(fd) | os.O_DIRECT | os.O_CLOEXEC)
+        file = open_file(f"/proc/self/fd/{fd}", _access_mode(fd) | os.O_DIRECT)
     except OSError as error:
         return DirectPathResult(None, f"the file system does not support O_DIRECT ({error.strerror})")
-    with contextlib.ExitStack() as stack:
-        stack.callback(os.close, direct_fd)
-        obstacles = [obstacle.text for obstacle in cufile.obstacles(HostTree(), direct_fd) if obstacle.refuses]
-        if obstacles:
-            return DirectPathResult(None, f"cuFile: {'; '.join(obstacles)}")
-        if os.fstat(direct_fd).st_size < _BLOCK_BYTES:
-            return DirectPathResult(None, f"the file is smaller than the {_BLOCK_BYTES} bytes that the probe reads")
-        try:
-            path = CufilePath(shared_driver(), direct_fd, device_index)
-        except GdrkitError as error:
-            return DirectPathResult(None, f"cuFile: {error}")
-        stack.pop_all()
+    obstacles = [obstacle.text for obstacle in cufile.obstacles(HostTree(), file.fileno()) if obstacle.refuses]
+    if obstacles:
+        return DirectPathResult(None, f"cuFile: {'; '.join(obstacles)}")
+    if os.fstat(file.fileno()).st_size < _BLOCK_BYTES:
+        return DirectPathResult(None, f"the file is smaller than the {_BLOCK_BYTES} bytes that the probe reads")
+    try:
+        path = CufilePath(shared_driver(), file, device_index)
+    except GdrkitError as error:
+        return DirectPathResult(None, f"cuFile: {error}")
     return _probe_path(path)
 
 
@@ -93,20 +93,27 @@ class CufilePath:
     ----------
     driver : SharedDriver
         The open driver and its threads.
-    fd : int
-        A descriptor with O_DIRECT. This object owns and closes it.
+    file : object
+        The file of the native engine, opened with O_DIRECT. This object closes it.
     device_index : int
         Index of the CUDA device.
     options : CufileOptions or None
         Settings of the transfers; with None the driver's settings are used.
     """
 
-    def __init__(self, driver: SharedDriver, fd: int, device_index: int, options: CufileOptions | None = None) -> None:
+    def __init__(
+        self,
+        driver: SharedDriver,
+        file: Any,  # noqa: ANN401 - native object.
+        device_index: int,
+        options: CufileOptions | None = None,
+    ) -> None:
         self._driver = driver
         self._options = options or driver.options
         self._device_index = device_index
-        self._file = cufile.FileHandle(driver.driver, fd)
-        self._fd = fd
+        self._file = cufile.FileHandle(driver.driver, file.fileno())
+        self._fd = file.fileno()
+        self._open_file = file
         # Why a transfer after the probe was not direct. Empty as long as all transfers were direct.
         self._why_fell_back = ""
         # Whether libcufile counts the routes of batches of this file; None before the first batch.
@@ -131,17 +138,23 @@ class CufilePath:
         return "; ".join(obstacle.text for obstacle in request_obstacles(offset_bits=alignment_bits))
 
     def submit(
-        self, *, write: bool, extents: Sequence[int], durable: bool = False, memory: TransferBuffer
+        self,
+        *,
+        write: bool,
+        extents: Sequence[int],
+        durable: bool = False,
+        memory: TransferBuffer,
+        transfer: Transfer | None = None,
     ) -> CufileJob:
         """Start a transfer; see :class:`gdrkit.gds.DirectPath`."""
         job = CufileJob(write=write, extents=extents, durable=durable, memory=memory)
-        self._driver.submit(self, job)
+        self._driver.submit(self, job, transfer)
         return job
 
     def close(self) -> None:
         """Deregister the file from cuFile and close its descriptor."""
         with contextlib.ExitStack() as stack:
-            stack.callback(os.close, self._fd)
+            stack.callback(call, self._open_file.close)
             self._file.close()
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:

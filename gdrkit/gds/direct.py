@@ -7,12 +7,13 @@ If no probe proves a path, the copy engine moves the bytes through host memory, 
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from gdrkit import forks
 from gdrkit.errors import Api, Reason, Unsupported
+from gdrkit.gds._native import native
 from gdrkit.gds.buffer import HOST
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from gdrkit.gds.buffer import TransferBuffer
-    from gdrkit.gds.transfer import TransferJob
+    from gdrkit.gds.transfer import Transfer, TransferJob
 
 __all__ = [
     "DIRECT_PATH_PROBES",
@@ -41,8 +42,10 @@ class FallbackWarning(UserWarning):
 class DirectPath(Protocol):
     """A path that was proven for one open file and one device."""
 
-    def submit(self, *, write: bool, extents: Sequence[int], durable: bool, memory: TransferBuffer) -> TransferJob:
-        """Start a transfer.
+    def submit(
+        self, *, write: bool, extents: Sequence[int], durable: bool, memory: TransferBuffer, transfer: Transfer
+    ) -> TransferJob:
+        """Start a transfer by :meth:`gdrkit.gds.Transfer.start`, and return its job.
 
         Parameters
         ----------
@@ -54,6 +57,8 @@ class DirectPath(Protocol):
             A write is complete when the disk has the data.
         memory : TransferBuffer
             The memory that has the device addresses.
+        transfer : Transfer
+            The transfer that gets the job.
         """
 
     def why_not(self, extents: Sequence[int]) -> str:
@@ -117,7 +122,8 @@ class FileDirectPaths:
     def __init__(self, use: str) -> None:
         self._use = use
         self._results: dict[int, DirectPathResult] = {}  # By device index.
-        self._probe_lock = threading.Lock()
+        self._probe_lock = forks.ForkSafeLock()
+        forks.register(self)
 
     def why_engine(self, memory: TransferBuffer) -> str | None:
         """Return why the copy engine transfers this memory without a new probe and without a warning.
@@ -144,10 +150,15 @@ class FileDirectPaths:
         return (None, why) if why else (result.path, "")
 
     def close(self) -> None:
-        """Close the paths."""
+        """Close the paths. A second close does nothing."""
         for result in self._results.values():
             result.close()
         self._results.clear()
+
+    def after_fork_in_child(self) -> None:
+        """Abandon the paths in a forked child. Their threads and their driver are in the parent."""
+        native.keep_forever(self._results)
+        self._results = {}
 
 
 def report_fallback(why: str, path: str, *, required: bool) -> None:

@@ -22,7 +22,7 @@ from gdrkit.units import GIB, KIB, MIB
 if TYPE_CHECKING:
     from array import array
 
-    from gdrkit.gds.transfer import TransferJob
+    from gdrkit.gds.transfer import Transfer, TransferJob
 
 __all__ = ["ACCESS", "HOST_OPTIONS", "Engine", "EngineOptions", "close_engines", "engine_for"]
 
@@ -122,10 +122,10 @@ class Engine:
 
     def __init__(self, options: EngineOptions | None = None, *, node: int = _ANY_NUMA_NODE) -> None:
         self.options = options or EngineOptions()
-        settings = {**asdict(self.options), "workers_count": self.options.threads_count()}
-        self._engine = call(native.Engine, node=node, **settings)
+        self._settings = {**asdict(self.options), "workers_count": self.options.threads_count(), "node": node}
+        self._engine = call(native.Engine, **self._settings)
         self._handle = Handle("gds.engine")
-        self._is_inherited = False
+        self._is_closed = False
         forks.register(self)
 
     def submit(
@@ -138,7 +138,7 @@ class Engine:
         access: str = "automatic",
         flags: int = 0,
         durable: bool = False,
-        token: int = 0,
+        transfer: Transfer | None = None,
     ) -> TransferJob:
         """Queue a job and return it. The call blocks while too many jobs are queued.
 
@@ -158,12 +158,12 @@ class Engine:
             Flags with which open(2) opens the paths.
         durable : bool
             A write is complete when the disk has the data (fdatasync).
-        token : int
-            Number of the :class:`~gdrkit.gds.Transfer`. The native queue ``ended_jobs`` gets it when the job is over.
+        transfer : Transfer or None
+            The transfer that gets the job, in the same moment in which the job is queued.
         """
         try:
             job: TransferJob = self._engine.submit(
-                write, ACCESS[access], device_index, files, extents, flags, durable, token
+                write, ACCESS[access], device_index, files, extents, flags, durable, transfer
             )
         except KeyError:
             message = f"access must be one of {', '.join(map(repr, ACCESS))}, not {access!r}"
@@ -183,26 +183,20 @@ class Engine:
             raise api_error(error.args) from error
 
     def close(self) -> None:
-        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing.
-
-        In a forked child, closing an engine of the parent does nothing.
-        """
-        if self._is_inherited:
-            return
+        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing."""
         self._engine.close()
+        self._is_closed = True
         self._handle.release()
 
     def after_fork_in_child(self) -> None:
-        """Abandon the engine in a forked child, so that the child creates another one at the first use.
+        """Abandon the threads and the memory of the engine in a forked child, and use new ones.
 
         Threads do not survive a fork. The memory and the streams belong to the parent, so the child must not release
         them.
         """
         native.keep_forever(self._engine)
-        self._is_inherited = True
-        for engines in (_engines, _engines_by_node):
-            for key in [key for key, engine in engines.items() if engine is self]:
-                del engines[key]
+        if not self._is_closed:
+            self._engine = native.Engine(**self._settings)
 
 
 # Engines by device index, and by NUMA node. Devices of one NUMA node share an engine.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import threading
 from typing import TYPE_CHECKING, Any
 
-from gdrkit.gds._native import native
+from gdrkit.gds._native import call, native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,51 +15,53 @@ __all__ = ["LoopWaits", "loop_waits"]
 
 
 class LoopWaits:
-    """The jobs that the coroutines of one event loop await.
+    """The jobs that the coroutines of one event loop await. The loop calls the methods.
 
     The jobs that end while the loop runs other code are taken in one batch.
 
-    Attributes
-    ----------
-    loop : AbstractEventLoop
-        The event loop, whose thread calls the methods.
+    Raises
+    ------
+    ApiError
+        EMFILE or ENFILE: no descriptor is left for the event loop.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self._queue = native.CompletionQueue(has_event=True)
+    def __init__(self) -> None:
+        self._queue = call(native.CompletionQueue, has_event=True)
         self._tokens = itertools.count()
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     def wait_for(self, notify: Callable[[Any, int], None]) -> asyncio.Future[None]:
         """Return a future that is done when a job is over. `notify` is the method of the job."""
-        if not self._futures:
-            self.loop.add_reader(self._queue.fileno(), self._take)
-        token = next(self._tokens)
-        future = self._futures[token] = self.loop.create_future()
+        # An interrupt between two of these steps must not leave a future that nothing completes.
+        loop = asyncio.get_running_loop()
+        token, future = next(self._tokens), loop.create_future()
         notify(self._queue, token)
+        if not self._futures:
+            loop.add_reader(self._queue.fileno(), self._take)
+        self._futures[token] = future
         return future
 
     def _take(self) -> None:
         """Complete the futures of the jobs that ended. Without further futures, the descriptor is closed."""
         for token in self._queue.take():
-            future = self._futures.pop(token)
-            if not future.done():  # The coroutine of a future that is done was cancelled.
+            future = self._futures.pop(token, None)
+            # The coroutine of a future that is done was cancelled.
+            if future is not None and not future.done():
                 future.set_result(None)
         if not self._futures:
-            self.loop.remove_reader(self._queue.fileno())
-            if getattr(_current, "waits", None) is self:
-                del _current.waits
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._queue.fileno())
+            vars(loop).pop(_ATTRIBUTE, None)
 
 
-# The waits of the event loop that runs in this thread.
-_current = threading.local()
+# The attribute of an event loop that has its waits. A loop that was stopped keeps their descriptor while it exists.
+_ATTRIBUTE = "_gdrkit_waits"
 
 
 def loop_waits() -> LoopWaits:
     """Return the waits of the running event loop."""
-    loop = asyncio.get_running_loop()
-    waits: LoopWaits | None = getattr(_current, "waits", None)
-    if waits is None or waits.loop is not loop:
-        waits = _current.waits = LoopWaits(loop)
+    attributes = vars(asyncio.get_running_loop())
+    waits: LoopWaits | None = attributes.get(_ATTRIBUTE)
+    if waits is None:
+        waits = attributes[_ATTRIBUTE] = LoopWaits()
     return waits

@@ -10,7 +10,7 @@ import os
 import time
 from typing import TYPE_CHECKING, Any, Self
 
-from gdrkit.errors import UsageError
+from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.gds._native import call, native
 from gdrkit.gds.buffer import HOST, TransferBuffer, describe_buffer
 from gdrkit.gds.direct import FileDirectPaths, report_fallback
@@ -84,27 +84,41 @@ class File:
         access, direct : str
             See the class.
         """
-        try:
-            check_choices(access, direct)
-            file = cls.__new__(cls)
-        except BaseException:
-            os.close(fd)
-            raise
-        file._set_up(fd, path, writable, access, direct)  # noqa: SLF001 - same class.
+        return cls.from_native(native.OpenFile(fd), path=path, writable=writable, access=access, direct=direct)
+
+    @classmethod
+    def from_native(
+        cls,
+        native_file: Any,  # noqa: ANN401 - native object.
+        *,
+        path: str,
+        writable: bool,
+        access: Access = "automatic",
+        direct: Direct = "preferred",
+    ) -> Self:
+        """Return a File for an open file of the native engine; see :meth:`from_descriptor`."""
+        check_choices(access, direct)
+        file = cls.__new__(cls)
+        file._set_up(native_file, path, writable, access, direct)  # noqa: SLF001 - same class.
         return file
 
-    def _set_up(self, fd: int, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001
+    def _set_up(self, native_file: Any, path: str, writable: bool, access: Access, direct: Direct) -> None:  # noqa: FBT001, ANN401
         self.path = path
         self.access: Access = access
         self.direct: Direct = direct
         self.writable = writable
-        self._descriptor = OpenDescriptor(fd, path)
+        self._descriptor = OpenDescriptor(native_file, path)
         self._direct_paths = FileDirectPaths(direct)
 
     @property
     def closed(self) -> bool:
         """Whether the file was closed."""
         return self._descriptor.closed
+
+    @property
+    def native_file(self) -> Any:  # noqa: ANN401 - native object.
+        """The file of the native engine, which counts the calls and the jobs that use it."""
+        return self._descriptor.native
 
     @property
     def size_bytes(self) -> int:
@@ -122,7 +136,8 @@ class File:
         check_range("range", offset_bytes, length_bytes)
         if length_bytes == 0:
             return 0.0
-        cached_count, pages_count = call(self._descriptor.native.residency, offset_bytes, length_bytes)
+        with self.in_use() as native_file:
+            cached_count, pages_count = call(native_file.residency, offset_bytes, length_bytes)
         return cached_count / pages_count if pages_count else 0.0
 
     def read_into(
@@ -262,7 +277,7 @@ class File:
         self._descriptor.close(self._end_transfers)
 
     def in_use(self) -> AbstractContextManager[Any]:
-        """Yield the native file. :meth:`close` waits for the end of the block, and then for the file's transfers."""
+        """Return a context manager with the native file. :meth:`close` waits for the end of its block."""
         return self._descriptor.in_use()
 
     def _end_transfers(self) -> None:
@@ -272,11 +287,13 @@ class File:
 
     def _start_ranges(self, buffer: object, ranges: Iterable[Range], *, write: bool) -> Transfer:
         memory = describe_buffer(buffer, writable=not write)
+        transfer = Transfer(memory, (self,), direct_required=self.direct == "required")
         try:
-            return self._start(memory, extents_of(memory, ranges), write=write)
-        except Exception:
-            memory.release()
+            self._start(transfer, memory, extents_of(memory, ranges), write=write)
+        except BaseException:
+            transfer.discard()
             raise
+        return transfer
 
     def _start_range(
         self,
@@ -289,55 +306,47 @@ class File:
         durable: bool = False,
     ) -> Transfer:
         """Start a transfer of one range. A read of unknown length ends at the end of the file."""
+        transfer = Transfer(memory, (self,), direct_required=self.direct == "required")
         try:
             length = part_length(memory, buffer_offset_bytes, length_bytes)
             check_range("file range", file_offset_bytes, length)
             if length_bytes is None and not write:
                 length = min(length, max(self.size_bytes - file_offset_bytes, 0))
             extents = [0, file_offset_bytes, memory.address + buffer_offset_bytes, length]
-            return self._start(memory, extents, write=write, durable=durable)
-        except Exception:
-            memory.release()
+            self._start(transfer, memory, extents, write=write, durable=durable)
+        except BaseException:
+            transfer.discard()
             raise
+        return transfer
 
-    def _start(self, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool = False) -> Transfer:
-        """Start a transfer. Only the short transfers of _move_short do not begin here."""
-        self._descriptor.begin_use()
-        try:
-            if write and not self.writable:
-                raise self._mode_error()
-            transfer = Transfer(extents, memory, (self,), direct_required=self.direct == "required")
-            try:
-                self._submit(transfer, memory, extents, write=write, durable=durable)
-            except Exception:
-                transfer.release()
-                raise
-            return transfer
-        finally:
-            self._descriptor.native.end_use()
-
-    def _submit(
-        self, transfer: Transfer, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool
+    def _start(
+        self, transfer: Transfer, memory: TransferBuffer, extents: list[int], *, write: bool, durable: bool = False
     ) -> None:
-        """Submit a transfer to the direct path or to the engine."""
+        """Start a transfer on a direct path or by the engine. Only short transfers (_move_short) do not begin here."""
+        if write and not self.writable:
+            raise self._mode_error()
+        transfer.extents = extents
         why = self._direct_paths.why_engine(memory)
         if why is None:
-            path, why = self._direct_paths.find(self.fileno(), memory, extents)
-            if path is not None:
-                transfer.job = path.submit(write=write, extents=extents, durable=durable, memory=memory)
-                transfer.job.notify(native.ended_jobs, transfer.token)
-                return
+            with self.in_use():
+                path, why = self._direct_paths.find(self.fileno(), memory, extents)
+                if path is not None:
+                    path.submit(write=write, extents=extents, durable=durable, memory=memory, transfer=transfer)
+                    return
             report_fallback(why, self.path, required=self.direct == "required")
         transfer.why_not_direct = why
-        transfer.job = engine_for(memory.device_index).submit(
-            write=write,
-            device_index=memory.device_index,
-            files=[self._descriptor.native],
-            extents=extents,
-            access="direct" if durable and self.access == "automatic" else self.access,
-            durable=durable,
-            token=transfer.token,
-        )
+        try:
+            engine_for(memory.device_index).submit(
+                write=write,
+                device_index=memory.device_index,
+                files=[self._descriptor.native],
+                extents=extents,
+                access="direct" if durable and self.access == "automatic" else self.access,
+                durable=durable,
+                transfer=transfer,
+            )
+        except native.FileClosed:
+            raise ClosedResource(self.path) from None
 
     def _move_short(
         self,
@@ -361,21 +370,20 @@ class File:
             if self.access == "direct" or (why_not_direct := self._direct_paths.why_engine(memory)) is None:
                 return None
             check_range("file range", file_offset_bytes, length)
-            self._descriptor.begin_use()
-            try:
-                if write and not self.writable:
-                    raise self._mode_error()
-                moved_bytes, failure = engine_for(memory.device_index).transfer_small(
-                    write,
-                    self._descriptor.native,
-                    file_offset_bytes,
-                    memory.address + buffer_offset_bytes,
-                    length,
-                    memory.device_index,
-                )
-            finally:
-                self._descriptor.native.end_use()
-        except Exception:
+            if write and not self.writable:
+                raise self._mode_error()  # noqa: TRY301 - the memory is released below.
+            moved_bytes, failure = engine_for(memory.device_index).transfer_small(
+                write,
+                self._descriptor.native,
+                file_offset_bytes,
+                memory.address + buffer_offset_bytes,
+                length,
+                memory.device_index,
+            )
+        except native.FileClosed:
+            memory.release()
+            raise ClosedResource(self.path) from None
+        except BaseException:
             memory.release()
             raise
         memory.release()

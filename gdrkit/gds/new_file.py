@@ -14,11 +14,11 @@ import stat
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gdrkit.errors import ApiError, UsageError
 from gdrkit.gds.file import File
-from gdrkit.gds.opening import os_error
+from gdrkit.gds.opening import open_file, os_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -82,13 +82,14 @@ def open_destination(path: Path) -> Iterator[Destination]:
     """
     path = _follow_link(path)
     try:
-        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = open_file(str(path.parent), os.O_PATH | os.O_DIRECTORY)
     except OSError as error:
         raise os_error("open", str(path.parent), error) from error
     try:
-        yield Destination(str(path), folder, path.name, _stat_regular(folder, path.name, str(path)))
+        fd = folder.fileno()
+        yield Destination(str(path), fd, path.name, _stat_regular(fd, path.name, str(path)))
     finally:
-        os.close(folder)
+        folder.close()
 
 
 @contextlib.contextmanager
@@ -124,11 +125,12 @@ def new_file(
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, destination.folder, temporary_name)
         folder_fd = _open_to_sync(destination, stack) if durable else None
-        fd, has_temporary_name = _create(destination, temporary_name, bits)
+        native_file, has_temporary_name = _create(destination, temporary_name, bits)
         file = stack.enter_context(
-            File.from_descriptor(fd, path=destination.path, writable=True, access=access, direct=direct)
+            File.from_native(native_file, path=destination.path, writable=True, access=access, direct=direct)
         )
         yield file
+        fd = file.fileno()
         try:
             _set_permissions(fd, destination.old, source_bits)
             if durable:
@@ -149,16 +151,16 @@ def _follow_link(path: Path) -> Path:
     try:
         # open(2) follows the link, so that the kernel can refuse a link that another user has created in /tmp
         # (fs.protected_symlinks).
-        fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        link = open_file(str(path), os.O_PATH)
     except FileNotFoundError as error:
         message = f"{path} is a symbolic link to {path.readlink()}, which does not exist"
         raise UsageError(message, what_to_do="remove the link, or name its destination") from error
     except OSError as error:
         raise os_error("open", str(path), error) from error
     try:
-        return Path(f"/proc/self/fd/{fd}").readlink()
+        return Path(f"/proc/self/fd/{link.fileno()}").readlink()
     finally:
-        os.close(fd)
+        link.close()
 
 
 def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
@@ -179,24 +181,24 @@ def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
 def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
     """Open the folder for fsync(2). Without read permission this fails before anything is copied."""
     try:
-        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=destination.folder)
+        folder = open_file(".", os.O_RDONLY | os.O_DIRECTORY, folder=destination.folder)
     except OSError as error:
         raise os_error("open", str(Path(destination.path).parent), error) from error
-    stack.callback(os.close, fd)
-    return fd
+    stack.callback(folder.close)
+    return int(folder.fileno())
 
 
-def _create(destination: Destination, temporary_name: str, bits: int) -> tuple[int, bool]:
-    """Create an empty file. Return its descriptor, and whether it has the temporary name."""
-    flags = os.O_RDWR | os.O_CLOEXEC
+def _create(destination: Destination, temporary_name: str, bits: int) -> tuple[Any, bool]:
+    """Create an empty file. Return it as a file of the native engine, and whether it has the temporary name."""
+    flags = os.O_RDWR
     try:
         try:
-            return os.open(".", flags | os.O_TMPFILE, bits, dir_fd=destination.folder), False
+            return open_file(".", flags | os.O_TMPFILE, bits, folder=destination.folder), False
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return os.open(temporary_name, flags, bits, dir_fd=destination.folder), True
+        return open_file(temporary_name, flags, bits, folder=destination.folder), True
     except OSError as error:
         raise os_error("create", destination.path, error) from error
 

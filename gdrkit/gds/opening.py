@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import threading
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from gdrkit import forks
 from gdrkit.errors import Api, ApiError, ClosedResource, UsageError, errno_name
-from gdrkit.gds._native import native, reason_of
+from gdrkit.gds._native import call, native, reason_of
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
-__all__ = ["OPEN_FLAGS", "Access", "Direct", "OpenDescriptor", "check_choices", "open_regular", "os_error"]
+__all__ = [
+    "OPEN_FLAGS",
+    "Access",
+    "Direct",
+    "OpenDescriptor",
+    "check_choices",
+    "open_file",
+    "open_regular",
+    "os_error",
+]
 
 Access = Literal["automatic", "buffered", "direct"]
 Direct = Literal["preferred", "required", "never"]
 
+# AT_FDCWD of openat(2).
+_CURRENT_FOLDER = -100
 OPEN_FLAGS = {
     "r": os.O_RDONLY,
     "r+": os.O_RDWR,
@@ -34,52 +46,43 @@ class OpenDescriptor:
 
     Parameters
     ----------
-    fd : int
-        The descriptor. This object owns it, even if the constructor fails.
+    file : object
+        The file of the native engine.
     path : str
         Path of the file, for errors.
 
     Attributes
     ----------
     native : object
-        The file of the native engine, which counts the calls that use the descriptor.
+        The file of the native engine, which owns the descriptor and counts the calls and the jobs that use it.
     """
 
-    def __init__(self, fd: int, path: str) -> None:
+    def __init__(self, file: Any, path: str) -> None:  # noqa: ANN401 - native object.
         self.path = path
-        try:
-            self.native: Any = native.OpenFile(fd)
-        except BaseException:
-            os.close(fd)
-            raise
-        self._fd = fd
+        self.native = file
         self._close_lock = threading.Lock()
         self._handle = Handle("gds.file")
+        forks.register(self)
 
     @property
     def closed(self) -> bool:
         """Whether the file was closed."""
-        return self._fd < 0
+        return bool(self.native.closed)
 
     def fileno(self) -> int:
         """Return the descriptor. This object still owns it."""
-        if self._fd < 0:
+        fd = int(self.native.fileno())
+        if fd < 0:
             raise ClosedResource(self.path)
-        return self._fd
+        return fd
 
-    def begin_use(self) -> None:
-        """Make :meth:`close` wait for the call of ``native.end_use``."""
-        if not self.native.begin_use():
-            raise ClosedResource(self.path)
-
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[Any]:
-        """Yield the native file. :meth:`close` waits for the end of the block."""
-        self.begin_use()
+    def in_use(self) -> AbstractContextManager[Any]:
+        """Return a context manager with the native file. :meth:`close` waits for the end of its block."""
         try:
-            yield self.native
-        finally:
-            self.native.end_use()
+            use: AbstractContextManager[Any] = self.native.begin_use()
+        except native.FileClosed:
+            raise ClosedResource(self.path) from None
+        return use
 
     def close(self, end_transfers: Callable[[], None]) -> None:
         """Wait for the calls that use the descriptor, call `end_transfers`, and close the descriptor.
@@ -87,16 +90,14 @@ class OpenDescriptor:
         A second close does nothing. A close during another close waits for the first.
         """
         with self._close_lock:
-            if self._fd < 0:
-                return
-            try:
-                self.native.begin_close()
-                end_transfers()
-                fd, self._fd = self._fd, -1
-                os.close(fd)
-                self._handle.release()
-            finally:
-                self.native.end_close(is_closed=self._fd < 0)
+            if not self.closed:
+                call(self.native.close, end_transfers)
+            self._handle.release()
+
+    def after_fork_in_child(self) -> None:
+        """Forget the uses by threads of the parent, which never end in a forked child."""
+        self.native = self.native.replace_after_fork()
+        self._close_lock = threading.Lock()
 
 
 def check_choices(access: str, direct: str) -> None:
@@ -107,8 +108,26 @@ def check_choices(access: str, direct: str) -> None:
             raise UsageError(message)
 
 
-def open_regular(path: str, flags: int) -> int:
-    """Open a regular file and return its descriptor.
+def open_file(
+    path: str,
+    flags: int,
+    mode: int = 0,
+    *,
+    folder: int = _CURRENT_FOLDER,
+) -> Any:  # noqa: ANN401 - native object.
+    """Open any file as a file of the native engine, whose destructor closes it, so that no interrupt leaves it open.
+
+    The path is relative to the descriptor `folder`. Raise OSError if the kernel does not open the file.
+    """
+    try:
+        return native.OpenFile.open(os.fsencode(path), flags, mode, folder)
+    except native.EngineError as error:
+        number = error.args[2]
+        raise OSError(number, os.strerror(number), path) from None
+
+
+def open_regular(path: str, flags: int) -> Any:  # noqa: ANN401 - native object.
+    """Open a regular file and return it as a file of the native engine, which owns the descriptor.
 
     Raises
     ------
@@ -119,13 +138,12 @@ def open_regular(path: str, flags: int) -> int:
     """
     try:
         # Without O_NONBLOCK, open of a pipe would block until its other end is opened. Regular files ignore the flag.
-        fd = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        file = open_file(path, flags | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise os_error("open", path, error) from error
-    mode = os.fstat(fd).st_mode
+    mode = os.fstat(file.fileno()).st_mode
     if stat.S_ISREG(mode):
-        return fd
-    os.close(fd)
+        return file
     if stat.S_ISDIR(mode):
         raise os_error("open", path, OSError(errno.EISDIR, os.strerror(errno.EISDIR)))
     message = f"{path} is not a regular file"

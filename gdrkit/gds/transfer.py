@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import itertools
+import math
 import os
+import sys
 import time
 from collections.abc import Mapping  # noqa: TC003 - a NamedTuple evaluates its annotations.
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from gdrkit.cufile import Route
-from gdrkit.errors import Api, ApiError, GdrkitError, Reason
+from gdrkit.errors import Api, ApiError, GdrkitError, Reason, UsageError
 from gdrkit.gds._native import Failure, api_error, native
 from gdrkit.gds.event_loop import loop_waits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
+    from typing import NoReturn
 
     from gdrkit.gds.buffer import TransferBuffer
 
@@ -37,6 +40,8 @@ __all__ = [
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
+# Longer timeouts are no limit: a hundred years, in seconds.
+_TIMEOUT_S_MAX = 100 * 365 * 86400.0
 # The direct routes. If a direct path is required, a transfer over another route fails.
 DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
 
@@ -122,24 +127,35 @@ class TransferJob(Protocol):
         """Return how many bytes of each range arrived. It is valid when the job is over."""
 
 
-# All transfers in progress, by their tokens. They are alive here, because their memory must not be freed before they
-# end. The dictionary and the native queue of the ended jobs need no lock, so that a finalizer may start a transfer.
-_in_progress: dict[int, Transfer] = {}
+# `native.in_progress` has all transfers in progress, by their tokens. They are alive there, because their memory must
+# not be freed before they end. `native.ended` has the ones whose job is over. These dictionaries and the native queue
+# of the ended jobs need no lock, so that a finalizer may start a transfer.
 _tokens = itertools.count(1)
-# In a forked child: the transfers of the parent. The child cannot know when they end, so it never frees their memory.
-_transfers_of_parent: list[Transfer] = []
 
 
 def transfers_of(file: object) -> list[Transfer]:
-    """Return the transfers in progress of an open file, except those whose start was interrupted."""
-    transfers = _in_progress.copy().values()
-    return [transfer for transfer in transfers if file in transfer.files and hasattr(transfer, "job")]
+    """Return the transfers in progress of an open file."""
+    return [transfer for transfer in native.in_progress.copy().values() if file in transfer.files]
+
+
+class _JobOfParent:
+    """The job of a transfer of the parent process, in a forked child: every call raises an error."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        message = "the transfer was started before the fork, so that only the parent process can wait for it"
+        raise UsageError(message)
 
 
 def _after_fork_in_child() -> None:
-    # Only the parent has the threads that end the transfers.
-    _transfers_of_parent.extend(_in_progress.values())
-    _in_progress.clear()
+    if "gdrkit.gds._engine" not in sys.modules:
+        return
+    # Only the parent has the threads that end the transfers. The child cannot know when they end, so it never frees
+    # their memory and their jobs, which a thread of the parent may have locked.
+    for transfer in tuple(native.in_progress.values()):
+        native.keep_forever((transfer.job, transfer.buffer))
+        transfer.job = _JobOfParent()
+    native.in_progress.clear()
+    native.ended.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -149,7 +165,8 @@ class Transfer:
     """A transfer in progress, as a future.
 
     The methods of :class:`gdrkit.gds.File` and :func:`gdrkit.gds.read_files` create it before they submit its job. If
-    an interrupt ends such a call, the memory stays in use until the job ends.
+    an interrupt ends such a call before the job is queued, the memory is free again. Afterwards the memory stays in use
+    until the job ends.
 
     Attributes
     ----------
@@ -162,7 +179,7 @@ class Transfer:
     files : sequence
         The open files, which stay alive until the transfer is over, or the paths of files that the job opens.
     token : int
-        Number of the transfer, which the native queue ``ended_jobs`` has when the job is over.
+        Number of the transfer in ``in_progress`` and in ``ended_jobs`` of the native engine.
     why_not_direct : str
         The reason why no direct path was used; empty if one was used, or if the caller did not want one.
     """
@@ -180,11 +197,9 @@ class Transfer:
         "why_not_direct",
     )
 
-    def __init__(
-        self, extents: Sequence[int], buffer: TransferBuffer, files: Sequence[object], *, direct_required: bool = False
-    ) -> None:
+    def __init__(self, buffer: TransferBuffer, files: tuple[object, ...], *, direct_required: bool = False) -> None:
         self.job: TransferJob
-        self.extents = extents
+        self.extents: Sequence[int] = ()
         self.buffer: TransferBuffer | None = buffer
         self.files = files
         self.why_not_direct = ""
@@ -192,13 +207,25 @@ class Transfer:
         self._device_index = buffer.device_index
         # The result and the error. One tuple, so that a thread sees both or none.
         self._outcome: tuple[Transferred, GdrkitError | None] | None = None
-        self.token = token = next(_tokens)
-        _in_progress[token] = self
+        self.token = next(_tokens)
         # A caller may drop a future without a call of result(). Then a later transfer releases its memory here.
-        for ended in native.ended_jobs.take():
-            transfer = _in_progress.get(ended)
-            if transfer is not None:
+        if native.collect_ended():
+            for transfer in tuple(native.ended.values()):
                 transfer.release()
+
+    def start(self, job: TransferJob, function: Callable[[Any], object], argument: object) -> None:
+        """Store the job and call `function`, which starts it.
+
+        If `function` is a function of C, such as the method of a queue, then no interrupt comes between the two. The
+        transfer has its job exactly if the job was started.
+        """
+        job.notify(native.ended_jobs, self.token)
+        native.start(self, job, function, argument)
+
+    def discard(self) -> None:
+        """Release the memory after an error of the start, unless a job uses the memory."""
+        if not hasattr(self, "job") or self.job.wait(0):
+            self.release()
 
     @property
     def bytes_moved(self) -> int:
@@ -233,7 +260,7 @@ class Transfer:
         Parameters
         ----------
         timeout_s : float or None
-            Longest time to wait, in seconds; None for no limit.
+            Longest time to wait, in seconds. A negative time is the same as 0. None and infinity mean no limit.
         on_progress : callable or None
             Called about twenty times per second, and at the end, with the bytes that arrived and the bytes requested.
             An exception that it raises cancels the transfer.
@@ -246,6 +273,8 @@ class Transfer:
             is the result up to the error.
         TimeoutError
             The transfer was not over in time. It continues.
+        UsageError
+            The timeout is not a number (NaN).
         """
         if on_progress is None:
             self._wait(timeout_s)
@@ -268,17 +297,20 @@ class Transfer:
             except asyncio.CancelledError as error:
                 cancelled = error
                 self.job.cancel()
+            except ApiError:  # There is no descriptor for the event loop.
+                self._cancel_and_wait()
+                raise
         if cancelled is not None:
             self._end()
             raise cancelled
         return self.result()
 
     def _wait(self, timeout_s: float | None) -> None:
-        if not self.job.wait(-1 if timeout_s is None else int(timeout_s * 1e6)):
+        if not self.job.wait(_timeout_us(timeout_s)):
             raise self._timeout_error()
 
     def _watch(self, timeout_s: float | None, on_progress: Callable[[int, int], None]) -> None:
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        deadline_s = None if _timeout_us(timeout_s) < 0 else time.monotonic() + (timeout_s or 0)
         is_late = False
         try:
             while not is_late and not self.job.wait(int(_PROGRESS_S * 1e6)):
@@ -287,12 +319,16 @@ class Transfer:
             if not is_late:
                 on_progress(self.bytes_moved, self.length_bytes)
         except BaseException:
-            self.job.cancel()
-            self.job.wait(-1)
-            self._end()
+            self._cancel_and_wait()
             raise
         if is_late:
             raise self._timeout_error()
+
+    def _cancel_and_wait(self) -> None:
+        """Cancel the transfer, wait for the chunks in progress, and release the memory."""
+        self.job.cancel()
+        self.job.wait(-1)
+        self._end()
 
     def _timeout_error(self) -> TimeoutError:
         return TimeoutError(f"{self.bytes_moved} of {self.length_bytes} bytes moved so far")
@@ -325,7 +361,8 @@ class Transfer:
         if buffer is not None:
             buffer.release()
             self.buffer = None
-        _in_progress.pop(self.token, None)
+        native.in_progress.pop(self.token, None)
+        native.ended.pop(self.token, None)
 
     def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
@@ -369,6 +406,16 @@ class Transfer:
         if failed_index is not None:
             arguments["file_offset_bytes"] = self.extents[_EXTENT_NUMBERS * failed_index + 1]
         return arguments
+
+
+def _timeout_us(timeout_s: float | None) -> int:
+    """Return the timeout in microseconds; -1 for no limit."""
+    if timeout_s is None or timeout_s > _TIMEOUT_S_MAX:
+        return -1
+    if math.isnan(timeout_s):
+        message = "timeout_s must be a number of seconds, or None for no limit, not nan"
+        raise UsageError(message)
+    return int(max(timeout_s, 0) * 1e6)
 
 
 def _early_end_error(

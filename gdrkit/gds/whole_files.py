@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import TYPE_CHECKING
 
-from gdrkit.errors import UsageError
+from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.gds._native import native
 from gdrkit.gds.buffer import describe_buffer
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.ranges import check_range, part_length
@@ -50,12 +50,14 @@ def read_files(
     UsageError
         There is not one length for each path, or the files do not fit into the memory.
     """
+    paths = tuple(paths)
     encoded_paths = [os.fsencode(path) for path in paths]
     paths_count = len(encoded_paths)
     if paths_count != len(lengths_bytes):
         message = f"lengths_bytes must have one length for each of the {paths_count} paths, not {len(lengths_bytes)}"
         raise UsageError(message)
     memory = describe_buffer(buffer, writable=True)
+    transfer = Transfer(memory, paths)
     try:
         address = memory.address
         extents: list[int] = []
@@ -64,22 +66,18 @@ def read_files(
             extents += (index, 0, address, length)
             address += length
         part_length(memory, 0, address - memory.address)
-    except Exception:
-        memory.release()
-        raise
-    transfer = Transfer(extents, memory, paths)
-    try:
-        transfer.job = engine_for(memory.device_index).submit(
+        transfer.extents = extents
+        engine_for(memory.device_index).submit(
             write=False,
             device_index=memory.device_index,
             files=encoded_paths,
             extents=extents,
             access=access,
             flags=os.O_RDONLY,
-            token=transfer.token,
+            transfer=transfer,
         )
-    except Exception:
-        transfer.release()
+    except BaseException:
+        transfer.discard()
         raise
     return transfer
 
@@ -110,20 +108,24 @@ def transfer_ranges(
     UsageError
         The files do not have the same `access`, or a file to write was opened for reading only.
     """
-    transfer = Transfer(extents, memory, files)
+    files = tuple(files)
+    transfer = Transfer(memory, files)
     try:
         _check_files(files, write=write)
-        with contextlib.ExitStack() as users:
-            transfer.job = engine_for(memory.device_index).submit(
-                write=write,
-                device_index=memory.device_index,
-                files=[users.enter_context(file.in_use()) for file in files],
-                extents=extents,
-                access=files[0].access,
-                token=transfer.token,
-            )
-    except Exception:
-        transfer.release()
+        transfer.extents = extents[:]
+        engine_for(memory.device_index).submit(
+            write=write,
+            device_index=memory.device_index,
+            files=[file.native_file for file in files],
+            extents=transfer.extents,
+            access=files[0].access,
+            transfer=transfer,
+        )
+    except native.FileClosed as error:
+        transfer.discard()
+        raise ClosedResource(files[error.args[0]].path) from None
+    except BaseException:
+        transfer.discard()
         raise
     return transfer
 

@@ -35,11 +35,15 @@ void CompletionQueue::push(std::unique_ptr<Entry> entry) noexcept {
 }
 
 std::vector<std::uint64_t> CompletionQueue::take() {
-    std::vector<std::uint64_t> tokens;
     // The event is cleared first. An entry that is added afterwards sets it again.
     if (eventfd_t count = 0; event_) {
         eventfd_read(event_.get(), &count);
     }
+    return take_entries();
+}
+
+std::vector<std::uint64_t> CompletionQueue::take_entries() {
+    std::vector<std::uint64_t> tokens;
     if (newest_.load(std::memory_order_relaxed) == nullptr) {
         return tokens;
     }

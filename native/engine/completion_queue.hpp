@@ -22,7 +22,9 @@ public:
     explicit CompletionQueue(bool has_event);
     CompletionQueue(const CompletionQueue&) = delete;
     CompletionQueue& operator=(const CompletionQueue&) = delete;
-    ~CompletionQueue() { take(); }
+    // Frees the entries. The eventfd is not read: a forked child shares it with its parent, whose wake-up it would
+    // take.
+    ~CompletionQueue() { take_entries(); }
 
     // Adds a token. The caller allocates the entry beforehand, so that the end of a job cannot fail.
     void push(std::unique_ptr<Entry> entry) noexcept;
@@ -32,6 +34,8 @@ public:
     int event_fd() const noexcept { return event_.get(); }
 
 private:
+    std::vector<std::uint64_t> take_entries();
+
     std::atomic<Entry*> newest_{nullptr};
     Descriptor event_;
 };

@@ -79,9 +79,11 @@ void Engine::run_worker(std::size_t worker_index) {
     worker.run();
 }
 
-void Engine::submit(const std::shared_ptr<Job>& job) {
+bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
-    queue_not_full_.wait(lock, [&] { return jobs_.size() < jobs_max || is_closing_; });
+    if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < jobs_max || is_closing_; })) {
+        return false;
+    }
     if (is_closing_) {
         throw kernel_error("submit", ESHUTDOWN);
     }
@@ -98,6 +100,7 @@ void Engine::submit(const std::shared_ptr<Job>& job) {
             work_changed_.notify_one();
         }
     }
+    return true;
 }
 
 TakeResult Engine::next(Chunk& chunk, bool may_wait) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -11,6 +12,7 @@
 #include <thread>
 #include <vector>
 
+#include "common/futex.hpp"
 #include "engine/coalesced_copy.hpp"
 #include "engine/copy_stream.hpp"
 #include "engine/job.hpp"
@@ -30,9 +32,9 @@ public:
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // Queues a job. Blocks while the queue is full. Throws Error: ESHUTDOWN after close(), or the error of
-    // pthread_create.
-    void submit(const std::shared_ptr<Job>& job);
+    // Queues a job. Waits while the queue is full, at most `timeout`. Returns whether the job is queued. Throws Error:
+    // ESHUTDOWN after close(), or the error of pthread_create.
+    bool submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout = no_limit);
 
     // Moves one range on the calling thread, without the queue. The bytes have arrived when the call returns. The range
     // has at most small_bytes_max if the memory is device memory.

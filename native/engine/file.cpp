@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdio>
 
+#include "common/futex.hpp"
 #include "engine/failure.hpp"
 
 namespace gdrkit::engine {
@@ -105,25 +106,29 @@ bool File::begin_use() noexcept {
 
 void File::end_use() noexcept {
     if (users_count_.fetch_sub(1) == 1 && is_closing_.load()) {
-        users_count_.notify_all();
+        futex_wake_all(users_count_);
     }
 }
 
-void File::begin_close() noexcept {
-    is_closing_.store(true);
-    while (const std::uint32_t count = users_count_.load()) {
-        users_count_.wait(count);
+bool File::wait_for_uses(std::chrono::nanoseconds timeout) noexcept {
+    return wait_for_word(users_count_, timeout, [](std::uint32_t count) { return count == 0; });
+}
+
+void File::close() {
+    const std::lock_guard lock(open_mutex_);
+    is_closed_.store(true);
+    direct_fd_.store(-1, std::memory_order_relaxed);
+    fd_.store(-1, std::memory_order_relaxed);
+    owned_direct_descriptor_.reset();
+    // The kernel frees the descriptor also when close(2) fails, for example because a server reports an earlier write.
+    if (const int fd = owned_descriptor_.release(); fd >= 0 && ::close(fd) != 0) {
+        throw kernel_error("close", errno);
     }
 }
 
-void File::end_close(bool is_closed) noexcept {
-    if (is_closed) {
-        const std::lock_guard lock(open_mutex_);
-        direct_fd_.store(-1, std::memory_order_relaxed);
-        owned_direct_descriptor_.reset();
-    } else {
-        is_closing_.store(false);
-    }
+std::shared_ptr<File> File::replace_after_fork() {
+    owned_direct_descriptor_.reset();
+    return std::make_shared<File>(std::move(owned_descriptor_));
 }
 
 void File::end() noexcept {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -18,13 +19,16 @@ public:
     // A file that this object opens at the first use, by its path and with these flags and mode. It is closed when no
     // bytes are pending any more.
     File(std::string path, int flags, unsigned mode) : path_(std::move(path)), flags_(flags), mode_(mode) {}
-    // A file that the caller has opened. The caller owns `fd`, and this object owns only the descriptor with O_DIRECT.
-    explicit File(int fd) : flags_(0), mode_(0), fd_(fd) {}
+    // An open file. This object owns the descriptor, and closes it in close() or in the destructor.
+    explicit File(Descriptor descriptor)
+        : flags_(0), mode_(0), owned_descriptor_(std::move(descriptor)), fd_(owned_descriptor_.get()) {}
     File(const File&) = delete;
     File& operator=(const File&) = delete;
 
     // Returns the descriptor without O_DIRECT. Throws Error.
     int buffered_fd();
+    // Returns the descriptor without O_DIRECT if the file is open, else -1.
+    int fd() const noexcept { return fd_.load(std::memory_order_acquire); }
     // Returns the descriptor with O_DIRECT, or -1 if the file system does not support it (see direct_refusal).
     int direct_fd();
     // Returns the errno with which O_DIRECT failed, or 0 if it did not fail.
@@ -44,18 +48,25 @@ public:
     // Closes a file that was opened by its path, even if bytes are still pending.
     void end() noexcept;
 
-    // The calls that use the descriptor of the caller are counted, so that the caller can wait for them before it
-    // closes the descriptor. Returns false if the caller closes it.
+    // The calls and the jobs that use the descriptors are counted, so that a close can wait for them. Returns false if
+    // the file is closed, or while FileClosing refuses uses.
     bool begin_use() noexcept;
     // Adds a use while the calling thread has one, so that the file is still open.
     void add_use() noexcept { users_count_.fetch_add(1); }
     void end_use() noexcept;
-    // Refuses further uses, and waits until there are none.
-    void begin_close() noexcept;
-    // Closes the descriptor with O_DIRECT, or allows uses again if the caller did not close its descriptor.
-    void end_close(bool is_closed) noexcept;
+    // Waits until there are no uses, at most `timeout`. Returns whether there are none.
+    bool wait_for_uses(std::chrono::nanoseconds timeout) noexcept;
+    // Closes the descriptors of a file without uses. Throws Error: the error of close(2), after which the file is
+    // closed too.
+    void close();
+    bool is_closed() const noexcept { return is_closed_.load(); }
+    // Returns a file with the descriptor of this one, for a forked child. Threads of the parent may have used this one,
+    // so its locks and counts are useless.
+    std::shared_ptr<File> replace_after_fork();
 
 private:
+    friend class FileClosing;
+
     const std::string path_;
     const int flags_;
     const unsigned mode_;
@@ -69,6 +80,37 @@ private:
     std::atomic<std::uint64_t> pending_bytes_{0};
     std::atomic<std::uint32_t> users_count_{0};
     std::atomic<bool> is_closing_{false};
+    std::atomic<bool> is_closed_{false};
+};
+
+// A use of a file, which the destructor ends. It is empty if the file is closed.
+class FileUse {
+public:
+    explicit FileUse(std::shared_ptr<File> file) : file_(file->begin_use() ? std::move(file) : nullptr) {}
+    FileUse(FileUse&& other) noexcept : file_(std::move(other.file_)) {}
+    FileUse& operator=(FileUse&&) = delete;
+    ~FileUse() { end(); }
+    void end() noexcept {
+        if (const std::shared_ptr<File> file = std::move(file_)) {
+            file->end_use();
+        }
+    }
+    const std::shared_ptr<File>& file() const noexcept { return file_; }
+
+private:
+    std::shared_ptr<File> file_;
+};
+
+// Refuses further uses of a file from its construction on. The destructor allows them again, unless the file is closed.
+class FileClosing {
+public:
+    explicit FileClosing(File& file) noexcept : file_(file) { file_.is_closing_.store(true); }
+    FileClosing(const FileClosing&) = delete;
+    FileClosing& operator=(const FileClosing&) = delete;
+    ~FileClosing() { file_.is_closing_.store(file_.is_closed()); }
+
+private:
+    File& file_;
 };
 
 } // namespace gdrkit::engine

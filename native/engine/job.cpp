@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <chrono>
 
+#include "common/futex.hpp"
+
 namespace gdrkit::engine {
 namespace {
 
@@ -285,7 +287,7 @@ void Job::fail(std::uint32_t extent_index, Failure failure) {
 
 void Job::cancel() {
     const std::lock_guard lock(mutex_);
-    if (!is_over_ && next_extent_ < extents_.size() && !is_stopped_) {
+    if (!is_over() && next_extent_ < extents_.size() && !is_stopped_) {
         is_stopped_ = true;
         progress_.is_cancelled = true;
         if (chunks_in_flight_ == 0) {
@@ -316,8 +318,9 @@ void Job::end_locked() {
         bytes += std::min(extent.first_missing_offset, extent.length);
     }
     totals.add(bytes);
-    is_over_ = true;
-    over_condition_.notify_all();
+    if (state_.exchange(over, std::memory_order_acq_rel) == awaited) {
+        futex_wake_all(state_);
+    }
     for (Notification& notification : notifications_) {
         notification.queue->push(std::move(notification.entry));
     }
@@ -325,40 +328,40 @@ void Job::end_locked() {
 }
 
 bool Job::wait(std::int64_t timeout_us) {
-    std::unique_lock lock(mutex_);
     // A wait for 0 us would still sleep in the kernel, by default for 50 us.
     if (timeout_us == 0) {
-        return is_over_;
+        return is_over();
     }
-    if (timeout_us < 0) {
-        over_condition_.wait(lock, [&] { return is_over_; });
-        return true;
-    }
-    return over_condition_.wait_for(lock, std::chrono::microseconds(timeout_us), [&] { return is_over_; });
-}
-
-bool Job::is_over() {
-    const std::lock_guard lock(mutex_);
-    return is_over_;
+    const auto timeout = timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us);
+    return wait_for_word(state_, timeout, [&](std::uint32_t state) {
+        if (state == running) {
+            state_.compare_exchange_strong(state, awaited); // A sleep until `running` changes then ends at once.
+        }
+        return state == over;
+    });
 }
 
 void Job::notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
     auto entry = std::make_unique<CompletionQueue::Entry>(CompletionQueue::Entry{.token = token, .next = nullptr});
     const std::lock_guard lock(mutex_);
-    if (is_over_) {
+    if (is_over()) {
         queue->push(std::move(entry));
     } else {
         notifications_.push_back({std::move(queue), std::move(entry)});
     }
 }
 
+std::unique_lock<std::mutex> Job::lock_unless_over() {
+    return is_over() ? std::unique_lock<std::mutex>() : std::unique_lock(mutex_);
+}
+
 Progress Job::progress() {
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock lock = lock_unless_over();
     return progress_;
 }
 
 std::vector<std::uint64_t> Job::arrived_bytes() {
-    const std::lock_guard lock(mutex_);
+    const std::unique_lock lock = lock_unless_over();
     std::vector<std::uint64_t> bytes;
     bytes.reserve(extents_.size());
     for (const Extent& extent : extents_) {

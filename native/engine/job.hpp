@@ -4,7 +4,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -150,7 +149,8 @@ public:
 
     // Waits at most `timeout_us`, or without limit if it is negative. Returns whether the job is over.
     bool wait(std::int64_t timeout_us);
-    bool is_over();
+    // This and the functions below take no lock when the job is over.
+    bool is_over() const noexcept { return state_.load(std::memory_order_acquire) == over; }
     // Adds the token to the queue when the job is over; at once if it is over already.
     void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
     Progress progress();
@@ -177,6 +177,7 @@ private:
         return chunks_in_flight_ == 0 && (is_stopped_ || next_extent_ == extents_.size());
     }
     std::optional<Failure> make_durable();
+    std::unique_lock<std::mutex> lock_unless_over();
     void end_locked();
 
     const Direction direction_;
@@ -191,7 +192,6 @@ private:
     std::size_t chunks_count_ = 0;
 
     std::mutex mutex_;
-    std::condition_variable over_condition_;
     std::uint32_t next_extent_ = 0; // Index of the first extent that is not taken completely.
     std::uint64_t next_offset_ = 0; // Bytes of that extent that are taken.
     std::uint64_t taken_bytes_ = 0;
@@ -201,7 +201,9 @@ private:
     std::size_t chunks_in_flight_ = 0;
     std::size_t reservations_count_ = 0;
     bool is_stopped_ = false;
-    bool is_over_ = false;
+    // `awaited` means that a thread sleeps until the job is over.
+    enum State : std::uint32_t { running, awaited, over };
+    std::atomic<std::uint32_t> state_{running};
     std::vector<Notification> notifications_;
     const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
     Progress progress_;

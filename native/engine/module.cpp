@@ -7,12 +7,19 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "common/gil.hpp"
 #include "engine/engine.hpp"
 #include "engine/numa.hpp"
 
@@ -30,19 +37,38 @@ nb::tuple failure_tuple(const Failure& failure) {
 }
 
 PyObject* engine_error = nullptr;
+PyObject* file_closed = nullptr;
+// The transfers of gdrkit.gds.transfer in progress, by their tokens, and the ones among them whose job is over.
+PyObject* transfers_in_progress = nullptr;
+PyObject* transfers_ended = nullptr;
+PyObject* job_attribute = nullptr;
+PyObject* token_attribute = nullptr;
 // The queue that submit() passes to each job.
 const auto ended_jobs = std::make_shared<CompletionQueue>(false);
+// A waiting main thread runs Python's signal handlers in this interval, so that Ctrl-C ends the wait. Python runs them
+// only on that thread, which is the first of the process.
+constexpr std::chrono::milliseconds signals_interval{50};
 
 [[noreturn]] void raise(const Failure& failure) {
     PyErr_SetObject(engine_error, failure_tuple(failure).ptr());
     throw nb::python_error();
 }
 
+// Begins a use of the file with this index in the arguments of a call. Raises FileClosed if the file is closed.
+FileUse begin_use(std::shared_ptr<File> file, std::size_t index = 0) {
+    FileUse use(std::move(file));
+    if (!use.file()) {
+        PyErr_SetObject(file_closed, nb::make_tuple(index).ptr());
+        throw nb::python_error();
+    }
+    return use;
+}
+
 // Runs a function without the GIL and returns its result. Raises EngineError if it throws Error.
 template <typename Function> auto without_gil(const Function& function) {
     Failure failure;
     {
-        const nb::gil_scoped_release release;
+        const GilRelease release;
         try {
             return function();
         } catch (const Error& error) {
@@ -51,6 +77,96 @@ template <typename Function> auto without_gil(const Function& function) {
     }
     raise(failure);
 }
+
+// Calls `wait` without the GIL until it returns true, or until `timeout` has passed. Its argument is how long it may
+// wait. Raises the exception of a signal handler.
+template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeout, const Wait& wait) {
+    const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
+    for (std::chrono::nanoseconds interval = signals_interval;;) {
+        const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
+        const std::chrono::nanoseconds slice = std::clamp(left, std::chrono::nanoseconds(0), interval);
+        if (without_gil([&] { return wait(slice); })) {
+            return true;
+        }
+        if (PyErr_CheckSignals() != 0) {
+            throw nb::python_error();
+        }
+        if (left <= slice) {
+            return false;
+        }
+        if (getpid() != syscall(SYS_gettid)) {
+            interval = no_limit;
+        }
+    }
+}
+
+// Stores the job in its transfer, and the transfer in `transfers_in_progress`. Returns the token of the transfer.
+//
+// A caller that starts the job in the same call of native code leaves no time at which a signal handler of Python could
+// end the start: a transfer has its job, and is kept alive, exactly if the job was started.
+std::uint64_t begin_transfer(nb::handle transfer, nb::handle job) {
+    const nb::object token = nb::steal(PyObject_GetAttr(transfer.ptr(), token_attribute));
+    if (!token.is_valid() || PyObject_SetAttr(transfer.ptr(), job_attribute, job.ptr()) != 0 ||
+        PyDict_SetItem(transfers_in_progress, token.ptr(), transfer.ptr()) != 0) {
+        throw nb::python_error();
+    }
+    return nb::cast<std::uint64_t>(token);
+}
+
+// Adds the transfers in progress whose job is over to `transfers_ended`. Returns whether that has any.
+bool collect_ended() {
+    for (const std::uint64_t token : ended_jobs->take()) {
+        const nb::object key = nb::cast(token);
+        PyObject* const transfer = PyDict_GetItemWithError(transfers_in_progress, key.ptr());
+        if (transfer == nullptr ? PyErr_Occurred() != nullptr
+                                : PyDict_SetItem(transfers_ended, key.ptr(), transfer) != 0) {
+            throw nb::python_error();
+        }
+    }
+    return PyDict_Size(transfers_ended) != 0;
+}
+
+// Opens a file. If a signal interrupts open(2), runs the signal handlers of Python and tries again.
+std::shared_ptr<File> open_file(const nb::bytes& path, int flags, int mode, int folder) {
+    if (std::strlen(path.c_str()) != path.size()) {
+        throw nb::value_error("embedded null byte");
+    }
+    for (;;) {
+        int error_number = 0;
+        Descriptor descriptor(without_gil([&] {
+            const int fd = openat(folder, path.c_str(), flags | O_CLOEXEC, mode);
+            error_number = errno;
+            return fd;
+        }));
+        if (descriptor) {
+            return std::make_shared<File>(std::move(descriptor));
+        }
+        if (error_number != EINTR) {
+            raise({.api = Api::kernel, .operation = "open", .number = error_number, .name = {}});
+        }
+        if (PyErr_CheckSignals() != 0) {
+            throw nb::python_error();
+        }
+    }
+}
+
+// Returns the result of a function of a job. While the job runs, a worker may have its lock during a system call, which
+// perhaps another thread of this process serves (FUSE). That thread needs the GIL.
+template <typename Function> auto query(Job& job, const Function& function) {
+    return job.is_over() ? function() : without_gil(function);
+}
+
+// The engine of Python, whose threads end without the GIL: perhaps they wait for a thread that needs it.
+struct ClosingEngine {
+    ClosingEngine(const Tuning& tuning, int node) : engine(tuning, node) {}
+    ClosingEngine(const ClosingEngine&) = delete;
+    ClosingEngine& operator=(const ClosingEngine&) = delete;
+    ~ClosingEngine() {
+        const GilRelease release;
+        engine.close();
+    }
+    Engine engine;
+};
 
 // The memory of an object with the buffer protocol. The object cannot be resized or freed until release().
 struct HostMemory {
@@ -112,13 +228,15 @@ std::vector<Extent> extents_of(nb::handle flat, std::size_t files_count) {
     return extents;
 }
 
-// Converts a list of files. Each is a path (bytes), which the job opens and closes, or an OpenFile.
-std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags) {
+// Converts a list of files. Each is a path (bytes), which the job opens and closes, or an OpenFile, of which a use is
+// added to `uses`.
+std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, std::vector<FileUse>& uses) {
     std::vector<std::shared_ptr<File>> native_files;
     native_files.reserve(nb::len(files));
     for (const nb::handle item : files) {
         if (nb::isinstance<File>(item)) {
-            native_files.push_back(nb::cast<std::shared_ptr<File>>(item));
+            uses.push_back(begin_use(nb::cast<std::shared_ptr<File>>(item), native_files.size()));
+            native_files.push_back(uses.back().file());
         } else {
             const auto path = nb::cast<nb::bytes>(item);
             native_files.push_back(std::make_shared<File>(std::string(path.c_str(), path.size()), flags, 0));
@@ -144,16 +262,33 @@ nb::dict dict_of(const Progress& progress) {
 }
 
 void bind_jobs(nb::module_& module) {
-    nb::class_<File>(module, "OpenFile",
-                     "A descriptor of the caller, and a second one with O_DIRECT, which this object owns.")
-        .def(nb::new_([](int fd) { return std::make_shared<File>(fd); }), "fd"_a)
-        .def("begin_use", &File::begin_use,
-             "Count a use of the descriptor, for which begin_close() waits. Return False if the file is being closed.")
-        .def("end_use", &File::end_use)
-        .def("begin_close", &File::begin_close, nb::call_guard<nb::gil_scoped_release>(),
-             "Refuse further uses, and wait until there are none.")
-        .def("end_close", &File::end_close, "is_closed"_a,
-             "Close the descriptor with O_DIRECT, or allow uses again if the file was not closed.")
+    nb::class_<FileUse>(module, "FileUse", "A use of a file, until the end of the block or of this object.")
+        .def("__enter__", [](FileUse& self) { return self.file(); })
+        .def(
+            "__exit__", [](FileUse& self, nb::handle, nb::handle, nb::handle) { self.end(); }, "error_class"_a.none(),
+            "error"_a.none(), "traceback"_a.none());
+    nb::class_<File>(module, "OpenFile", "An open file, with a second descriptor for O_DIRECT.")
+        .def(nb::new_([](int fd) { return std::make_shared<File>(Descriptor(fd)); }), "fd"_a)
+        .def_static("open", &open_file, "path"_a, "flags"_a, "mode"_a, "folder"_a = AT_FDCWD)
+        .def(
+            "begin_use", [](const std::shared_ptr<File>& self) { return begin_use(self); },
+            "Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.")
+        .def(
+            "close",
+            [](File& self, nb::handle end_transfers) {
+                const FileClosing closing(self);
+                wait_interruptibly(no_limit, [&](auto timeout) { return self.wait_for_uses(timeout); });
+                if (!end_transfers.is_none()) {
+                    end_transfers();
+                }
+                without_gil([&] { self.close(); });
+            },
+            "end_transfers"_a.none() = nb::none(),
+            "Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors.")
+        .def_prop_ro("closed", &File::is_closed)
+        .def("fileno", &File::fd, "Return the descriptor, which this object owns; -1 if the file was closed.")
+        .def("replace_after_fork", &File::replace_after_fork,
+             "Return a file with the same descriptor, for a forked child.")
         .def("direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); })
         .def_prop_ro("direct_refusal", &File::direct_refusal)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
@@ -185,24 +320,31 @@ void bind_jobs(nb::module_& module) {
         .def(
             "wait",
             [](Job& self, std::int64_t timeout_us) {
-                const nb::gil_scoped_release release;
-                return self.wait(timeout_us);
+                if (timeout_us == 0 || self.is_over()) {
+                    return self.is_over();
+                }
+                const std::chrono::nanoseconds timeout =
+                    timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us);
+                return wait_interruptibly(timeout, [&](std::chrono::nanoseconds slice) {
+                    return self.wait(std::chrono::ceil<std::chrono::microseconds>(slice).count());
+                });
             },
             "timeout_us"_a = -1)
         .def("is_over", &Job::is_over)
-        .def("cancel", &Job::cancel, nb::call_guard<nb::gil_scoped_release>())
-        .def("notify", &Job::notify, "queue"_a, "token"_a,
+        .def("cancel", &Job::cancel, nb::call_guard<GilRelease>())
+        .def("notify", &Job::notify, "queue"_a, "token"_a, nb::call_guard<GilRelease>(),
              "Add the token to the queue when the job is over; at once if it is over already.")
-        .def("progress", [](Job& self) { return dict_of(self.progress()); })
-        .def("arrived", &Job::arrived_bytes,
-             "Return for each extent the number of bytes that arrived from its beginning without a gap.");
+        .def("progress", [](Job& self) { return dict_of(query(self, [&] { return self.progress(); })); })
+        .def(
+            "arrived", [](Job& self) { return query(self, [&] { return self.arrived_bytes(); }); },
+            "Return for each extent the number of bytes that arrived from its beginning without a gap.");
 }
 
 void bind_engine(nb::module_& module) {
-    nb::class_<Engine>(module, "Engine", "Threads and pinned memory of one NUMA node.")
+    nb::class_<ClosingEngine>(module, "Engine", "Threads and pinned memory of one NUMA node.")
         .def(
             "__init__",
-            [](Engine* self, int node, std::size_t workers, std::size_t buffers, std::uint64_t chunk_bytes,
+            [](ClosingEngine* self, int node, std::size_t workers, std::size_t buffers, std::uint64_t chunk_bytes,
                std::uint64_t first_chunk_bytes, std::uint64_t coalesced_bytes, std::size_t coalesced_count,
                std::uint64_t slice_bytes, bool polls_device, std::size_t direct_readers,
                std::uint64_t direct_read_bytes, std::size_t direct_writers, std::uint64_t direct_write_bytes,
@@ -221,49 +363,56 @@ void bind_engine(nb::module_& module) {
                 tuning.direct_writers_count = direct_writers;
                 tuning.direct_write_bytes = direct_write_bytes;
                 tuning.buffered_writers_count = buffered_writers;
-                without_gil([&] { return new (self) Engine(tuning, node); });
+                without_gil([&] { return new (self) ClosingEngine(tuning, node); });
             },
             nb::kw_only(), "node"_a, "workers_count"_a, "buffers_count"_a, "chunk_bytes"_a, "first_chunk_bytes"_a,
             "coalesced_bytes"_a, "coalesced_count"_a, "slice_bytes"_a, "polls_device"_a, "direct_readers_count"_a,
             "direct_read_bytes"_a, "direct_writers_count"_a, "direct_write_bytes"_a, "buffered_writers_count"_a)
         .def(
             "submit",
-            [](Engine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
-               int flags, bool durable, std::uint64_t token) {
+            [](ClosingEngine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
+               int flags, bool durable, nb::handle transfer) {
                 std::vector<Extent> extents = extents_of(flat_extents, nb::len(files));
+                std::vector<FileUse> uses; // Until the job has uses of its own.
+                Engine& engine = self.engine;
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
-                                                 static_cast<Access>(access), device, files_of(files, flags),
-                                                 std::move(extents), self.tuning(), write && durable);
-                without_gil([&] {
-                    try {
-                        job->notify(ended_jobs, token);
-                        self.submit(job);
-                    } catch (...) {
-                        job->cancel(); // Otherwise the close of its files would wait for the job.
-                        throw;
+                                                 static_cast<Access>(access), device, files_of(files, flags, uses),
+                                                 std::move(extents), engine.tuning(), write && durable);
+                nb::object job_object = nb::cast(job);
+                try {
+                    if (!transfer.is_none()) {
+                        job->notify(ended_jobs, begin_transfer(transfer, job_object));
                     }
-                });
-                return job;
+                    wait_interruptibly(no_limit, [&](auto timeout) { return engine.submit(job, timeout); });
+                } catch (...) {
+                    job->cancel(); // Otherwise the close of its files would wait for the job.
+                    throw;
+                }
+                return job_object;
             },
-            "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a, "token"_a,
-            "Queue a job and return it. At its end, `token` is added to `ended_jobs`.")
+            "write"_a, "access"_a, "device"_a, "files"_a, "extents"_a, "flags"_a, "durable"_a, "transfer"_a.none(),
+            nb::sig("def submit(self, write: bool, access: int, device: int, files: list, extents: object, flags: int, "
+                    "durable: bool, transfer: object) -> Job"),
+            "Queue a job and return it. A transfer gets it as its `job`, and is in `in_progress` from then on.")
         .def(
             "transfer_small",
-            [](Engine& self, bool write, File& file, std::uint64_t offset, std::uint64_t address, std::uint64_t length,
-               int device) {
+            [](ClosingEngine& self, bool write, std::shared_ptr<File> file, std::uint64_t offset, std::uint64_t address,
+               std::uint64_t length, int device) {
                 const bool fits = device == host_memory || length <= Engine::small_bytes_max;
                 if (!fits || length > INT64_MAX || offset > INT64_MAX - length) {
                     raise({.api = Api::kernel, .operation = "transfer_small", .number = EINVAL, .name = {}});
                 }
+                const FileUse use = begin_use(std::move(file));
                 const IoResult result = without_gil([&] {
-                    return self.transfer_small(write ? Direction::write : Direction::read, file, offset, address,
-                                               length, device);
+                    return self.engine.transfer_small(write ? Direction::write : Direction::read, *use.file(), offset,
+                                                      address, length, device);
                 });
                 return nb::make_tuple(result.bytes,
                                       result.failure ? nb::object(failure_tuple(*result.failure)) : nb::none());
             },
             "write"_a, "file"_a, "offset"_a, "address"_a, "length"_a, "device"_a)
-        .def("close", &Engine::close, nb::call_guard<nb::gil_scoped_release>());
+        .def(
+            "close", [](ClosingEngine& self) { self.engine.close(); }, nb::call_guard<GilRelease>());
     nb::class_<HostMemory>(module, "HostMemory", "A contiguous host buffer, which stays exported until release().")
         .def(
             "__init__",
@@ -286,16 +435,38 @@ void bind_engine(nb::module_& module) {
 NB_MODULE(_engine, module) {
     namespace ge = gdrkit::engine;
     module.doc() = "The copy engine between files and memory of the host or of devices.";
-    const auto error_name = nb::cast<std::string>(module.attr("__name__")) + ".EngineError";
-    ge::engine_error = PyErr_NewException(error_name.c_str(), PyExc_Exception, nullptr);
-    if (ge::engine_error == nullptr) {
-        throw nb::python_error();
-    }
-    module.attr("EngineError") = nb::handle(ge::engine_error);
+    const auto module_name = nb::cast<std::string>(module.attr("__name__"));
+    const auto add = [&](const char* name, PyObject* object) {
+        if (object == nullptr) {
+            throw nb::python_error();
+        }
+        module.attr(name) = nb::handle(object);
+        return object;
+    };
+    const auto new_error = [&](const char* name) {
+        return add(name, PyErr_NewException((module_name + "." + name).c_str(), PyExc_Exception, nullptr));
+    };
+    ge::engine_error = new_error("EngineError");
+    ge::file_closed = new_error("FileClosed");
+    ge::transfers_in_progress = add("in_progress", PyDict_New());
+    ge::transfers_ended = add("ended", PyDict_New());
+    ge::job_attribute = PyUnicode_InternFromString("job");
+    ge::token_attribute = PyUnicode_InternFromString("token");
+    module.def("collect_ended", &ge::collect_ended,
+               "Add the transfers of `in_progress` whose job is over to `ended`. Return whether `ended` has any.");
+    module.def(
+        "start",
+        [](nb::handle transfer, nb::handle job, const nb::callable& function, nb::handle argument) {
+            ge::begin_transfer(transfer, job);
+            function(argument);
+        },
+        "transfer"_a, "job"_a, "function"_a, "argument"_a,
+        "Store the job in the transfer and the transfer in `in_progress`, and call the function, which starts the "
+        "job.");
     module.def(
         "residency",
         [](int fd, std::uint64_t offset, std::uint64_t length) {
-            const ge::Residency residency = ge::query_residency(fd, offset, length);
+            const ge::Residency residency = ge::without_gil([&] { return ge::query_residency(fd, offset, length); });
             return std::pair(residency.cached_pages, residency.pages);
         },
         "fd"_a, "offset"_a, "length"_a, "Return the number of cached pages of a range, and the number of its pages.");

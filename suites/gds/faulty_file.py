@@ -8,7 +8,8 @@ bytes of the pattern. The process reads one command per line from standard input
 - ``end OFFSET``: the file ends at OFFSET, although its size in stat(2) stays the same.
 - ``gate OFFSET END``: reads of bytes from OFFSET to END block until the command ``open``. When the first read blocks,
   the process prints ``waiting``.
-- ``open``: blocked reads continue.
+- ``gate-opens``: from now on, an open of the file blocks as a read does.
+- ``open``: blocked requests continue.
 
 At the end of standard input, the process unmounts the file system and exits. A case uses :class:`FaultyFile`, which
 starts the process.
@@ -68,6 +69,7 @@ class _Operations:
         self._end_offset = len(data)
         self._failing_offset = len(data) + 1
         self._gated_range = (0, 0)
+        self._are_opens_gated = False
         self._is_gate_open = threading.Event()
         # The first read that blocks acquires this lock, so that only one read prints `waiting`.
         self._has_reported_waiting = threading.Lock()
@@ -81,6 +83,9 @@ class _Operations:
             self._failing_offset = int(offsets[0])
         elif command == "end":
             self._end_offset = int(offsets[0])
+        elif command == "gate-opens":
+            self._is_gate_open.clear()
+            self._are_opens_gated = True
         elif command == "gate":
             self._is_gate_open.clear()
             self._gated_range = int(offsets[0]), int(offsets[1])
@@ -99,20 +104,25 @@ class _Operations:
         return {"st_mode": stat.S_IFREG | 0o644, "st_nlink": 1, "st_size": self._size_bytes}
 
     def open(self, path: str, flags: int) -> int:
+        if self._are_opens_gated:
+            self._wait_at_gate()
         return 1
 
     def read(self, path: str, length_bytes: int, offset: int, handle: int) -> bytes:
         begin, end = self._gated_range
         if offset < end and offset + length_bytes > begin and not self._is_gate_open.is_set():
-            if self._has_reported_waiting.acquire(blocking=False):
-                _print_line("waiting")
-            self._is_gate_open.wait(_TIMEOUT_S)
+            self._wait_at_gate()
         return bytes(self._data[offset : self._transfer_end(offset, length_bytes)])
 
     def write(self, path: str, data: bytes, offset: int, handle: int) -> int:
         end = self._transfer_end(offset, len(data))
         self._data[offset:end] = data[: end - offset]
         return end - offset
+
+    def _wait_at_gate(self) -> None:
+        if self._has_reported_waiting.acquire(blocking=False):
+            _print_line("waiting")
+        self._is_gate_open.wait(_TIMEOUT_S)
 
     def _transfer_end(self, offset: int, length_bytes: int) -> int:
         """Return the offset at which a read or a write ends, or raise EIO if its first byte fails."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from support.gds import HOST_AND_DEVICE, allocate_memory
+from support.processes import limit_open_files, wait_until
 
 from gdrkit import gds, pattern
-from gdrkit.errors import ClosedResource, Reason, UsageError
+from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -120,6 +122,25 @@ def test_awaited_transfers_need_no_thread_of_the_loop(tmp_path: Path, seed: int)
         assert memory == data
     gds.close_engines()
     assert len(list(Path("/proc/self/fd").iterdir())) == descriptors_count
+
+
+def test_await_without_a_descriptor_left_names_the_errno(tmp_path: Path) -> None:
+    """In an older version, the error of the native module came through."""
+    (tmp_path / "file").write_bytes(bytes(MIB))
+    memory = bytearray(MIB)
+
+    async def read() -> None:
+        async with gds.AsyncFile(tmp_path / "file", access="buffered", direct="never") as file:
+            transfer = file.file.start_read_into(memory)
+            wait_until(transfer.done, "the engine to open what it needs")
+            transfers = [file.file.start_read_into(memory) for _ in range(200)]
+            with limit_open_files(0), pytest.raises(ApiError) as caught:
+                await transfers[-1]
+            assert (caught.value.operation, caught.value.errno) == ("eventfd", errno.EMFILE)
+            assert transfers[-1].done()
+
+    asyncio.run(read())
+    memory.clear()  # This raises BufferError if a transfer still uses the memory.
 
 
 def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:

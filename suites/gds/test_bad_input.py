@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import errno
 import os
+from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from gds.faulty_file import FaultyFile
 from support.faults import inject_faults
 from support.gds import MEMORY_KINDS, CudaArrayBuffer, DlpackBuffer, allocate_memory
 
 from gdrkit import gds, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
-from gdrkit.harness.needs import cuda, needs, software
+from gdrkit.harness.needs import cuda, host, needs, software
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -309,3 +311,51 @@ def test_repeated_result_raises_new_errors(file: gds.File) -> None:
     error = transfer.exception()
     assert error is not None
     assert (error.reason, error.__traceback__) == (Reason.END_OF_FILE, None)
+
+
+def test_timeouts_that_are_no_positive_number(file: gds.File) -> None:
+    """In an older version, a negative timeout waited for ever, and infinity raised OverflowError."""
+    transfer = file.start_read_into(bytearray(FILE_BYTES))
+    for on_progress in (None, lambda _done, _total: None):
+        with pytest.raises(UsageError, match="nan"):
+            transfer.result(float("nan"), on_progress=on_progress)
+        assert transfer.result(float("inf"), on_progress=on_progress).bytes == FILE_BYTES
+        assert transfer.result(1e300, on_progress=on_progress).bytes == FILE_BYTES
+        assert transfer.result(-1.0, on_progress=on_progress).bytes == FILE_BYTES  # The transfer is over.
+
+
+@needs(host.fuse)
+@pytest.mark.timeout(60)
+def test_negative_timeout_does_not_wait(tmp_path: Path, seed: int) -> None:
+    (tmp_path / "mount").mkdir()
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty_file.path) as file:
+            transfer = file.start_read_into(bytearray(4 * KIB))
+            for timeout_s in (-1.0, float("-inf"), 0.0):
+                with pytest.raises(TimeoutError):
+                    transfer.result(timeout_s)
+                with pytest.raises(TimeoutError):
+                    transfer.exception(timeout_s)
+            faulty_file.send("open")
+
+
+def test_changed_list_of_paths_does_not_change_the_error(tmp_path: Path) -> None:
+    paths = [tmp_path / "missing", tmp_path / "other"]
+    transfer = gds.read_files(paths, bytearray(2), [1, 1])
+    paths.clear()
+    with pytest.raises(gds.TransferFailed) as failed:
+        transfer.result()
+    assert failed.value.arguments["path"] == str(tmp_path / "missing")
+
+
+def test_changed_list_of_files_is_still_waited_for(file: gds.File) -> None:
+    memory = bytearray(FILE_BYTES)
+    buffer, files = gds.describe_buffer(memory, writable=True), [file]
+    extents = array("Q", [0, 0, buffer.address, FILE_BYTES])
+    transfer = gds.transfer_ranges(files, extents, buffer)
+    files.clear()
+    extents[3] = 1
+    assert transfer.result().bytes == FILE_BYTES
+    file.close()
+    memory.clear()  # This raises BufferError if the transfer still uses the memory.

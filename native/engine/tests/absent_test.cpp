@@ -11,7 +11,7 @@ int main() {
     const Folder folder;
     const Bytes data = pattern(3 * mib, 1);
     const Descriptor fd = create_file(folder.path_of("file"), data);
-    const auto file = std::make_shared<File>(fd.get());
+    const auto file = std::make_shared<File>(duplicate(fd));
     Engine engine(small_tuning(), -1);
     Bytes memory(data.size());
     CHECK(is_complete(transfer(engine, Direction::read, host_memory, file, 0, address_of(memory), data.size()),

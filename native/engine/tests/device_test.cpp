@@ -16,7 +16,7 @@ namespace {
 constexpr Access access_modes[] = {Access::automatic, Access::buffered, Access::direct};
 
 std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
-    return std::make_shared<File>(fd.get());
+    return std::make_shared<File>(duplicate(fd));
 }
 
 void check_reads(const Folder& folder, Engine& engine) {
@@ -130,7 +130,7 @@ void check_short_transfers(const Folder& folder, Engine& engine) {
     for (int caller_index = 0; caller_index < 3; ++caller_index) {
         callers.emplace_back([&, caller_index] {
             const int device = caller_index % 2;
-            File file(fd.get());
+            File file(duplicate(fd));
             Memory memory(device, 64 * kib);
             for (u64 round = 0; round < 40; ++round) {
                 const u64 length = 1 + round * 1009, offset = round * 7777 + static_cast<u64>(caller_index);

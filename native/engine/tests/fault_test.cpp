@@ -59,7 +59,7 @@ void check_round(Engine& engine, const Descriptor& fd, const Bytes& data, Memory
                  int& failures) {
     memory.fill();
     const auto job = start_job(engine, is_write ? Direction::write : Direction::read, 0,
-                               {std::make_shared<File>(fd.get())}, {Extent{0, 0, memory.address(), data.size()}});
+                               {std::make_shared<File>(duplicate(fd))}, {Extent{0, 0, memory.address(), data.size()}});
     CHECK(job->wait(-1));
     const Progress progress = job->progress();
     const u64 arrived = job->arrived_bytes()[0];
@@ -109,7 +109,7 @@ int run_small_transfers(bool is_write, int status) {
     const Descriptor fd = create_file(folder.path_of("file"), data);
     Memory memory(0, small_bytes);
     Engine engine(small_tuning(), -1);
-    File file(fd.get());
+    File file(duplicate(fd));
     const IoResult failed_result =
         engine.transfer_small(is_write ? Direction::write : Direction::read, file, 0, memory.address(), small_bytes, 0);
     CHECK(failed_result.failure && failed_result.failure->number == status && failed_result.bytes == 0);
@@ -154,7 +154,7 @@ void check_allocations() {
     const Bytes data = pattern(small_bytes, 2);
     const Descriptor fd = create_file(folder.path_of("file"), data);
     Memory memory(0, small_bytes);
-    File file(fd.get());
+    File file(duplicate(fd));
     int failures = 0;
     for (bool is_last = false; !is_last; ++failures) {
         CHECK(failures < 100);

@@ -1,6 +1,10 @@
 // Tests of File: residency in the page cache, unaligned O_DIRECT ranges, and the lifetime of descriptors.
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <memory>
 #include <thread>
@@ -37,7 +41,7 @@ AlignedMemory aligned_memory_for(u64 length) {
 void check_unaligned_reads(const Folder& folder) {
     const Bytes data = pattern(300001, 1);
     const Descriptor fd = create_file(folder.path_of("odd"), data);
-    File file(fd.get());
+    File file(duplicate(fd));
     file.direct_fd();
     CHECK(file.alignment_bytes() <= 4096);
     for (const u64 offset : offsets) {
@@ -54,7 +58,7 @@ void check_unaligned_reads(const Folder& folder) {
 void check_unaligned_writes(const Folder& folder) {
     Bytes data = pattern(300001, 2);
     const Descriptor fd = create_file(folder.path_of("written"), data);
-    File file(fd.get());
+    File file(duplicate(fd));
     file.direct_fd();
     unsigned seed = 3;
     for (const u64 offset : offsets) {
@@ -74,7 +78,7 @@ void check_unaligned_writes(const Folder& folder) {
 void check_end_of_file(const Folder& folder) {
     const Bytes data = pattern(2 * 4096 + 77, 5);
     const Descriptor fd = create_file(folder.path_of("short"), data);
-    File file(fd.get());
+    File file(duplicate(fd));
     for (const u64 offset : {u64{0}, u64{1}, u64{4096}, u64{8192}, u64{8200}, u64{data.size()}, u64{1} << 40U}) {
         drop_cache(fd);
         const AlignedMemory memory = aligned_memory_for(65536);
@@ -100,11 +104,11 @@ void check_residency(const Folder& folder) {
         CHECK(by_cachestat.pages == by_mincore.pages && by_cachestat.cached_pages == by_mincore.cached_pages &&
               by_cachestat.state == by_mincore.state);
     }
-    File file(fd.get());
+    File file(duplicate(fd));
     CHECK(file.residency_of(mib, mib).pages == 0 && file.residency_of(mib - 1, mib).pages == 1);
 }
 
-// The descriptors of a path are closed when its last pending byte is removed. A borrowed descriptor stays open.
+// The descriptors of a path are closed when its last pending byte is removed. An open file stays open.
 void check_descriptors(const Folder& folder) {
     const Descriptor fd = create_file(folder.path_of("held"), pattern(mib, 7));
     const std::size_t open_files_before = count_open_files();
@@ -117,10 +121,10 @@ void check_descriptors(const Folder& folder) {
         CHECK(count_open_files() > open_files_before);
         named.remove_pending(6);
         CHECK(count_open_files() == open_files_before);
-        File borrowed(fd.get());
-        borrowed.direct_fd();
-        borrowed.end();
-        CHECK(borrowed.buffered_fd() == fd.get());
+        File opened(duplicate(fd));
+        opened.direct_fd();
+        opened.end();
+        CHECK(fcntl(opened.buffered_fd(), F_GETFD) >= 0);
     }
     CHECK(count_open_files() == open_files_before && fcntl(fd.get(), F_GETFD) >= 0);
     File missing(folder.path_of("missing"), O_RDONLY, 0);
@@ -135,7 +139,7 @@ void check_descriptors(const Folder& folder) {
 // A file without O_DIRECT support is read through the page cache, and the result says so.
 void check_without_direct() {
     const Descriptor fd(open("/proc/self/status", O_RDONLY | O_CLOEXEC));
-    File file(fd.get());
+    File file(duplicate(fd));
     const AlignedMemory memory = aligned_memory_for(65536);
     const IoResult result = read_direct(file, 0, 100, memory.bytes.get());
     CHECK(!result.failure && result.bytes == 100 && !result.used_direct);
@@ -144,29 +148,48 @@ void check_without_direct() {
 
 // A close waits for the calls that use the descriptor, and refuses new ones until it was given up.
 void check_uses(const Folder& folder) {
-    const Descriptor fd = create_file(folder.path_of("uses"), pattern(4096, 1));
-    File file(fd.get());
-    const bool has_direct = file.direct_fd() >= 0;
-    CHECK(file.begin_use() && file.begin_use());
-    std::atomic<bool> is_closed{false};
-    std::thread closer([&] {
-        file.begin_close();
-        is_closed = true;
-    });
-    while (file.begin_use()) { // until the other thread has begun to close
-        file.end_use();
-    }
-    file.end_use();
-    CHECK(!is_closed && !file.begin_use());
-    file.end_use();
-    closer.join();
-    file.end_close(false);
-    CHECK(file.begin_use());
-    file.end_use();
-    file.begin_close();
     const std::size_t open_files = count_open_files();
-    file.end_close(true);
-    CHECK(count_open_files() == open_files - (has_direct ? 1 : 0) && !file.begin_use());
+    const auto file = std::make_shared<File>(open_file(folder.path_of("uses")));
+    file->direct_fd();
+    FileUse first(file);
+    FileUse second(file);
+    CHECK(first.file() && second.file() && !file->wait_for_uses(std::chrono::milliseconds(1)));
+    std::atomic<bool> is_unused{false};
+    {
+        const FileClosing closing(*file);
+        std::thread closer([&] {
+            CHECK(file->wait_for_uses(gdrkit::no_limit));
+            is_unused = true;
+        });
+        first.end();
+        CHECK(!is_unused && !FileUse(file).file());
+        second.end();
+        closer.join();
+    }
+    CHECK(FileUse(file).file() && !file->is_closed());
+    const FileClosing closing(*file);
+    file->close();
+    CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files);
+}
+
+// A forked child, where no thread ends the uses of its parent, closes the file without a wait.
+void check_fork(const Folder& folder) {
+    const auto file = std::make_shared<File>(open_file(folder.path_of("forked")));
+    file->direct_fd();
+    const FileUse use(file);
+    const pid_t child = fork();
+    if (child == 0) {
+        const std::size_t open_files = count_open_files();
+        const int fd = file->buffered_fd();
+        const std::size_t direct_count = file->direct_fd() >= 0 ? 1 : 0;
+        const auto replacement = file->replace_after_fork();
+        const bool is_same = replacement->buffered_fd() == fd && replacement->wait_for_uses(std::chrono::seconds(0));
+        replacement->close();
+        _exit(is_same && count_open_files() == open_files - 1 - direct_count ? 0 : 1);
+    }
+    int status = -1;
+    CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    CHECK(file->buffered_fd() >= 0);
 }
 
 } // namespace
@@ -180,4 +203,5 @@ int main() {
     check_descriptors(folder);
     check_without_direct();
     check_uses(folder);
+    check_fork(folder);
 }

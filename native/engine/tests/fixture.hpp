@@ -86,6 +86,11 @@ inline Descriptor create_file(const std::string& path, const Bytes& bytes) {
     return descriptor;
 }
 
+// Returns a second descriptor of an open file, for a File to own.
+inline Descriptor duplicate(const Descriptor& descriptor) {
+    return Descriptor(fcntl(descriptor.get(), F_DUPFD_CLOEXEC, 0));
+}
+
 // Drops a range from the page cache; length 0 means up to the end of the file. Has no effect on tmpfs.
 inline void drop_cache(const Descriptor& file, u64 offset = 0, u64 length = 0) {
     CHECK(fdatasync(file.get()) == 0);

@@ -29,7 +29,7 @@ std::size_t count_threads() {
 }
 
 std::shared_ptr<File> descriptor_file(const Descriptor& fd) {
-    return std::make_shared<File>(fd.get());
+    return std::make_shared<File>(duplicate(fd));
 }
 
 void check_reads_and_writes(const Folder& folder) {
@@ -301,6 +301,12 @@ void check_notifications(const Folder& folder) {
     CHECK(!is_readable(queue->event_fd()) && queue->take().empty());
     const auto left = std::make_shared<CompletionQueue>(false);
     last->notify(left, 9); // The destructor of the queue frees the entry.
+    // A forked child shares the eventfd of the queue with its parent, and must not read it when it drops the queue.
+    auto dropped = std::make_shared<CompletionQueue>(true);
+    const Descriptor shared_event(fcntl(dropped->event_fd(), F_DUPFD_CLOEXEC, 0));
+    last->notify(dropped, 10);
+    dropped.reset();
+    CHECK(is_readable(shared_event.get()));
 }
 
 // Totals count each job and each short transfer once, with the bytes that arrived.

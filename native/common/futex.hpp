@@ -1,0 +1,52 @@
+// Sleep until another thread changes a 32-bit word (futex(2)). A word needs no destructor: std::condition_variable
+// waits in its destructor for its waiters, and would wait for ever in a forked child if a thread of the parent waited.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+
+namespace gdrkit {
+
+// Stands for no limit in the functions below: a hundred years.
+inline constexpr std::chrono::nanoseconds no_limit = std::chrono::hours(24 * 36500);
+
+// Sleeps while the word has this value, at most `timeout`. May return earlier.
+inline void futex_wait(std::atomic<std::uint32_t>& word, std::uint32_t value,
+                       std::chrono::nanoseconds timeout) noexcept {
+    static_assert(sizeof word == sizeof(std::uint32_t) && std::atomic<std::uint32_t>::is_always_lock_free);
+    const auto seconds = std::chrono::floor<std::chrono::seconds>(timeout);
+    const timespec time{.tv_sec = static_cast<time_t>(seconds.count()),
+                        .tv_nsec = static_cast<long>((timeout - seconds).count())};
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAIT_PRIVATE, value, &time, nullptr, 0);
+}
+
+inline void futex_wake_all(std::atomic<std::uint32_t>& word) noexcept {
+    syscall(SYS_futex, reinterpret_cast<std::uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+}
+
+// Waits until `is_met` returns true for the value of the word, at most `timeout`. Returns whether it did.
+template <typename Condition>
+bool wait_for_word(std::atomic<std::uint32_t>& word, std::chrono::nanoseconds timeout, const Condition& is_met) {
+    const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
+    for (;;) {
+        const std::uint32_t value = word.load();
+        if (is_met(value)) {
+            return true;
+        }
+        const auto left = end - std::chrono::steady_clock::now();
+        if (left <= std::chrono::nanoseconds::zero()) {
+            return false;
+        }
+        futex_wait(word, value, left);
+    }
+}
+
+} // namespace gdrkit

@@ -1,0 +1,136 @@
+"""A forked child of a process with open files and running transfers: its calls end, and its parent loses nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+from support.python_child import suites_environ
+
+from gdrkit.harness.needs import host, needs
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# A program that forks while a read is blocked (gds.faulty_file). The child runs the code of the case, and must end.
+PROGRAM = """
+import asyncio, os, sys, threading, time
+from pathlib import Path
+from gds.faulty_file import FaultyFile
+from gdrkit import gds
+from gdrkit.errors import UsageError
+mount, other_path = Path(sys.argv[1]) / "mount", Path(sys.argv[1]) / "other"
+mount.mkdir()
+other_path.write_bytes(b"data")
+length = 4096
+def in_child():
+    child = os.fork()
+    if child == 0:
+        try:
+            yield
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    limit = time.monotonic() + 20
+    while True:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() > limit:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            sys.exit("the child does not end")
+    if status:
+        sys.exit(f"the child ended with {os.waitstatus_to_exitcode(status)}")
+with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
+    faulty_file.send(f"gate 0 {length}")
+    file, memory = gds.File(faulty_file.path, direct="never"), bytearray(length)
+    transfer = file.start_read_into(memory)
+    faulty_file.expect_line("waiting")
+    waiting = threading.Thread(target=transfer.result)
+    waiting.start()
+    CASE
+    faulty_file.send("open")
+    waiting.join()
+    assert transfer.result().bytes == length
+    file.close()
+print("done")
+"""
+CASES = {
+    "close": """
+    for _ in in_child():
+        descriptors_count = len(os.listdir("/proc/self/fd"))
+        file.close()
+        assert len(os.listdir("/proc/self/fd")) < descriptors_count
+    """,
+    "read": """
+    for _ in in_child():
+        with gds.File(other_path, direct="never") as other:
+            assert other.start_read_into(bytearray(4)).result().bytes == 4
+        gds.close_engines()
+    """,
+    "engine_of_the_parent": """
+    engine = gds.Engine()
+    for _ in in_child():
+        with gds.File(other_path, direct="never") as other, other.in_use() as native_file:
+            buffer = gds.describe_buffer(bytearray(4), writable=True)
+            extents = [0, 0, buffer.address, 4]
+            job = engine.submit(write=False, device_index=gds.HOST, files=[native_file], extents=extents)
+            assert job.wait(10_000_000)
+        engine.close()
+    engine.close()
+    """,
+    "result": """
+    for _ in in_child():
+        try:
+            transfer.result()
+        except UsageError as error:
+            assert "before the fork" in str(error)
+        else:
+            raise AssertionError
+    """,
+}
+# A program whose child drops the waits of an event loop of its parent while a job of the parent has ended.
+EVENT_PROGRAM = """
+import os
+from gdrkit.gds._native import native
+queue = native.CompletionQueue(has_event=True)
+queue.push(1)
+child = os.fork()
+if child == 0:
+    del queue
+    os._exit(0)
+os.waitpid(child, 0)
+import select
+poll = select.poll()
+poll.register(queue.fileno(), select.POLLIN)
+assert poll.poll(0), "the child has taken the event"
+assert queue.take() == [1]
+"""
+
+
+def run_program(program: str, *arguments: object) -> None:
+    completed = subprocess.run(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        env=suites_environ(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert completed.returncode == 0, completed.stderr
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("case", CASES)
+def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, case: str) -> None:
+    run_program(PROGRAM.replace("    CASE\n", CASES[case].strip(" ")), tmp_path)
+
+
+def test_child_leaves_the_event_of_its_parent() -> None:
+    """In an older version, the child read the eventfd, and the event loop of the parent did not wake."""
+    run_program(EVENT_PROGRAM)

@@ -1,0 +1,172 @@
+"""An interrupt at any point of a call leaves no memory in use, no transfer in progress, and a file that closes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import pytest
+from gds.faulty_file import FaultyFile
+from gds.interrupt_sweep import LENGTH_BYTES, SCENARIOS
+from support import udev
+from support.python_child import suites_environ
+
+from gdrkit import gds
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, cufile, host, needs, software
+from gdrkit.harness.needs.cufile import DISK
+from gdrkit.units import KIB
+
+# Reads of these scenarios are blocked until the call was interrupted, so that a job that was queued is still running.
+BLOCKED_SCENARIOS = ("read_files", "start_read_into", "start_readv", "transfer_ranges")
+# A program whose daemon threads read files while the interpreter ends.
+DAEMON_PROGRAM = """
+import sys, threading, time
+from gdrkit import gds
+class SlowEnd:
+    def __del__(self):
+        end_s = time.monotonic() + 0.3
+        while time.monotonic() < end_s:
+            pass
+slow_end = SlowEnd()  # The interpreter drops it after it has begun to end the other threads.
+file, started = gds.File(sys.argv[1], direct="never"), threading.Barrier(9)
+def read():
+    buffer = bytearray(4096)
+    started.wait()
+    while True:
+        file.read_into(buffer)
+for _ in range(8):
+    threading.Thread(target=read, daemon=True).start()
+started.wait()
+threading.Event().wait(0.05)
+"""
+# A program that asks for the progress of a job while a worker has the lock of the job and waits for open(2).
+PROGRESS_PROGRAM = """
+import sys, threading
+from pathlib import Path
+from gds.faulty_file import FaultyFile
+from gdrkit import gds
+mount = Path(sys.argv[1]) / "mount"
+mount.mkdir()
+length = 64 << 20
+with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
+    with gds.File(faulty_file.path, access="direct", direct="never") as file:
+        faulty_file.send("gate-opens")
+        transfer = file.start_read_into(bytearray(length))
+        faulty_file.expect_line("waiting")
+        begun = threading.Event()
+        def query():
+            begun.set()
+            transfer.bytes_moved
+        thread = threading.Thread(target=query)
+        thread.start()
+        begun.wait()
+        thread.join(0.2)
+        faulty_file.send("open")
+        thread.join()
+        assert transfer.result().bytes == length
+print("done")
+"""
+
+
+def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**suites_environ(), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def sweep(scenario: str, *arguments: object, **environ: str) -> None:
+    """Interrupt a call at every point, and check that each interrupt leaves things in order."""
+    completed = run_python("-m", "gds.interrupt_sweep", scenario, *arguments, **environ)
+    assert completed.returncode == 0, completed.stderr
+    points = re.fullmatch(r"(\d+) points\n", completed.stdout)
+    assert points, completed.stdout
+    assert int(points[1]) > 10
+
+
+@pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - {*BLOCKED_SCENARIOS, "direct"}))
+def test_interrupted_call_leaves_things_in_order(tmp_path: Path, scenario: str) -> None:
+    (tmp_path / "data").write_bytes(bytes(range(256)) * (LENGTH_BYTES // 256))
+    sweep(scenario, tmp_path / "data")
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("scenario", BLOCKED_SCENARIOS)
+def test_interrupted_start_leaves_memory_to_its_job(tmp_path: Path, scenario: str) -> None:
+    (tmp_path / "mount").mkdir()
+    sweep(scenario, "-", tmp_path / "mount")
+
+
+@needs(host.fuse)
+@pytest.mark.parametrize("call", ["close", "result"])
+def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: str) -> None:
+    (tmp_path / "mount").mkdir()
+    with FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed) as faulty_file:
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty_file.path) as file:
+            transfer = file.start_read_into(bytearray(4 * KIB))
+            faulty_file.expect_line("waiting")
+            main_thread = threading.get_ident()
+            is_over = threading.Event()
+
+            def interrupt() -> None:
+                while not is_over.wait(0.1):
+                    signal.pthread_kill(main_thread, signal.SIGINT)
+
+            # The gate opens after a while, so that an older version ends too.
+            gate = threading.Timer(10.0, faulty_file.send, ["open"])
+            thread = threading.Thread(target=interrupt)
+            gate.start()
+            thread.start()
+            try:
+                with pytest.raises(KeyboardInterrupt):
+                    file.close() if call == "close" else transfer.result()
+            finally:
+                is_over.set()
+                thread.join()
+            assert gate.is_alive()
+            gate.cancel()
+            assert not transfer.done()
+            assert not file.closed
+            faulty_file.send("open")
+            assert transfer.result().bytes == 4 * KIB
+    assert file.closed
+
+
+def test_daemon_threads_do_not_abort_the_exit(tmp_path: Path) -> None:
+    """In an older version, the process aborted when the interpreter ended a thread that came back from native code."""
+    (tmp_path / "data").write_bytes(bytes(4 * KIB))
+    for _ in range(3):
+        completed = run_python("-c", DAEMON_PROGRAM, tmp_path / "data")
+        assert completed.returncode == 0, completed.stderr
+
+
+@needs(host.fuse)
+def test_progress_does_not_stop_the_interpreter(tmp_path: Path) -> None:
+    """In an older version, a call waited with the GIL for a worker that waited for a server of the same process."""
+    completed = run_python("-c", PROGRESS_PROGRAM, tmp_path)
+    assert (completed.returncode, completed.stdout) == (0, "done\n"), completed.stderr
+
+
+@needs(cuda.device(), cufile.driver, software(Api.CUFILE), cufile.udev_present)
+def test_interrupted_direct_start_leaves_things_in_order(tmp_path: Path) -> None:
+    (tmp_path / "plan").write_text("gdrkit-faults 1\ncufile.route call=* route=p2p\n")
+    with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
+        (Path(folder) / "data").write_bytes(bytes(LENGTH_BYTES))
+        sweep(
+            "direct",
+            Path(folder) / "data",
+            GDRKIT_TWINS_FAULTS=str(tmp_path / "plan"),
+            GDRKIT_TWINS_UDEV="0",
+            CUFILE_LOGFILE_PATH=str(tmp_path / "cufile.log"),
+        )

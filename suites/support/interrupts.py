@@ -1,0 +1,77 @@
+"""A KeyboardInterrupt at each point of a call at which CPython may run the handler of a signal.
+
+CPython runs signal handlers only between two bytecodes, after certain instructions. A case repeats a call with the
+interrupt at the first of these points, at the second, and so on until the call ends without an interrupt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import opcode
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import CodeType, FrameType
+
+__all__ = ["Interrupter"]
+
+# After these instructions the interpreter checks whether a signal has arrived.
+_CHECKED_INSTRUCTIONS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
+
+
+class Interrupter:
+    """Raises KeyboardInterrupt at one point of a call.
+
+    Parameters
+    ----------
+    point : int
+        Number of the point, from 1.
+    folder : str
+        Folder of the code that is interrupted. The context managers of contextlib are interrupted, too.
+
+    Attributes
+    ----------
+    where : str
+        The point that was reached; empty if the call has fewer points.
+    """
+
+    def __init__(self, point: int, folder: str) -> None:
+        self.where = ""
+        self._points_left = point
+        self._prefixes = (folder, contextlib.__file__)
+        self._instructions: dict[CodeType, bytes] = {}
+
+    def call(self, function: Callable[[], object]) -> KeyboardInterrupt | None:
+        """Call a function. Return the interrupt that it raised, whose traceback keeps its frames alive, or None."""
+        trace = sys.gettrace()
+        sys.settrace(self._trace_call)
+        try:
+            function()
+        except KeyboardInterrupt as error:
+            return error
+        finally:
+            sys.settrace(trace)
+        return None
+
+    def _trace_call(self, frame: FrameType, _event: str, _argument: object) -> Callable[..., Any] | None:
+        code = frame.f_code
+        if not code.co_filename.startswith(self._prefixes):
+            return None
+        instructions = self._instructions.setdefault(code, code.co_code)
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        is_point = False
+
+        def trace_instruction(frame: FrameType, event: str, _argument: object) -> Callable[..., Any]:
+            nonlocal is_point
+            if event == "opcode":
+                if is_point and not self.where:
+                    self._points_left -= 1
+                    if self._points_left == 0:
+                        self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
+                        raise KeyboardInterrupt
+                is_point = opcode.opname[instructions[frame.f_lasti]].startswith(_CHECKED_INSTRUCTIONS)
+            return trace_instruction
+
+        return trace_instruction
