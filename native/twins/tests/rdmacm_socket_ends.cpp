@@ -75,7 +75,12 @@ void expect_end_of_data(int socket) {
 
 void expect_data(int socket) {
     std::vector<std::uint8_t> bytes(data_bytes);
-    CHECK(rrecv(socket, bytes.data(), bytes.size(), MSG_WAITALL) == static_cast<ssize_t>(data_bytes));
+    const ssize_t received_bytes = rrecv(socket, bytes.data(), bytes.size(), MSG_WAITALL);
+    if (received_bytes != static_cast<ssize_t>(data_bytes)) {
+        std::fprintf(stderr, "received %zd of %zu bytes (%s)\n", received_bytes, data_bytes,
+                     received_bytes < 0 ? std::strerror(errno) : "no error");
+    }
+    CHECK(received_bytes == static_cast<ssize_t>(data_bytes));
     CHECK(has_pattern(bytes.data(), data_bytes));
 }
 
