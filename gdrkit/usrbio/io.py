@@ -163,7 +163,8 @@ def make_iovec(shm: SharedBlock, hf3fs_mount_point: str, block_size: int = 0, nu
     Parameters
     ----------
     shm : SharedMemory
-        The shared memory. It can be closed only after the iovec.
+        The shared memory. It cannot be closed while an operation is outstanding or a memoryview of the iovec exists.
+        After it is closed, new operations and memoryviews of the iovec fail.
     hf3fs_mount_point : str
         Mount point of 3FS or of an agent.
     block_size : int

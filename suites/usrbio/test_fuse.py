@@ -168,6 +168,32 @@ def test_symbolic_link_is_a_publication(agent: AgentProcess, registered_fd: int)
         assert iov.id not in {link.name for link in published.iterdir()}
 
 
+def test_shared_memory_is_closed_before_its_iovec(agent: AgentProcess, registered_fd: int) -> None:
+    # read_file of 3FS still holds the completed slice when it closes the memory.
+    with contextlib.closing(SharedBlock(64 * KIB)) as shm, usrbio.make_ioring(str(agent.mount), 4) as ring:
+        iov = usrbio.make_iovec(shm, str(agent.mount))
+        ring.prepare(iov[:], read=True, fd=registered_fd, off=0)
+        with pytest.raises(BufferError):
+            shm.buf.release()  # The operation is outstanding.
+        (completed,) = ring.submit().wait(min_results=1, timeout=TIMEOUT)
+        with memoryview(completed), pytest.raises(BufferError):
+            shm.buf.release()
+        pattern.check(bytes(shm.buf), seed=1)
+    with pytest.raises(BufferError, match="released"):
+        memoryview(completed)
+    iov.close()
+    assert completed.result == 64 * KIB
+
+
+def test_released_memory_has_no_more_operations(agent: AgentProcess, registered_fd: int) -> None:
+    with usrbio.make_ioring(str(agent.mount), 4) as ring:
+        with contextlib.closing(SharedBlock(64 * KIB)) as shm:
+            iov = usrbio.make_iovec(shm, str(agent.mount))
+        with pytest.raises(ValueError, match="released memoryview"):
+            ring.prepare(iov[:], read=True, fd=registered_fd, off=0)
+        iov.close()
+
+
 @pytest.mark.parametrize(
     ("name", "target", "expected_errno"),
     [

@@ -73,6 +73,16 @@ void expect_end_of_data(int socket) {
     CHECK(rrecv(socket, &byte, 1, 0) == 0);
 }
 
+// Wait until all the data has arrived, without receiving it.
+void await_data(int socket) {
+    std::vector<std::uint8_t> bytes(data_bytes);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
+    while (rrecv(socket, bytes.data(), bytes.size(), MSG_PEEK) != static_cast<ssize_t>(data_bytes)) {
+        CHECK(std::chrono::steady_clock::now() < deadline);
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+}
+
 void expect_data(int socket) {
     std::vector<std::uint8_t> bytes(data_bytes);
     const ssize_t received_bytes = rrecv(socket, bytes.data(), bytes.size(), MSG_WAITALL);
@@ -266,6 +276,8 @@ void test_hangup_comes_together_with_data(char command) {
 void test_killed_peer_hangs_up() {
     Stream stream;
     stream.tell(send_data);
+    // A kill before the arrival would lose data: rsend returns when the data is posted.
+    await_data(stream.client);
     std::thread killer([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(50));
         stream.kill_peer();

@@ -100,10 +100,12 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
         iovec_object = nb::cast(std::move(duplicate));
         iovec = nb::cast<Iovec*>(iovec_object);
     }
+    iovec->memory->begin_use(IovecMemory::Use::operation); // complete() ends the use.
     const std::uint64_t ticket = ++last_ticket_;
     const int index = prep_io(&raw_, &iovec->memory->raw(), read, iovec->begin(), fd, offset, iovec->length,
                               reinterpret_cast<const void*>(ticket));
     if (index < 0) {
+        iovec->memory->end_use(IovecMemory::Use::operation);
         nb::dict arguments;
         arguments["read"] = read;
         arguments["fd"] = fd;
@@ -113,7 +115,6 @@ void Ioring::prepare(nb::handle iov, bool read, int fd, std::size_t offset, nb::
         raise_failed("hf3fs_prep_io", -index, arguments);
     }
     iovec->is_outstanding = true;
-    ++iovec->memory->outstanding;
     operations_.emplace(ticket, Operation{std::move(iovec_object), std::move(userdata), index});
     ++outstanding_;
     has_unsubmitted_ = true;
@@ -143,7 +144,7 @@ void Ioring::complete(const Cqe& cqe) {
     iovec->result = cqe.result;
     iovec->userdata = std::move(operation.userdata);
     iovec->is_outstanding = false;
-    --iovec->memory->outstanding;
+    iovec->memory->end_use(IovecMemory::Use::operation);
     --outstanding_;
     completed_.push_back(std::move(operation.iovec));
 }

@@ -8,6 +8,7 @@
 
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 namespace gdrkit::usrbio {
 
@@ -26,16 +27,41 @@ IovecMemory::~IovecMemory() {
         }
         release();
     }
-    if (has_buffer_) {
+    release_buffer();
+}
+
+const Py_buffer& IovecMemory::acquire_buffer() {
+    if (PyObject_GetBuffer(owner_.ptr(), &buffer_, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) {
+        throw nb::python_error();
+    }
+    has_buffer_ = true;
+    return buffer_;
+}
+
+void IovecMemory::release_buffer() noexcept {
+    if (std::exchange(has_buffer_, false)) {
         PyBuffer_Release(&buffer_);
     }
 }
 
-void IovecMemory::acquire_buffer(nb::handle base) {
-    if (PyObject_GetBuffer(base.ptr(), &buffer_, PyBUF_SIMPLE | PyBUF_WRITABLE) != 0) {
-        throw nb::python_error();
+void IovecMemory::begin_use(Use use) {
+    check_open();
+    const bool is_first_use = operation_count_ + buffer_count_ == 0;
+    if (is_first_use && kind_ == Kind::wrapped_buffer) {
+        const Py_buffer& buffer = acquire_buffer();
+        if (buffer.buf != raw_.base || static_cast<std::size_t>(buffer.len) != raw_.size) {
+            release_buffer();
+            raise_refused("the wrapped buffer has moved or has another size: wrap it again", "closed");
+        }
     }
-    has_buffer_ = true;
+    ++(use == Use::operation ? operation_count_ : buffer_count_);
+}
+
+void IovecMemory::end_use(Use use) noexcept {
+    --(use == Use::operation ? operation_count_ : buffer_count_);
+    if (operation_count_ + buffer_count_ == 0) {
+        release_buffer();
+    }
 }
 
 void IovecMemory::check_open() const {
@@ -48,10 +74,10 @@ void IovecMemory::close() {
     if (!is_open_) {
         return;
     }
-    if (outstanding != 0) {
+    if (operation_count_ != 0) {
         raise_refused("the iovec has outstanding operations: wait for their completions first", "busy");
     }
-    if (export_count != 0) {
+    if (buffer_count_ != 0) {
         raise_refused("the memory of the iovec is still in use (by a memoryview or an array): release it first",
                       "busy");
     }
@@ -61,10 +87,6 @@ void IovecMemory::close() {
         before_close.reset();
     }
     release();
-    if (has_buffer_) {
-        has_buffer_ = false;
-        PyBuffer_Release(&buffer_);
-    }
     owner_.reset();
 }
 
@@ -166,12 +188,14 @@ Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb:
 Iovec wrap(nb::object base, const std::string& id, const std::string& mount, std::size_t block_size, int numa) {
     auto call = GDRKIT_REQUIRE(hf3fs_iovwrap);
     const Uuid uuid = parse_uuid(id);
-    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::host, base);
-    memory->acquire_buffer(base);
-    void* begin = memory->buffer().buf;
-    const auto size = static_cast<std::size_t>(memory->buffer().len);
-    return make_iovec("hf3fs_iovwrap", memory, call_arguments(mount, size, block_size),
-                      [&](Iov& raw) { return call(&raw, begin, uuid.bytes, mount.c_str(), size, block_size, numa); });
+    auto memory = std::make_shared<IovecMemory>(IovecMemory::Kind::wrapped_buffer, std::move(base));
+    const Py_buffer& buffer = memory->acquire_buffer();
+    const auto size = static_cast<std::size_t>(buffer.len);
+    Iovec iovec = make_iovec("hf3fs_iovwrap", memory, call_arguments(mount, size, block_size), [&](Iov& raw) {
+        return call(&raw, buffer.buf, uuid.bytes, mount.c_str(), size, block_size, numa);
+    });
+    memory->release_buffer();
+    return iovec;
 }
 
 Iovec create(const std::string& mount, std::size_t size, std::size_t block_size, int numa) {
@@ -320,15 +344,22 @@ int get_buffer(PyObject* object, Py_buffer* view, int flags) noexcept {
         PyErr_SetString(PyExc_BufferError, message);
         return -1;
     }
-    if (PyBuffer_FillInfo(view, object, self.begin(), static_cast<Py_ssize_t>(self.length), 0, flags) != 0) {
+    try {
+        self.memory->begin_use(IovecMemory::Use::buffer);
+    } catch (nb::python_error& error) {
+        error.restore();
+        nb::chain_error(PyExc_BufferError, "the wrapped buffer was released, or has moved");
         return -1;
     }
-    ++self.memory->export_count;
+    if (PyBuffer_FillInfo(view, object, self.begin(), static_cast<Py_ssize_t>(self.length), 0, flags) != 0) {
+        self.memory->end_use(IovecMemory::Use::buffer);
+        return -1;
+    }
     return 0;
 }
 
 void release_buffer(PyObject* object, Py_buffer*) noexcept {
-    --nb::inst_ptr<Iovec>(object)->memory->export_count;
+    nb::inst_ptr<Iovec>(object)->memory->end_use(IovecMemory::Use::buffer);
 }
 
 int traverse(PyObject* self, visitproc visit, void* arg) noexcept {
@@ -382,7 +413,7 @@ void bind_iovec(nb::module_& module) {
         .def_prop_ro("is_gpu", [](const Iovec& self) { return self.memory->is_device(); })
         .def_prop_ro("gpu_device", &device_number)
         .def_prop_ro("closed", [](const Iovec& self) { return !self.memory->is_open(); })
-        .def_prop_ro("outstanding", [](const Iovec& self) { return self.memory->outstanding; })
+        .def_prop_ro("outstanding", [](const Iovec& self) { return self.memory->operation_count(); })
         .def("export_gpu", &export_gpu)
         .def("sync_gpu", &synchronize, "direction"_a)
         .def("before_close", [](Iovec& self, nb::object action) { self.memory->before_close = std::move(action); })

@@ -18,15 +18,17 @@ namespace nb = nanobind;
 // method requires the GIL.
 class IovecMemory {
 public:
-    enum class Kind { host, device };
+    enum class Kind { host, wrapped_buffer, device };
 
     IovecMemory(Kind kind, nb::object owner) : kind_(kind), owner_(std::move(owner)) {}
     IovecMemory(const IovecMemory&) = delete;
     IovecMemory& operator=(const IovecMemory&) = delete;
     ~IovecMemory();
 
-    // Acquires the buffer of a Python object. The object cannot be resized or closed until close().
-    void acquire_buffer(nb::handle base);
+    // Acquires the buffer of the owner, a Python object, and returns it. The owner cannot be resized or closed until
+    // release_buffer().
+    const Py_buffer& acquire_buffer();
+    void release_buffer() noexcept;
     // Marks the memory as open. Call it after the library has filled in raw().
     void mark_open() noexcept { is_open_ = true; }
     // Calls before_close and the library's destroy, then releases all references. Raises an error if the memory is in
@@ -35,14 +37,20 @@ public:
 
     Iov& raw() noexcept { return raw_; }
     const Iov& raw() const noexcept { return raw_; }
-    const Py_buffer& buffer() const noexcept { return buffer_; }
     bool is_device() const noexcept { return kind_ == Kind::device; }
     bool is_open() const noexcept { return is_open_; }
     void check_open() const;
 
-    std::size_t outstanding = 0;  // Number of outstanding operations in this memory.
-    std::size_t export_count = 0; // Number of buffers (memoryviews, arrays) that Python code has of this memory.
-    nb::object before_close;      // A function that close() calls first; may be empty.
+    // An outstanding operation, or a buffer (memoryview, array) that Python code has of this memory. While there is
+    // one, the memory cannot be closed, and wrapped memory keeps the buffer of its owner. Otherwise the owner may
+    // release that memory, as the programs for 3FS do before the last iovec is deleted. begin_use() raises an error if
+    // it has.
+    enum class Use { operation, buffer };
+    void begin_use(Use use);
+    void end_use(Use use) noexcept;
+    std::size_t operation_count() const noexcept { return operation_count_; }
+
+    nb::object before_close; // A function that close() calls first; may be empty.
 
     int traverse(visitproc visit, void* argument) const noexcept;
 
@@ -55,6 +63,8 @@ private:
     Py_buffer buffer_{};
     bool has_buffer_ = false;
     bool is_open_ = false;
+    std::size_t operation_count_ = 0;
+    std::size_t buffer_count_ = 0;
 };
 
 struct Iovec {
