@@ -195,11 +195,11 @@ def record(evidence: Evidence, prefix: str, series: Mapping[str, Series]) -> Non
         fastest_loader = max(other_series, key=lambda name: other_series[name].rate_gb_per_s)
         evidence[f"{prefix}_best_other"] = fastest_loader
         evidence.number(f"{prefix}_best_other_gb_per_s", other_series[fastest_loader].rate_gb_per_s)
-        known = [
+        rates_of_loaders = [
             loader_series.rate_gb_per_s for name, loader_series in other_series.items() if name not in _WITHOUT_FORMAT
         ]
-        if known:
-            evidence.number(f"{prefix}_best_loader_gb_per_s", max(known))
+        if rates_of_loaders:
+            evidence.number(f"{prefix}_best_loader_gb_per_s", max(rates_of_loaders))
 
 
 def test_files_of_a_model_beside_other_loaders(
@@ -268,9 +268,11 @@ def test_small_tensors_beside_other_loaders(
         for name, number in per_s.items():
             evidence.number(f"{prefix}_{name}_per_s", number)
             evidence.number(f"{prefix}_{name}_cpu_s_per_gib", series[name].cpu_s_per_gib)
-        known = [number for name, number in per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_WITHOUT_FORMAT}]
-        if known:
-            evidence.number(f"{prefix}_best_other_per_s", max(known))
+        rates_of_loaders = [
+            number for name, number in per_s.items() if name not in {*_LOADERS_OF_GDRKIT, *_WITHOUT_FORMAT}
+        ]
+        if rates_of_loaders:
+            evidence.number(f"{prefix}_best_other_per_s", max(rates_of_loaders))
 
 
 @needs(cuda_needs.device(count_min=2))

@@ -49,9 +49,9 @@ def test_doctor_leaves_no_file_in_the_current_folder(tmp_path: Path) -> None:
     process = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True, timeout=110)
     assert process.stdout, process.stderr
     diagnosis = json.loads(process.stdout)
-    failed = [finding for finding in diagnosis["findings"] if finding["verdict"] == "fail"]
+    failed_findings = [finding for finding in diagnosis["findings"] if finding["verdict"] == "fail"]
     missing = " ".join(diagnosis["missing"])
-    assert process.returncode == (4 if "GPU" in missing and "RDMA" in missing else int(bool(failed)))
+    assert process.returncode == (4 if "GPU" in missing and "RDMA" in missing else int(bool(failed_findings)))
     assert list(tmp_path.iterdir()) == []
 
 

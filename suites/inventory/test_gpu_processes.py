@@ -137,8 +137,8 @@ def test_unprivileged_reader_names_what_root_sees(folder: Path, tmp_path: Path) 
         assert finding.verdict is verdict
         gap = observation.seen.get(NOT_READABLE)
         assert gap is None or f"not seen: {gap}" in finding.text
-        expected = [] if gap is None else [f"{gap} (cuda-ipc-refused, descriptors-low)"]
-        assert [line for line in diagnosis.privileges if "CAP_SYS_PTRACE" in line] == expected
+        expected_lines = [] if gap is None else [f"{gap} (cuda-ipc-refused, descriptors-low)"]
+        assert [line for line in diagnosis.privileges if "CAP_SYS_PTRACE" in line] == expected_lines
 
 
 RENDEZVOUS = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}

@@ -81,13 +81,13 @@ def test_nccl_topology_has_its_distances() -> None:
         ("GPU2", 1),
         ("mlx5_0", 0),
     ]
-    expected = {
+    expected_distances = {
         ("GPU0", "mlx5_0"): "PIX",
         ("GPU1", "mlx5_0"): "PHB",
         ("GPU2", "mlx5_0"): "SYS",
         ("GPU0", "GPU1"): "PHB",
     }
-    assert {pair: pci_topology.distance(*pair).name for pair in expected} == expected
+    assert {pair: pci_topology.distance(*pair).name for pair in expected_distances} == expected_distances
 
 
 def test_unstated_hardware_is_not_reported_as_missing() -> None:
@@ -202,8 +202,8 @@ def test_h100_topology_has_the_expected_distances(captures: Path) -> None:
     assert names == [f"GPU{index}" for index in range(8)]
     assert {device.name for device in pci_topology.places if device.kind == "nic"} == set(itertools.chain(*nics))
     for gpu, nic_index in itertools.product(range(8), range(8)):
-        expected = "PIX" if gpu == nic_index else "PHB" if gpu // 4 == nic_index // 4 else "SYS"
-        assert {pci_topology.distance(f"GPU{gpu}", name).name for name in nics[nic_index]} == {expected}
+        expected_distance = "PIX" if gpu == nic_index else "PHB" if gpu // 4 == nic_index // 4 else "SYS"
+        assert {pci_topology.distance(f"GPU{gpu}", name).name for name in nics[nic_index]} == {expected_distance}
 
 
 @NEEDS_CAPTURES
@@ -243,14 +243,14 @@ def test_hgx_host_has_no_acs_redirect_between_gpu_and_nic(
 def test_infiniband_tree_has_ports_and_rates(captures: Path) -> None:
     machine = captured_machine(read_capture(captures / "gpud" / "sys-class-infiniband-h100.0"))
     ndr_port = ("400 Gb/sec (4X NDR)", "InfiniBand", "28.41.1000")
-    expected = {f"mlx5_{index}": ndr_port for index in (0, 1, 4, 5, 6, 7, 8, 9)}
-    expected["mlx5_bond_0"] = ("200 Gb/sec (2X NDR)", "Ethernet", "32.38.3056")
+    expected_ports = {f"mlx5_{index}": ndr_port for index in (0, 1, 4, 5, 6, 7, 8, 9)}
+    expected_ports["mlx5_bond_0"] = ("200 Gb/sec (2X NDR)", "Ethernet", "32.38.3056")
     ports = {}
     for device in machine.facts.rdma_devices:
         (port,) = device.ports
         assert (port.number, port.state, port.physical_state) == (1, "ACTIVE", "LinkUp")
         ports[device.name] = (port.rate, port.link_layer, device.firmware)
-    assert ports == expected
+    assert ports == expected_ports
     finding = rule_of("port-down").apply(machine)
     assert finding.verdict is Verdict.PASS
     assert "mlx5_1 was down 255 times" in finding.text

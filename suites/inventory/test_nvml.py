@@ -59,11 +59,11 @@ def test_file_that_is_not_a_library_is_refused(
 ) -> None:
     data = content.read_bytes() if isinstance(content, Path) else content
     (tmp_path / "libnvidia-ml.so.1").write_bytes(data)
-    expected = ["loader", "dlopen libnvidia-ml.so.1", status_name, errno_number, reason.value]
-    assert query_nvml(tmp_path) == expected
+    expected_error = ["loader", "dlopen libnvidia-ml.so.1", status_name, errno_number, reason.value]
+    assert query_nvml(tmp_path) == expected_error
 
 
 def test_library_without_nvml_functions_is_refused(tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(find_libm().read_bytes())
-    expected = ["nvml", "nvmlInit", "NVML_ERROR_FUNCTION_NOT_FOUND", None, Reason.NOT_SUPPORTED.value]
-    assert query_nvml(tmp_path) == expected
+    expected_error = ["nvml", "nvmlInit", "NVML_ERROR_FUNCTION_NOT_FOUND", None, Reason.NOT_SUPPORTED.value]
+    assert query_nvml(tmp_path) == expected_error

@@ -96,9 +96,9 @@ def test_several_files_are_loaded_at_once(tmp_path: Path, seed: int, device_argu
         framework="dlpack",
         on_progress=lambda *bytes_: progress.append(bytes_),
     )
-    expected = {name: data for model in models for name, data in model.tensors.items()}
-    assert read_tensors(loaded_tensors) == expected
-    assert progress[-1] == (sum(map(len, expected.values())),) * 2
+    expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
+    assert read_tensors(loaded_tensors) == expected_tensors
+    assert progress[-1] == (sum(map(len, expected_tensors.values())),) * 2
 
 
 SLICES = [
@@ -121,13 +121,13 @@ def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: 
     model = write_model(tmp_path / "model", [("x", "U8", (5,)), ("w", "I16", shape), ("y", "U8", (4,))], seed=seed)
     rows = memoryview(model.tensors["w"]).cast("h").tolist()
     nested = [[rows[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
-    expected, part_shape = slice_lists(nested, shape, index)
+    expected_elements, part_shape = slice_lists(nested, shape, index)
     with safe_open(model.path, "dlpack", device_argument) as file:
         part = file.get_slice("w")
         assert (part.get_shape(), part.get_dtype()) == ([4, 8, 6], "I16")
         tensor = part[index]
     assert tensor.shape == part_shape
-    assert memoryview(tensor.read()).cast("h").tolist() == expected
+    assert memoryview(tensor.read()).cast("h").tolist() == expected_elements
     loaded_tensors = load_files(
         [model.path], device_argument, framework="dlpack", select=lambda name, _shape: index if name == "w" else None
     )
@@ -193,12 +193,12 @@ def test_open_file_has_the_interface_of_safetensors(
 @pytest.mark.parametrize("share", [False, True], ids=["each-reads", "shares"])
 def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) -> None:
     models = [write_model(tmp_path / str(index), [(f"{index}", "BF16", (700, 1025))], seed=seed) for index in range(2)]
-    expected = {name: data for model in models for name, data in model.tensors.items()}
+    expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
     paths = [model.path for model in models]
     loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", share=share)
-    assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected, expected]
+    assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected_tensors, expected_tensors]
     assert [tensor.device_index for tensors in loaded_tensors for tensor in tensors.values()] == [0, 0, 1, 1]
-    total_bytes = sum(map(len, expected.values()))
+    total_bytes = sum(map(len, expected_tensors.values()))
     report = loaded_tensors[0].report
     assert (report.bytes, report.peer_bytes) == ((total_bytes, total_bytes) if share else (2 * total_bytes, 0))
 
@@ -207,12 +207,12 @@ def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) 
 def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> None:
     length_bytes = 32 * MIB
     models = [write_model(tmp_path / name, [(name, "U8", (length_bytes // 2,))], seed=seed) for name in ("a", "b")]
-    expected = models[0].tensors | models[1].tensors
+    expected_tensors = models[0].tensors | models[1].tensors
 
     def load_and_get_peer_bytes(access: Access = "automatic") -> int:
         paths = [model.path for model in models]
         loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", access=access)
-        assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected] * 2
+        assert [read_tensors(tensors) for tensors in loaded_tensors] == [expected_tensors] * 2
         peer_bytes: int = loaded_tensors[0].report.peer_bytes
         return peer_bytes
 

@@ -174,10 +174,10 @@ def test_machine_is_read_once_in_the_interval() -> None:
 
 
 def test_thread_of_the_server_receives_no_signals() -> None:
-    before = {thread.native_id for thread in threading.enumerate()}
+    threads_before = {thread.native_id for thread in threading.enumerate()}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple):
-        (thread_id,) = {thread.native_id for thread in threading.enumerate()} - before
+        (thread_id,) = {thread.native_id for thread in threading.enumerate()} - threads_before
         status = Path(f"/proc/self/task/{thread_id}/status").read_text()
     (blocked,) = re.findall(r"^SigBlk:\s*([0-9a-f]+)$", status, re.MULTILINE)
     assert all(int(blocked, 16) >> (number - 1) & 1 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
@@ -228,9 +228,9 @@ def test_registrations_that_ended_leave_zero(device: Device, nic: Nic) -> None:
         monitor.watch("cache", cache.statistics, name="test"),
         monitor.serve_metrics("127.0.0.1", 0) as server,
     ):
-        with device.allocate(4096) as first, device.allocate(4096) as second:
+        with device.allocate(4096) as first_memory, device.allocate(4096) as second_memory:
             for index in range(REGISTRATION_COUNT):
-                cache.lease((first, second)[index % 2]).close()
+                cache.lease((first_memory, second_memory)[index % 2]).close()
             samples_while_allocated = scrape(server.address)
         samples_after_free = scrape(server.address)
     assert samples_while_allocated['gdrkit_cache_registrations_total{name="test"}'] == REGISTRATION_COUNT
@@ -282,23 +282,25 @@ def read_own_metrics() -> dict[str, float]:
     }
 
 
-def compute_changes(before: dict[str, float]) -> dict[str, float]:
-    """Return the differences of the metrics of this process to `before`, without zeros."""
+def compute_changes(metrics_before: dict[str, float]) -> dict[str, float]:
+    """Return the differences of the metrics of this process to `metrics_before`, without zeros."""
     return {
-        name: value - before.get(name, 0) for name, value in read_own_metrics().items() if value != before.get(name, 0)
+        name: value - metrics_before.get(name, 0)
+        for name, value in read_own_metrics().items()
+        if value != metrics_before.get(name, 0)
     }
 
 
 @needs(cuda_needs.device(), verbs.nic())
 def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: Nic) -> None:
-    before = read_own_metrics()
+    metrics_before = read_own_metrics()
     with (
         device.allocate(8192) as memory,
         memory.export_dmabuf(),
         PinnedMemory(device, 4096),
         nic.register_host(bytearray(100)),
     ):
-        during = compute_changes(before)
+        during = compute_changes(metrics_before)
     # The context and the memory of the device are open too.
     kinds = ("verbs.region", "dmabuf_range", "cuda.pinned")
     assert {name: value for name, value in during.items() if name.endswith(kinds)} == {
@@ -310,18 +312,22 @@ def test_own_regions_dmabufs_and_pinned_memory_are_counted(device: Device, nic: 
         "gdrkit_open_object_bytes cuda.pinned": 4096,
     }
     assert (
-        read_own_metrics()["gdrkit_open_object_bytes verbs.region"] == before["gdrkit_open_object_bytes verbs.region"]
+        read_own_metrics()["gdrkit_open_object_bytes verbs.region"]
+        == metrics_before["gdrkit_open_object_bytes verbs.region"]
     )
 
 
 @pytest.mark.parametrize("length_bytes", [1 << 10, 1 << 20])
 def test_short_and_long_transfers_are_counted(tmp_path: Path, length_bytes: int) -> None:
     (tmp_path / "data").write_bytes(bytes(length_bytes))
-    before = read_own_metrics()
+    metrics_before = read_own_metrics()
     with gds.File(tmp_path / "data", direct="never") as file:
         file.read_into(bytearray(length_bytes))
     gds.close_engines()
-    assert compute_changes(before) == {"gdrkit_transfers engine": 1, "gdrkit_transferred_bytes engine": length_bytes}
+    assert compute_changes(metrics_before) == {
+        "gdrkit_transfers engine": 1,
+        "gdrkit_transferred_bytes engine": length_bytes,
+    }
 
 
 @pytest.mark.parametrize("command", ["server", "agent"])

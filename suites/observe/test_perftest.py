@@ -49,6 +49,6 @@ def test_packets_of_perftest_are_those_of_the_path_mtu(
     (program,) = [process for process in observation.processes if process.program == "ib_write_bw"]
     assert program.twin_objects.get("verbs") or (program.queue_pairs and program.regions)
     (port,) = [port for port in observation.ports if port.device == nic.name]
-    expected = OPERATIONS * -(-LENGTH_BYTES // nic.port.mtu_bytes)
-    evidence["packets"] = {"expected": expected, "sent": port.sent_packets, "mtu": nic.port.mtu_bytes}
-    assert port.sent_packets == pytest.approx(expected, rel=0.02)
+    expected_packets = OPERATIONS * -(-LENGTH_BYTES // nic.port.mtu_bytes)
+    evidence["packets"] = {"expected": expected_packets, "sent": port.sent_packets, "mtu": nic.port.mtu_bytes}
+    assert port.sent_packets == pytest.approx(expected_packets, rel=0.02)

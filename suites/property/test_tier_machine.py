@@ -230,7 +230,7 @@ class TierMachine(RuleBasedStateMachine):
     def migrate(self) -> None:
         tiers_before = {name: self.manager.find(name).tier for name in self.model}
         report = self.manager.migrate()
-        assert {refused.name for refused in report.refused} <= {writer.name for writer in self.writers}
+        assert {refusal.name for refusal in report.refused} <= {writer.name for writer in self.writers}
         for name, source in tiers_before.items():
             self._freeze_if_moved(name, source, self.manager.find(name).tier)
             if name in self.pins and not self._has_writer(name):

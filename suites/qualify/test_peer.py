@@ -150,12 +150,12 @@ def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channe
 
 def test_descriptors_of_several_messages_keep_their_order(channels: tuple[Channel, Channel]) -> None:
     sender, receiver = channels
-    with tempfile.TemporaryFile() as first, tempfile.TemporaryFile() as second:
-        sender.send({}, descriptors=(first.fileno(),))
+    with tempfile.TemporaryFile() as first_file, tempfile.TemporaryFile() as second_file:
+        sender.send({}, descriptors=(first_file.fileno(),))
         assert receiver.receive(timeout_s=5) == {}
-        sender.send({}, descriptors=(second.fileno(),))
+        sender.send({}, descriptors=(second_file.fileno(),))
         assert receiver.receive(timeout_s=5) == {}
-        for file in (first, second):
+        for file in (first_file, second_file):
             (descriptor,) = receiver.take_descriptors(1)
             assert os.path.sameopenfile(descriptor, file.fileno())
             os.close(descriptor)

@@ -74,9 +74,9 @@ exec {shlex.join(GDRKIT)} run --software --isolated --quiet -- {shlex.join(GDRKI
     assert all(record.verdict is Verdict.PASS for record in records if record not in slow_records)
     for record in records:
         growth = cast("dict[str, dict[str, int]]", record.evidence["port_growth"])
-        expected = cast("dict[str, int]", record.evidence["port_bytes_expected"])
+        expected_bytes = cast("dict[str, int]", record.evidence["port_bytes_expected"])
         assert record.evidence["unproven"] == ""
-        for role, count in expected.items():
+        for role, count in expected_bytes.items():
             # The port also counts the headers of the packets, which have less than 5 % of the bytes.
             assert count <= growth[role]["sent_bytes"] < 1.05 * count
             assert count <= growth[role]["received_bytes"] < 1.05 * count

@@ -338,12 +338,12 @@ def test_devices_in_sysfs_agree_with_verbs() -> None:
 def test_port_counters_grow_by_the_bytes_that_pass() -> None:
     process = run(sys.executable, "-c", WRITE_AND_PRINT_COUNTERS)
     assert process.returncode == 0, process.stderr
-    before, after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
+    counters_before, counters_after = (tuple(map(int, line.split())) for line in process.stdout.splitlines())
     packets = (1 << 20) // 4096
     # The data counters count words of 4 bytes. A packet has 78 bytes of headers; see port_counters.cpp.
     words = ((1 << 20) + 78 * packets) // 4
-    assert before == (0, 0, 0, 0)
-    assert after == (words, words, packets, packets)
+    assert counters_before == (0, 0, 0, 0)
+    assert counters_after == (words, words, packets, packets)
     assert "2 queue pairs; 1.05 MB moved" in process.stderr
 
 

@@ -100,8 +100,8 @@ def test_requests_after_an_error_are_flushed(nic: Nic, peer: Peer, seed: int) ->
         invalid_range = replace(region.remote(), rkey=region.rkey ^ WRONG_KEY_BITS)
         peer_pair.post_write(buffer, invalid_range, work_id=1)
         peer_pair.post_write(buffer, region.remote(), work_id=2)
-        first, second = peer_pair.wait(), peer_pair.wait()
-        assert (first.work_id, first.status) == (1, Status.REM_ACCESS_ERR)
-        assert (second.work_id, second.status) == (2, Status.WR_FLUSH_ERR)
+        first_completion, second_completion = peer_pair.wait(), peer_pair.wait()
+        assert (first_completion.work_id, first_completion.status) == (1, Status.REM_ACCESS_ERR)
+        assert (second_completion.work_id, second_completion.status) == (2, Status.WR_FLUSH_ERR)
         assert peer_pair.state == "ERR"
     assert data == bytes(4 * KIB)

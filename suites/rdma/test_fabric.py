@@ -97,10 +97,10 @@ def start_two_machines(
             stack.enter_context(machine.process)
             stack.callback(machine.process.kill)
             machines.append(machine)
-        first, second = machines
-        first.send(second.address)
-        second.send(first.address)
-        yield first, second
+        first_machine, second_machine = machines
+        first_machine.send(second_machine.address)
+        second_machine.send(first_machine.address)
+        yield first_machine, second_machine
 
 
 @pytest.fixture
@@ -111,33 +111,33 @@ def namespaces() -> Iterator[tuple[str, str]]:
 
 
 def test_writes_arrive_on_the_other_machine(namespaces: tuple[str, str], seed: int) -> None:
-    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first, second):
-        assert first.address["endpoint"]["gid"].endswith(":ffff:0a4f:0001")
-        assert second.run(check=0) == "different"
-        assert first.run(write=seed) == "SUCCESS"
-        assert second.run(check=seed) == "same"
-        assert second.run(write=seed + 1) == "SUCCESS"
-        assert first.run(check=seed + 1) == "same"
+    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first_machine, second_machine):
+        assert first_machine.address["endpoint"]["gid"].endswith(":ffff:0a4f:0001")
+        assert second_machine.run(check=0) == "different"
+        assert first_machine.run(write=seed) == "SUCCESS"
+        assert second_machine.run(check=seed) == "same"
+        assert second_machine.run(write=seed + 1) == "SUCCESS"
+        assert first_machine.run(check=seed + 1) == "same"
 
 
 @pytest.mark.parametrize("end", ["process is killed", "link is down"])
 def test_lost_machine_exceeds_retries(namespaces: tuple[str, str], end: str) -> None:
-    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first, second):
-        assert first.run(write=1) == "SUCCESS"
+    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "s" * 16)) as (first_machine, second_machine):
+        assert first_machine.run(write=1) == "SUCCESS"
         if end == "process is killed":
-            second.process.kill()
-            second.process.wait()
+            second_machine.process.kill()
+            second_machine.process.wait()
         else:
             _run_ip("-n", namespaces[1], "link", "set", "eth0", "down")
         begin_s = time.monotonic()
-        assert first.run(write=2) == "RETRY_EXC_ERR"
+        assert first_machine.run(write=2) == "RETRY_EXC_ERR"
         assert time.monotonic() - begin_s < RETRY_LIMIT_S
 
 
 def test_machine_with_another_secret_is_refused(namespaces: tuple[str, str]) -> None:
-    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "t" * 16)) as (first, second):
-        assert first.run(write=1) == "RETRY_EXC_ERR"
-        assert second.run(check=1) == "different"
+    with start_two_machines(namespaces, fabric_secrets=("s" * 16, "t" * 16)) as (first_machine, second_machine):
+        assert first_machine.run(write=1) == "RETRY_EXC_ERR"
+        assert second_machine.run(check=1) == "different"
 
 
 @needs(host.program("ib_write_bw", "-V"))

@@ -53,23 +53,31 @@ def test_ports_count_the_packets_of_the_path_mtu(
         connect_initiator(nic, peer=peer, memory_bytes=TRANSFER_BYTES) as initiator,
     ):
         initiator.write(data if is_write else bytes(TRANSFER_BYTES))
-        before, repeated = [read_packet_counters(port) for port in (nic, peer)], -read_repeated_packets(peer)
+        counters_before = [read_packet_counters(port) for port in (nic, peer)]
+        repeated_before = read_repeated_packets(peer)
         initiator.run(direction, region.remote(), length_bytes=TRANSFER_BYTES, operations=OPERATIONS, depth=DEPTH)
-        after, repeated = [read_packet_counters(port) for port in (nic, peer)], repeated + read_repeated_packets(peer)
+        counters_after = [read_packet_counters(port) for port in (nic, peer)]
+        repeated_packets = read_repeated_packets(peer) - repeated_before
         pattern.check(bytes(memory) if is_write else initiator.read(), seed=seed)
-    if None in before:
+    if None in counters_before:
         evidence.unproven("the port has no packet counters (counters_missing)")
         return
-    growth = [tuple(map(int.__sub__, last, first)) for first, last in zip(before, after, strict=True) if first and last]
-    (sent, received), (peer_sent, peer_received) = growth
-    expected = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
-    evidence["packets"] = {"expected": expected, "mtu": nic.port.mtu_bytes, "repeated": repeated}
+    growth = [
+        tuple(map(int.__sub__, count_after, count_before))
+        for count_before, count_after in zip(counters_before, counters_after, strict=True)
+        if count_before and count_after
+    ]
+    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = growth
+    expected_packets = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
+    evidence["packets"] = {"expected": expected_packets, "mtu": nic.port.mtu_bytes, "repeated": repeated_packets}
     evidence["growth"] = {"nic": growth[0], "peer": growth[1]}
     # The other two counters also count acknowledgements and requests. Their number is not known.
     if is_write:
-        assert (sent - repeated, peer_received - repeated) == pytest.approx((expected, expected), rel=0.02)
-    elif repeated:
+        assert (sent_packets - repeated_packets, peer_received_packets - repeated_packets) == pytest.approx(
+            (expected_packets, expected_packets), rel=0.02
+        )
+    elif repeated_packets:
         # The responder answers a repeated READ request again, and no counter shows the number of these packets.
-        assert min(peer_sent, received) >= expected
+        assert min(peer_sent_packets, received_packets) >= expected_packets
     else:
-        assert (peer_sent, received) == pytest.approx((expected, expected), rel=0.02)
+        assert (peer_sent_packets, received_packets) == pytest.approx((expected_packets, expected_packets), rel=0.02)

@@ -67,10 +67,10 @@ def test_process_without_cuda_registers_an_inherited_descriptor(device: Device, 
 def dmabufs(device: Device) -> Iterator[tuple[int, int]]:
     """Yield the descriptors of two dma-bufs of two allocations."""
     with (
-        device.allocate(MIB) as first,
-        device.allocate(MIB) as second,
-        first.export_dmabuf() as first_dmabuf,
-        second.export_dmabuf() as second_dmabuf,
+        device.allocate(MIB) as first_memory,
+        device.allocate(MIB) as second_memory,
+        first_memory.export_dmabuf() as first_dmabuf,
+        second_memory.export_dmabuf() as second_dmabuf,
     ):
         yield first_dmabuf.fd, second_dmabuf.fd
 

@@ -119,9 +119,9 @@ def test_published_memory_is_the_same_in_another_process(device: Device, mount: 
 def test_shared_buffer_is_the_same_in_another_process(device: Device, mount: Path, seed: int) -> None:
     """Defect d: the handle contained the owner's virtual address, which is not valid in another process."""
     data = pattern.payload(LENGTH_BYTES, seed=seed)
-    with usrbio.GpuSharedBuffer.create(str(mount), length_bytes=LENGTH_BYTES, device=device.index) as shared:
-        shared.memory.write(data)
-        digest = compute_digest_in_another_process(mount, handle=shared.export())
+    with usrbio.GpuSharedBuffer.create(str(mount), length_bytes=LENGTH_BYTES, device=device.index) as shared_buffer:
+        shared_buffer.memory.write(data)
+        digest = compute_digest_in_another_process(mount, handle=shared_buffer.export())
         assert digest == hashlib.sha256(data).hexdigest(), f"the importer of a handle has other bytes: {digest}"
 
 

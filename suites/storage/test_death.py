@@ -172,7 +172,7 @@ def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, sessio
     (server.root / "file").write_bytes(bytes(MIB))
     open_reply = session.request(messages.Open("file", write=True), messages.OpenReply)
     u64_max, handle = (1 << 64) - 1, open_reply.handle
-    expected = {
+    error_by_operation = {
         Operation(1, handle + 1, 0, 1, 0, 0, 0, IoOpcode.READ): errno.EBADF,
         Operation(2, handle, 0, 1, 0, 0, 1, IoOpcode.READ): errno.EINVAL,
         Operation(3, handle, 0, 1, 0, 0, 65535, IoOpcode.WRITE): errno.EINVAL,
@@ -191,8 +191,8 @@ def test_each_invalid_operation_gets_its_own_errno(server: StorageServer, sessio
         Operation(15, handle, (1 << 63) - 1, 0, 0, 0, 0, IoOpcode.READ): 0,
     }
     transfers = Transfers(session.data, outstanding_max=100)
-    results = transfers.run(list(expected), timeout_s=20)
-    assert [-result.result for result in results] == list(expected.values())
+    results = transfers.run(list(error_by_operation), timeout_s=20)
+    assert [-result.result for result in results] == list(error_by_operation.values())
 
 
 @needs(verbs.nic())

@@ -128,9 +128,9 @@ class FaultyOperations:
             for line in self._faults.read_text().splitlines():
                 request, error_number = line.split()
                 if request == name and int(error_number) == WRONG_DATA:
-                    path, data, *rest = arguments
+                    path, data, *later_arguments = arguments
                     assert isinstance(data, bytes)
-                    arguments = (path, b"\xff" + data[1:], *rest)
+                    arguments = (path, b"\xff" + data[1:], *later_arguments)
                 elif request == name:
                     raise OSError(int(error_number), os.strerror(int(error_number)))
             return method(*arguments)
