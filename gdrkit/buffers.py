@@ -107,7 +107,7 @@ class DmabufRange(Closeable):
         UsageError
             The range is empty or not inside the dma-buf.
         """
-        size_bytes = _size_of(fd)
+        size_bytes = _query_size(fd)
         length_bytes = size_bytes - offset_bytes if length_bytes is None else length_bytes
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=size_bytes)
         # A NIC requires the same offset in a page for the address and for the bytes in the dma-buf.
@@ -127,7 +127,7 @@ class DmabufRange(Closeable):
     @property
     def size_bytes(self) -> int:
         """Size of the whole dma-buf in bytes."""
-        return _size_of(self.fd)
+        return _query_size(self.fd)
 
     @property
     def fd(self) -> int:
@@ -375,7 +375,7 @@ class MemoryResource(Resource):
         return f"{type(self).__name__}({address_text}, length_bytes={self.length_bytes}, kind={self.kind.value})"
 
 
-def _size_of(fd: int) -> int:
+def _query_size(fd: int) -> int:
     """Return the size of a dma-buf in bytes, as lseek to its end reports it."""
     try:
         return os.lseek(fd, 0, os.SEEK_END)

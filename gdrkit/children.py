@@ -63,7 +63,7 @@ def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, time
     else:
         return ""
     return (
-        f"process {child.pid} did not end within {timeout_s:g} s of SIGKILL (state {_process_state(child.pid)}) "
+        f"process {child.pid} did not end within {timeout_s:g} s of SIGKILL (state {_read_process_state(child.pid)}) "
         "and was left behind"
     )
 
@@ -87,7 +87,7 @@ def join_threads(threads: Iterable[threading.Thread], *, timeout_s: float) -> No
         raise BrokenResource(message, reason=Reason.TIMEOUT)
 
 
-def _process_state(pid: int) -> str:
+def _read_process_state(pid: int) -> str:
     """Return the state of a process in /proc/PID/stat, such as D (waits in the kernel) or Z (ended, not collected)."""
     try:
         stat_line = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")

@@ -374,11 +374,11 @@ def _run_and_report(command: Callable[[], object]) -> int:
         if os.environ.get("GDRKIT_TRACEBACK") == "1":
             raise result
         click.echo(f"gdrkit: {escape_controls(str(result))}", err=True)
-        return _exit_code_of(result)
+        return _find_exit_code(result)
     return result if isinstance(result, int) else 0
 
 
-def _exit_code_of(error: GdrkitError) -> int:
+def _find_exit_code(error: GdrkitError) -> int:
     # `gdrkit run` failed to start COMMAND.
     if isinstance(error, ApiError) and error.operation == "execvp":
         return _EXIT_NOT_FOUND if error.errno == errno.ENOENT else _EXIT_NOT_EXECUTABLE

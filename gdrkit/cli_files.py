@@ -86,9 +86,9 @@ def copy(
     from gdrkit import gds
 
     with (
-        _interruptible(),
+        _cancel_on_interrupt(),
         _show_progress("copy", unit_is_bytes=True, is_visible=not as_json) as update,
-        _no_fallback_warning(),
+        _suppress_fallback_warning(),
     ):
         copy_result = gds.copy_file(
             source,
@@ -183,7 +183,10 @@ def storage(
         seconds=seconds,
         direct=direct,
     )
-    with _show_progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update, _no_fallback_warning():
+    with (
+        _show_progress("bench storage", unit_is_bytes=False, is_visible=not as_json) as update,
+        _suppress_fallback_warning(),
+    ):
         points_so_far: list[BenchmarkPoint] = []
 
         def on_point(point: BenchmarkPoint, total: int) -> None:
@@ -232,8 +235,10 @@ def _make_caveat(substrate: dict[str, str]) -> str:
     """Return the reason why measured rates do not describe this machine, or an empty text if they do."""
     from gdrkit.report.substrate import Substrate, describe
 
-    unproven = [f"{api}: {describe(Substrate(value))}" for api, value in substrate.items() if value != "hardware"]
-    return f"{', '.join(unproven)}; no performance of this machine" if unproven else ""
+    substrate_texts = [
+        f"{api}: {describe(Substrate(value))}" for api, value in substrate.items() if value != "hardware"
+    ]
+    return f"{', '.join(substrate_texts)}; no performance of this machine" if substrate_texts else ""
 
 
 def _describe_copy(copy_result: CopyResult, substrate: dict[str, str]) -> Iterator[str]:
@@ -293,7 +298,7 @@ def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
+def _cancel_on_interrupt() -> Iterator[None]:
     """Make SIGTERM and SIGHUP remove an unfinished copy, as Ctrl-C does, and then end the process by that signal."""
     received: list[int] = []
 
@@ -321,7 +326,7 @@ def _interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _no_fallback_warning() -> Iterator[None]:
+def _suppress_fallback_warning() -> Iterator[None]:
     """Suppress the warning of a fallback, because the result of the command reports the fallback."""
     import warnings
 

@@ -131,7 +131,7 @@ def read_plan(path: str | os.PathLike[str]) -> tuple[FaultRule, ...]:
         text = Path(path).read_bytes().decode("utf-8", "backslashreplace")
     except OSError as error:
         errno_value = error.errno or errno.EIO
-        raise _error(
+        raise _make_error(
             errno_value, str(path), line=0, detail="the file cannot be read", reason=Reason.BAD_ARGUMENT
         ) from error
     return parse_plan(text, name=str(path))
@@ -147,12 +147,12 @@ def parse_plan(text: str, *, name: str = "plan") -> tuple[FaultRule, ...]:
             continue
         if not has_header:
             if words != HEADER.split():
-                raise _malformed(name, line_number, f"the first line must be '{HEADER}'")
+                raise _make_malformed_error(name, line_number, f"the first line must be '{HEADER}'")
             has_header = True
             continue
         rules.append(_parse_rule(words, name, line_number))
     if not has_header:
-        raise _malformed(name, 1, f"the first line must be '{HEADER}'")
+        raise _make_malformed_error(name, 1, f"the first line must be '{HEADER}'")
     return tuple(rules)
 
 
@@ -164,13 +164,13 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
             "verbs (ibv_), librdmacm (rdma_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), "
             "or a point of a twin (wc., cufile.)"
         )
-        raise _malformed(name, line_number, f"'{point}' is not a function of {apis}")
+        raise _make_malformed_error(name, line_number, f"'{point}' is not a function of {apis}")
     values: dict[str, Any] = {}
     for word in words[1:]:
         word_key, equals, text = word.partition("=")
         allowed_keys = {"call", key, "delay_us", "hold", "stop", *(["nic"] if point in _NIC_FAULT_POINTS else [])}
         if not equals or word_key in values or word_key not in allowed_keys:
-            raise _malformed(name, line_number, f"'{word}' is not expected here")
+            raise _make_malformed_error(name, line_number, f"'{word}' is not expected here")
         if word_key == "status":
             minimum, maximum = _find_status_limits(point)
             values[word_key] = _parse_bounded(text, minimum=minimum, maximum=maximum)
@@ -179,9 +179,9 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
             parse, expected = _PARSERS[word_key]
             values[word_key] = parse(text)
         if values[word_key] is None:
-            raise _malformed(name, line_number, f"'{word}': expected {expected}")
+            raise _make_malformed_error(name, line_number, f"'{word}': expected {expected}")
     if "call" not in values or not values.keys() - {"call", "nic"}:
-        raise _malformed(
+        raise _make_malformed_error(
             name, line_number, f"expected '{point} call=... {key}=..., delay_us=..., hold=... or stop=...'"
         )
     first_call, last_call = values["call"]
@@ -272,11 +272,11 @@ _PARSERS: dict[str, tuple[Callable[[str], object], str]] = {
 }
 
 
-def _malformed(name: str, line: int, detail: str) -> ApiError:
-    return _error(errno.EINVAL, name, line=line, detail=detail, reason=Reason.MALFORMED)
+def _make_malformed_error(name: str, line: int, detail: str) -> ApiError:
+    return _make_error(errno.EINVAL, name, line=line, detail=detail, reason=Reason.MALFORMED)
 
 
-def _error(errno_value: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
+def _make_error(errno_value: int, name: str, *, line: int, detail: str, reason: Reason) -> ApiError:
     """Return the error of a plan. A `line` of 0 means the whole file."""
     advice = f"fix line {line} of the plan" if line else "name a file that can be read"
     effects = "errno=E|status=S|route=R|delay_us=N|hold=FILE|stop=FILE|nic=NAME"

@@ -123,9 +123,11 @@ def parse_apis(text: str) -> frozenset[Api]:
     """
     api_of_name = {api.value: api for api in TWINNED}
     names = [name.strip() for name in text.split(",") if name.strip()]
-    unknown = [name for name in names if name not in api_of_name]
-    if unknown or not names:
-        message = f"the APIs must be some of {', '.join(sorted(api_of_name))}, not {', '.join(unknown) or repr(text)}"
+    unknown_names = [name for name in names if name not in api_of_name]
+    if unknown_names or not names:
+        message = (
+            f"the APIs must be some of {', '.join(sorted(api_of_name))}, not {', '.join(unknown_names) or repr(text)}"
+        )
         raise UsageError(message)
     return frozenset(api_of_name[name] for name in names)
 
@@ -161,8 +163,8 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     child_environment = dict(os.environ if base is None else base)
     folders = [_require_twin_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
     _set_paths(child_environment, "LD_LIBRARY_PATH", folders)
-    audit = _find_loader_file(_AUDIT_LIBRARY) if launch.software else None
-    _set_paths(child_environment, "LD_AUDIT", [] if audit is None else [audit])
+    audit_library = _find_loader_file(_AUDIT_LIBRARY) if launch.software else None
+    _set_paths(child_environment, "LD_AUDIT", [] if audit_library is None else [audit_library])
     child_environment.pop(_LIBRARIES_VARIABLE, None)
     _set_paths(child_environment, "LD_PRELOAD", [])
     state = child_environment.pop(_STATE_VARIABLE, None)
@@ -233,9 +235,9 @@ def device_writer() -> Path | None:
 
 def api_of_library(path: str) -> Api | None:
     """Return the API that a library with this name has, for example VERBS for ``/usr/lib/libibverbs.so.1``, or None."""
-    stem = _stem(path)
+    stem = _find_stem(path)
     folders = {api: folder for api in _TWINS if (folder := _find_twin_folder(api)) is not None}
-    return next((api for api, folder in folders.items() if stem in map(_stem, _list_libraries(folder))), None)
+    return next((api for api, folder in folders.items() if stem in map(_find_stem, _list_libraries(folder))), None)
 
 
 def is_twin(path: str) -> bool:
@@ -362,7 +364,7 @@ def _find_loader_file(name: str) -> Path | None:
     return next((path for root in _list_twin_roots() if (path := root / _LOADER_FOLDER / name).is_file()), None)
 
 
-def _stem(path: str) -> str | None:
+def _find_stem(path: str) -> str | None:
     match = _LIBRARY_STEM.match(Path(path).name)
     return None if match is None else match["stem"]
 

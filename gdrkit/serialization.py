@@ -136,7 +136,7 @@ def _read_value(expected_type: Any, value: object, where: str) -> object:  # noq
             return expected_type(value)
         except ValueError as error:
             values = ", ".join(str(member.value) for member in expected_type)
-            raise _malformed(where, f"one of {values}", value) from error
+            raise _make_malformed_error(where, f"one of {values}", value) from error
     if dataclasses.is_dataclass(expected_type):
         return _read_dataclass(expected_type, _check_type(value, dict, where), where)
     if expected_type is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -148,9 +148,9 @@ def _read_float(value: float, where: str) -> float:
     try:
         number = float(value)
     except OverflowError as error:  # Integers in JSON may have any length.
-        raise _malformed(where, "a finite number", value) from error
+        raise _make_malformed_error(where, "a finite number", value) from error
     if not math.isfinite(number):
-        raise _malformed(where, "a finite number", value)
+        raise _make_malformed_error(where, "a finite number", value)
     return number
 
 
@@ -163,21 +163,21 @@ def _read_union(arguments: tuple[Any, ...], value: object, where: str) -> object
     # Other unions are unions of scalars, so the type of the value selects the member.
     if type(value) in members:
         return value
-    raise _malformed(where, " or ".join(member.__name__ for member in members), value)
+    raise _make_malformed_error(where, " or ".join(member.__name__ for member in members), value)
 
 
 def _read_dataclass(expected_type: Any, pairs: dict[str, object], where: str) -> object:  # noqa: ANN401 - a dataclass at run time.
     fields, hints = _list_fields_and_types(expected_type)
     unknown = pairs.keys() - fields.keys()
     if unknown:
-        raise _malformed(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown)))
+        raise _make_malformed_error(where, "only the fields " + ", ".join(fields), ", ".join(sorted(unknown)))
     values = {}
     for name, field in fields.items():
         if name in pairs:
             values[name] = _read_value(hints[name], pairs[name], f"{where}.{name}")
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             path = f"{where}.{name}"
-            raise _malformed(path, "a value", "nothing")
+            raise _make_malformed_error(path, "a value", "nothing")
     return expected_type(**values)
 
 
@@ -193,9 +193,9 @@ def _list_fields_and_types(expected_type: Any) -> tuple[dict[str, dataclasses.Fi
 def _check_type(value: object, expected_type: Any, where: str) -> Any:  # noqa: ANN401 - the type is known only at run time.
     # In Python a bool is an int. In JSON true is not a number.
     if not isinstance(value, expected_type) or (isinstance(value, bool) and expected_type is not bool):
-        raise _malformed(where, expected_type.__name__, value)
+        raise _make_malformed_error(where, expected_type.__name__, value)
     return value
 
 
-def _malformed(where: str, expected: str, actual: object) -> UsageError:
+def _make_malformed_error(where: str, expected: str, actual: object) -> UsageError:
     return UsageError(f"{where}: expected {expected}, found {repr(actual)[:80]}", reason=Reason.MALFORMED)

@@ -133,11 +133,11 @@ def consume(capsule: Any) -> Tensor:
 
 # The exported tensors by the address of their structure. Each has the structure, its shape, and the function to call
 # when the consumer releases the tensor.
-_exported: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
+_exported_tensors: dict[int, tuple[Any, Any, Callable[[], None]]] = {}
 
 
 def _delete_export(address: int) -> None:
-    _managed_tensor, _shape, on_release = _exported.pop(address)
+    _managed_tensor, _shape, on_release = _exported_tensors.pop(address)
     on_release()
 
 
@@ -190,7 +190,7 @@ def export(
     if is_versioned:
         managed_tensor.major, managed_tensor.minor = 1, 0
     structure_address = ctypes.addressof(managed_tensor)
-    _exported[structure_address] = (managed_tensor, sizes, on_release)
+    _exported_tensors[structure_address] = (managed_tensor, sizes, on_release)
     return _new_capsule(
         structure_address,
         ctypes.cast(_CAPSULE_NAMES[name], ctypes.c_char_p),

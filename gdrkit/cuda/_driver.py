@@ -97,11 +97,11 @@ def initialize() -> None:
     try:
         (result,) = function(0)
     except RuntimeError as error:
-        raise _missing_function_error("cuInit", error) from error
+        raise _make_missing_function_error("cuInit", error) from error
     status = int(result)
     if status == 0:
         return
-    permission_error = _permission_error_of_device_nodes()
+    permission_error = _find_permission_error()
     reason, advice, error_number = Reason.OTHER, "run nvidia-smi; its output says what the driver lacks", None
     if permission_error is not None and status in {_results.NO_DEVICE, _results.OPERATING_SYSTEM, _results.UNKNOWN}:
         reason, error_number = Reason.NO_PERMISSION, permission_error.errno
@@ -146,7 +146,7 @@ def call(operation: str, /, **arguments: Any) -> Any:
     try:
         result, *values = function(*arguments.values())
     except RuntimeError as error:
-        raise _missing_function_error(operation, error) from error
+        raise _make_missing_function_error(operation, error) from error
     if int(result):
         raise _results.error_of(
             operation=operation,
@@ -296,7 +296,7 @@ def ipc_handle_from_bytes(data: bytes) -> object:
     return handle
 
 
-def _missing_function_error(operation: str, error: RuntimeError) -> SetupMissing:
+def _make_missing_function_error(operation: str, error: RuntimeError) -> SetupMissing:
     # The bindings raise RuntimeError (FunctionNotFoundError, DynamicLibNotFoundError) if libcuda lacks a function.
     return loader.setup_missing(
         api=Api.CUDA,
@@ -307,7 +307,7 @@ def _missing_function_error(operation: str, error: RuntimeError) -> SetupMissing
     )
 
 
-def _permission_error_of_device_nodes() -> OSError | None:
+def _find_permission_error() -> OSError | None:
     """Return the error of opening a device node that exists and that this user may not open, or None."""
     for path in sorted(_DEVICE_NODES.glob("nvidia*")):
         if not path.is_char_device():

@@ -172,18 +172,18 @@ def _release_owner(_owner: object) -> None:
 def _parse_interface(interface: dict[str, Any]) -> ForeignArray:
     version, data, shape, typestr = (interface.get(name) for name in ("version", "data", "shape", "typestr"))
     if version not in _INTERFACE_VERSIONS:
-        raise _malformed("version", version)
+        raise _make_malformed_error("version", version)
     if not (isinstance(data, tuple) and len(data) == 2 and isinstance(data[0], int) and isinstance(data[1], bool)):  # noqa: PLR2004
-        raise _malformed("data", data)
+        raise _make_malformed_error("data", data)
     typestr_match = _TYPESTR.fullmatch(typestr) if isinstance(typestr, str) else None
     if typestr_match is None:
-        raise _malformed("typestr", typestr)
+        raise _make_malformed_error("typestr", typestr)
     if interface.get("mask") is not None:
         message = "an array with a mask is not contiguous memory"
         raise UsageError(message)
     stream = interface.get("stream")
     if stream is not None and (not isinstance(stream, int) or stream <= 0):
-        raise _malformed("stream", stream)  # 0 is forbidden, because it could mean two different streams.
+        raise _make_malformed_error("stream", stream)  # 0 is forbidden, because it could mean two different streams.
     length_bytes = _count_contiguous_bytes(
         shape, interface.get("strides"), item_bytes=int(typestr_match[1]), has_byte_strides=True
     )
@@ -228,14 +228,14 @@ def _count_contiguous_bytes(shape: object, strides: object, *, item_bytes: int, 
     The strides count bytes if `has_byte_strides` is true, otherwise elements.
     """
     if not _is_int_tuple(shape) or not (strides is None or _is_int_tuple(strides)):
-        raise _malformed("shape_and_strides", (shape, strides))
+        raise _make_malformed_error("shape_and_strides", (shape, strides))
     dimensions = cast("tuple[int, ...]", shape)
     if item_bytes <= 0 or any(dimension < 0 for dimension in dimensions):
-        raise _malformed("shape_and_item_size", (shape, item_bytes))
+        raise _make_malformed_error("shape_and_item_size", (shape, item_bytes))
     if strides is not None:
         stride_tuple = cast("tuple[int, ...]", strides)
         if len(stride_tuple) != len(dimensions):
-            raise _malformed("shape_and_strides", (shape, strides))
+            raise _make_malformed_error("shape_and_strides", (shape, strides))
         contiguous_stride = item_bytes if has_byte_strides else 1
         for dimension, stride in zip(reversed(dimensions), reversed(stride_tuple), strict=True):
             # In a dimension of one element, the stride is never used.
@@ -254,6 +254,6 @@ def _is_int_tuple(value: object) -> bool:
     return isinstance(value, tuple) and all(isinstance(item, int) for item in value)
 
 
-def _malformed(field: str, value: object) -> UsageError:
+def _make_malformed_error(field: str, value: object) -> UsageError:
     message = f"the array reports an invalid {field.replace('_', ' ')}: {value!r}"
     return UsageError(message, reason=Reason.MALFORMED)

@@ -109,10 +109,10 @@ class CudaMemory(MemoryResource):
                     "cuMemGetHandleForAddressRange", dptr=base, size=end - base, handleType=kind, flags=0
                 )
             except ApiError as error:
-                clearer = self._explain_export_error(error)
-                if clearer is error:
+                explained_error = self._explain_export_error(error)
+                if explained_error is error:
                     raise  # `raise error from error` would make the error its own cause.
-                raise clearer from error
+                raise explained_error from error
         return DmabufRange(fd, offset_bytes=address - base, length_bytes=length_bytes, address=address)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:

@@ -44,18 +44,20 @@ class VmmMemory(CudaMemory):
     :meth:`close` unmaps the chunks, releases their handles and frees the address range, in this order.
     """
 
-    def __init__(self, device: PrimaryContext, *, chunk_bytes: int, creators: Sequence[Callable[[], int]]) -> None:
-        """Map one chunk for each function in `creators`, which creates or imports the chunk and returns its handle.
+    def __init__(
+        self, device: PrimaryContext, *, chunk_bytes: int, chunk_creators: Sequence[Callable[[], int]]
+    ) -> None:
+        """Map one chunk for each of `chunk_creators`: a function that creates or imports it and returns its handle.
 
         Callers use :meth:`create` and :meth:`import_shareable` instead.
         """
         self.chunk_bytes = chunk_bytes
         self._chunk_handles: list[int] = []
         self._undo = ReleaseStack()
-        length_bytes = chunk_bytes * len(creators)
+        length_bytes = chunk_bytes * len(chunk_creators)
         with device.current():
             try:
-                address = self._map_chunks(device, creators, length_bytes)
+                address = self._map_chunks(device, chunk_creators, length_bytes)
             except BaseException as error:
                 self._undo.run_after(error)
                 raise
@@ -91,7 +93,7 @@ class VmmMemory(CudaMemory):
             _driver.call_int, "cuMemCreate", size=rounded_bytes, prop=_make_properties(device), flags=0
         )
         chunk_count = -(-length_bytes // rounded_bytes)  # The quotient is rounded up.
-        return cls(device, chunk_bytes=rounded_bytes, creators=[create_chunk] * chunk_count)
+        return cls(device, chunk_bytes=rounded_bytes, chunk_creators=[create_chunk] * chunk_count)
 
     @classmethod
     def import_shareable(cls, device: PrimaryContext, fds: Sequence[int], *, chunk_bytes: int) -> Self:
@@ -115,7 +117,7 @@ class VmmMemory(CudaMemory):
             functools.partial(_driver.call_int, "cuMemImportFromShareableHandle", osHandle=fd, shHandleType=handle_type)
             for fd in fds
         ]
-        return cls(device, chunk_bytes=chunk_bytes, creators=importers)
+        return cls(device, chunk_bytes=chunk_bytes, chunk_creators=importers)
 
     @property
     def chunk_count(self) -> int:
@@ -137,14 +139,16 @@ class VmmMemory(CudaMemory):
                 "cuMemExportToShareableHandle", handle=self._chunk_handles[chunk_index], handleType=handle_type, flags=0
             )
 
-    def _map_chunks(self, device: PrimaryContext, creators: Sequence[Callable[[], int]], length_bytes: int) -> int:
+    def _map_chunks(
+        self, device: PrimaryContext, chunk_creators: Sequence[Callable[[], int]], length_bytes: int
+    ) -> int:
         """Reserve the address range, map the chunks into it and return its first address.
 
         Every completed step is added to `_undo`.
         """
         base = _driver.call_int("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
         self._undo.push(functools.partial(_driver.call, "cuMemAddressFree", ptr=base, size=length_bytes))
-        for index, create_chunk in enumerate(creators):
+        for index, create_chunk in enumerate(chunk_creators):
             chunk_address = base + index * self.chunk_bytes
             handle = create_chunk()
             self._chunk_handles.append(handle)

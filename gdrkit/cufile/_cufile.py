@@ -86,7 +86,7 @@ def load() -> Any:
     except RuntimeError as error:
         if not_found_error is not None:
             raise not_found_error from error
-        raise _wrong_abi_error("cuFileGetVersion", error) from error
+        raise _make_wrong_abi_error("cuFileGetVersion", error) from error
     return bindings
 
 
@@ -113,10 +113,10 @@ def _call(operation: str, function: str, arguments: dict[str, Any], *, error_arg
             operation=operation,
             status=int(error.status),
             cuda_status=None if error.cuda_error is None else int(error.cuda_error),
-            arguments=_printable(error_arguments),
+            arguments=_make_printable(error_arguments),
         ) from error
     except (AttributeError, RuntimeError) as error:
-        raise _wrong_abi_error(operation, error) from error
+        raise _make_wrong_abi_error(operation, error) from error
 
 
 def transfer(operation: str, function: str, /, **arguments: Any) -> int:
@@ -132,19 +132,19 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
         moved_bytes = int(getattr(bindings, function)(*arguments.values()))
     except bindings.cuFileError as error:
         raise _results.errno_error(
-            operation=operation, error_number=int(error.status), arguments=_printable(arguments)
+            operation=operation, error_number=int(error.status), arguments=_make_printable(arguments)
         ) from error
     except ValueError as error:
         match = _ERRNO_TEXT.match(str(error))
         if match is None:
             raise
         raise _results.errno_error(
-            operation=operation, error_number=int(match[1]), arguments=_printable(arguments)
+            operation=operation, error_number=int(match[1]), arguments=_make_printable(arguments)
         ) from error
     except (AttributeError, RuntimeError) as error:
-        raise _wrong_abi_error(operation, error) from error
+        raise _make_wrong_abi_error(operation, error) from error
     if moved_bytes < 0:
-        raise _results.error_of(operation=operation, status=-moved_bytes, arguments=_printable(arguments))
+        raise _results.error_of(operation=operation, status=-moved_bytes, arguments=_make_printable(arguments))
     return moved_bytes
 
 
@@ -358,7 +358,7 @@ def _open(soname: str, advice: str) -> None:
         ) from error
 
 
-def _wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
+def _make_wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
     """Return the exception for a function that libcufile does not have (the bindings raise a RuntimeError)."""
     return loader.setup_missing(
         api=Api.CUFILE,
@@ -369,6 +369,6 @@ def _wrong_abi_error(operation: str, error: Exception) -> SetupMissing:
     )
 
 
-def _printable(arguments: dict[str, Any]) -> dict[str, object]:
+def _make_printable(arguments: dict[str, Any]) -> dict[str, object]:
     """Return the arguments for an error message, with type names instead of arrays."""
     return {name: value if isinstance(value, int | str) else type(value).__name__ for name, value in arguments.items()}

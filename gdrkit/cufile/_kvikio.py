@@ -121,7 +121,7 @@ class KvikioTransfer:
         self._future = future
         self._operation = operation
         # The memory must not be freed before the transfer is over.
-        self._keep = keep
+        self._kept_memory = keep
 
     def bytes(self) -> int:
         """Wait for the transfer and return the number of bytes moved.

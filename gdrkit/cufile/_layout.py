@@ -171,14 +171,14 @@ def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
 
 def histograms_of(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the histograms of read sizes and of write sizes, from the second level."""
-    begin = _basic_bytes(version)
+    begin = _count_basic_bytes(version)
     counts = struct.unpack_from(f"<{2 * _HISTOGRAM_COUNTERS}Q", buffer, begin)
     return counts[:_HISTOGRAM_COUNTERS], counts[_HISTOGRAM_COUNTERS:]
 
 
 def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
     """Yield the UUID and the counters of each GPU, from the third level."""
-    begin = _basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
+    begin = _count_basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
     (gpus_count,) = struct.unpack_from("<I", buffer, begin)
     begin += 8  # The number of GPUs has 4 bytes, and 4 bytes of padding follow.
     layout = struct.Struct(f"<{_UUID_BYTES}s{len(_GPU_NAMES)}Q")
@@ -187,6 +187,6 @@ def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str
         yield uuid, dict(zip(_GPU_NAMES, values, strict=True))
 
 
-def _basic_bytes(version: int) -> int:
+def _count_basic_bytes(version: int) -> int:
     """Return the size of the first level."""
     return len(tuple(_list_basic_names(version))) * _COUNTER_BYTES

@@ -139,11 +139,13 @@ class IoBatch:
         if not requests:
             message = "requests must have at least one request"
             raise UsageError(message)
-        by_cookie = {next(self._cookies): request for request in requests}
-        parameters = _cufile.io_parameters([_pack_parameters(cookie, request) for cookie, request in by_cookie.items()])
+        request_by_cookie = {next(self._cookies): request for request in requests}
+        parameters = _cufile.io_parameters(
+            [_pack_parameters(cookie, request) for cookie, request in request_by_cookie.items()]
+        )
         with requests[0].part.memory.current():
             _cufile.submit_batch(self._batch_id, parameters)
-        self._requests |= by_cookie
+        self._requests |= request_by_cookie
         self._submitted_arrays.append(parameters)
 
     def status(self, *, count_min: int = 0, timeout_s: float | None = None) -> list[BatchEvent]:

@@ -175,18 +175,20 @@ class RegisteredBuffer:
         # The lock is held during the block. Until the transfer is queued, another thread would find no work on this
         # stream.
         with self._lock:
-            other = self._stream
-            if other is not None and (other.closed or other.handle == stream.handle or other.query()):
-                other = None
-            if other is not None and _allows_compat_mode():
+            other_stream = self._stream
+            if other_stream is not None and (
+                other_stream.closed or other_stream.handle == stream.handle or other_stream.query()
+            ):
+                other_stream = None
+            if other_stream is not None and _allows_compat_mode():
                 message = (
                     f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
-                    f"({self._length_bytes} bytes), because stream {other.handle:#x} has not finished its work with "
-                    "this memory, and libcufile mixes up the bytes of several streams in compat mode"
+                    f"({self._length_bytes} bytes), because stream {other_stream.handle:#x} has not finished its work "
+                    "with this memory, and libcufile mixes up the bytes of several streams in compat mode"
                 )
                 what_to_do = (
-                    f"queue all transfers of this memory on one stream, or synchronize stream {other.handle:#x} first; "
-                    "if every transfer must be direct, set allow_compat_mode to false in cufile.json"
+                    f"queue all transfers of this memory on one stream, or synchronize stream {other_stream.handle:#x} "
+                    "first; if every transfer must be direct, set allow_compat_mode to false in cufile.json"
                 )
                 raise UsageError(message, reason=Reason.BUSY, what_to_do=what_to_do)
             self._stream = stream

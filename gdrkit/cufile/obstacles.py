@@ -149,7 +149,7 @@ def _find_file_obstacles(tree: Tree, fd: int, *, compat_forced: bool) -> Iterato
             "remove CUFILE_FORCE_COMPAT_MODE, or force_compat_mode in cufile.json",
         )
     yield from _find_driver_obstacles(tree)
-    if not _open_flags(fd) & os.O_DIRECT:
+    if not _read_open_flags(fd) & os.O_DIRECT:
         yield Obstacle(Cause.NOT_O_DIRECT, "the file was opened without O_DIRECT", "open it with O_DIRECT")
 
 
@@ -199,7 +199,7 @@ def _find_file_system(tree: Tree, device_number: str) -> str | None:
     return None
 
 
-def _open_flags(fd: int) -> int:
+def _read_open_flags(fd: int) -> int:
     import fcntl
 
     return fcntl.fcntl(fd, fcntl.F_GETFL)

@@ -71,8 +71,8 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
     result = json.loads(lines[-1]) if child.returncode == 0 and lines else None
     if result is None:
         error_text = error_output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
-        detail = _exit_text(child.returncode) + (f"; it printed: {error_text}" if error_text else "")
-        raise _probe_error(detail, Reason.OTHER)
+        detail = _describe_exit(child.returncode) + (f"; it printed: {error_text}" if error_text else "")
+        raise _make_probe_error(detail, Reason.OTHER)
     if "failure" in result:
         raise _make_child_error(result["failure"])
     return ProbeResult(version=int(result["version"]))
@@ -130,9 +130,9 @@ def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, byte
         return child.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as error:
         detail = f"the child did not end within {timeout_s:g} s and was killed"
-        if why_alive := _kill(child):
-            detail += f"; {why_alive}"
-        raise _probe_error(detail, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
+        if kill_failure := _kill(child):
+            detail += f"; {kill_failure}"
+        raise _make_probe_error(detail, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
     except BaseException:
         # The child is in another session, so Ctrl-C in the terminal does not end it.
         _kill(child)
@@ -154,7 +154,7 @@ def _make_child_error(failure: dict[str, Any]) -> SetupMissing:
     return SetupMissing(api=api, reason=reason, **failure)
 
 
-def _probe_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupMissing:
+def _make_probe_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupMissing:
     return SetupMissing(
         api=Api.CUFILE,
         operation=_OPERATION,
@@ -166,7 +166,7 @@ def _probe_error(detail: str, reason: Reason, *, what_to_do: str = "") -> SetupM
     )
 
 
-def _exit_text(exit_status: int) -> str:
+def _describe_exit(exit_status: int) -> str:
     if exit_status < 0:
         return f"the child was killed by {signal.Signals(-exit_status).name}"
     return f"the child exited with status {exit_status}"

@@ -202,7 +202,7 @@ def proof_from_counters(
     """
     counts = _count_transfers_by_route(delta) if delta is not None else {}
     direct_counts = {route: counts.get(route, 0) for route in (Route.P2P, Route.NVFS)}
-    increases = _transfer_counters(delta)
+    increases = _select_transfer_counters(delta)
     if counts.get(Route.POSIX):
         return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED,))
     if uncounted_transfers := _count_transfers_without_route(delta):
@@ -261,7 +261,7 @@ def _count_transfers_without_route(delta: StatisticsSnapshot | None) -> int:
     return max(0, delta.basic.get("batch_total_submit_ops", 0) - counted_batches)
 
 
-def _transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
+def _select_transfer_counters(delta: StatisticsSnapshot | None) -> dict[str, int]:
     """Return the increases of the counters of transfers (totals over all GPUs) and of batches."""
     if delta is None:
         return {}

@@ -88,7 +88,7 @@ def read_elf(path: str | os.PathLike[str]) -> ElfFile:
             size_bytes = os.fstat(descriptor).st_size
             return _parse(lambda offset, length: os.pread(descriptor, length, offset), size_bytes, str(path))
     except OSError as error:
-        reasons = {PermissionError: Reason.NO_PERMISSION, FileNotFoundError: Reason.LIBRARY_MISSING}
+        reason_by_error = {PermissionError: Reason.NO_PERMISSION, FileNotFoundError: Reason.LIBRARY_MISSING}
         raise ApiError(
             api=Api.KERNEL,
             operation="read",
@@ -96,7 +96,7 @@ def read_elf(path: str | os.PathLike[str]) -> ElfFile:
             status_name=errno_name(error.errno),
             errno=error.errno,
             arguments={"path": str(path)},
-            reason=reasons.get(type(error), Reason.OTHER),
+            reason=reason_by_error.get(type(error), Reason.OTHER),
         ) from error
 
 
@@ -114,17 +114,19 @@ def parse_elf(data: bytes, *, name: str = "bytes") -> ElfFile:
 def _parse(pread: Callable[[int, int], bytes], size_bytes: int, name: str) -> ElfFile:
     def read(offset: int, length_bytes: int, description: str) -> bytes:
         if offset + length_bytes > size_bytes:
-            raise _damaged_error(name, f"{description} ends at byte {offset + length_bytes} of a file of {size_bytes}")
+            raise _make_damaged_error(
+                name, f"{description} ends at byte {offset + length_bytes} of a file of {size_bytes}"
+            )
         data = pread(offset, length_bytes)
         if len(data) != length_bytes:
-            raise _damaged_error(name, f"{description} was cut off while it was read")
+            raise _make_damaged_error(name, f"{description} was cut off while it was read")
         return data
 
     segments = tuple(_read_segments(read, name))
     for segment in segments:
         if segment.segment_type == _PT_LOAD and segment.offset + segment.length_bytes > size_bytes:
             end = segment.offset + segment.length_bytes
-            raise _damaged_error(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
+            raise _make_damaged_error(name, f"a loaded segment ends at byte {end} of a file of {size_bytes}")
     notes = tuple(_read_notes(read, segments, name))
     build_id = next((note.content for note in notes if (note.owner, note.kind) == ("GNU", _NT_GNU_BUILD_ID)), None)
     return ElfFile(soname=_read_soname(read, segments, name), build_id=build_id, notes=notes)
@@ -135,11 +137,11 @@ def _read_segments(read: Callable[[int, int, str], bytes], name: str) -> Iterato
     # The fields e_ident, e_phoff, e_phentsize and e_phnum.
     ident, table_offset, entry_bytes, count = header[0], header[5], header[9], header[10]
     if ident[:4] != b"\x7fELF":
-        raise _damaged_error(name, "it does not begin with the ELF magic")
+        raise _make_damaged_error(name, "it does not begin with the ELF magic")
     if ident[4:7] != b"\x02\x01\x01":
-        raise _damaged_error(name, "not ELF64, little-endian, version 1")
+        raise _make_damaged_error(name, "not ELF64, little-endian, version 1")
     if entry_bytes != _PROGRAM_HEADER.size or count == 0:
-        raise _damaged_error(name, f"{count} program headers of {entry_bytes} bytes")
+        raise _make_damaged_error(name, f"{count} program headers of {entry_bytes} bytes")
     table = read(table_offset, entry_bytes * count, "the table of program headers")
     for header_fields in _PROGRAM_HEADER.iter_unpack(table):
         segment_type, _flags, offset, address, _physical, length_bytes, _memory, alignment_bytes = header_fields
@@ -151,7 +153,7 @@ def _read_notes(read: Callable[[int, int, str], bytes], segments: tuple[_Segment
         if segment.segment_type != _PT_NOTE:
             continue
         if segment.length_bytes > _LARGEST_NOTES_BYTES:
-            raise _damaged_error(name, f"a note segment of {segment.length_bytes} bytes")
+            raise _make_damaged_error(name, f"a note segment of {segment.length_bytes} bytes")
         data = read(segment.offset, segment.length_bytes, "a note segment")
         for owner, kind, content in _parse_notes(data, segment, name):
             yield ElfNote(owner=owner, kind=kind, content=_describe_content(owner, content))
@@ -166,7 +168,9 @@ def _parse_notes(data: bytes, segment: _Segment, name: str) -> Iterator[tuple[st
         owner_offset = offset + _NOTE_HEADER.size
         content_offset = _align_up(owner_offset + owner_bytes, padding)
         if content_offset + content_bytes > len(data):
-            raise _damaged_error(name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment")
+            raise _make_damaged_error(
+                name, f"a note of {owner_bytes} + {content_bytes} bytes does not fit into its segment"
+            )
         owner = data[owner_offset : owner_offset + owner_bytes].rstrip(b"\0").decode("ascii", "backslashreplace")
         yield owner, kind, data[content_offset : content_offset + content_bytes]
         offset = _align_up(content_offset + content_bytes, padding)
@@ -177,7 +181,7 @@ def _read_soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segmen
     if dynamic is None:
         return None
     if dynamic.length_bytes > _LARGEST_DYNAMIC_BYTES:
-        raise _damaged_error(name, f"a dynamic section of {dynamic.length_bytes} bytes")
+        raise _make_damaged_error(name, f"a dynamic section of {dynamic.length_bytes} bytes")
     data = read(dynamic.offset, dynamic.length_bytes, "the dynamic section")
     entries: dict[int, int] = {}
     for tag, value in _DYNAMIC.iter_unpack(data[: len(data) // _DYNAMIC.size * _DYNAMIC.size]):
@@ -187,12 +191,12 @@ def _read_soname(read: Callable[[int, int, str], bytes], segments: tuple[_Segmen
     if _DT_SONAME not in entries:
         return None
     if _DT_STRTAB not in entries or entries[_DT_SONAME] >= entries.get(_DT_STRSZ, 0):
-        raise _damaged_error(name, "the SONAME lies outside of the string table")
+        raise _make_damaged_error(name, "the SONAME lies outside of the string table")
     begin = _find_file_offset(segments, entries[_DT_STRTAB], name) + entries[_DT_SONAME]
     length_bytes = min(entries[_DT_STRSZ] - entries[_DT_SONAME], _LARGEST_NAME_BYTES)
     text, end, _rest = read(begin, length_bytes, "the string table").partition(b"\0")
     if not end:
-        raise _damaged_error(name, "the SONAME has no end")
+        raise _make_damaged_error(name, "the SONAME has no end")
     return text.decode("utf-8", "backslashreplace")
 
 
@@ -201,7 +205,7 @@ def _find_file_offset(segments: tuple[_Segment, ...], address: int, name: str) -
     for segment in segments:
         if segment.segment_type == _PT_LOAD and segment.address <= address < segment.address + segment.length_bytes:
             return segment.offset + address - segment.address
-    raise _damaged_error(name, f"address {address:#x} lies in no loaded segment")
+    raise _make_damaged_error(name, f"address {address:#x} lies in no loaded segment")
 
 
 def _describe_content(owner: str, content: bytes) -> str:
@@ -216,7 +220,7 @@ def _align_up(value: int, padding: int) -> int:
     return (value + padding - 1) // padding * padding
 
 
-def _damaged_error(name: str, detail: str) -> ApiError:
+def _make_damaged_error(name: str, detail: str) -> ApiError:
     return ApiError(
         api=Api.LOADER,
         operation="parse ELF",

@@ -70,11 +70,11 @@ def libraries(tree: HostTree | None = None, *, process: str = "self") -> list[Lo
 def describe_library(path: str) -> LoadedLibrary:
     """Read a mapped file and return its description. If it was deleted or is damaged, the result has an ``error``."""
     if path.endswith(_DELETED):
-        return _library_with_error(path, "the file was deleted since it was loaded")
+        return _make_unread_library(path, "the file was deleted since it was loaded")
     try:
         status = os.stat(path)  # noqa: PTH116 - Path would normalise the path from the kernel.
     except OSError as error:
-        return _library_with_error(path, f"stat: {error.strerror}")
+        return _make_unread_library(path, f"stat: {error.strerror}")
     return _read_library(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
@@ -85,11 +85,11 @@ def _read_library(path: str, _device: int, _inode: int, _size_bytes: int, _chang
     try:
         elf = read_elf(path)
     except ApiError as error:
-        return _library_with_error(path, str(error))
+        return _make_unread_library(path, str(error))
     return LoadedLibrary(path=path, soname=elf.soname, build_id=elf.build_id, notes=elf.notes, error=None)
 
 
-def _library_with_error(path: str, error: str) -> LoadedLibrary:
+def _make_unread_library(path: str, error: str) -> LoadedLibrary:
     return LoadedLibrary(path=path, soname=None, build_id=None, notes=(), error=error)
 
 

@@ -104,7 +104,9 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
         errors of socket(7).
     """
     with _open_netlink(_NETLINK_RDMA) as netlink:
-        device_attribute_maps = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
+        device_attribute_maps = [
+            _parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)
+        ]
         return tuple(_device(netlink, device_attributes) for device_attributes in device_attribute_maps)
 
 
@@ -188,12 +190,12 @@ def rdma_queue_pairs() -> tuple[RdmaQueuePair, ...]:
     return tuple(
         RdmaQueuePair(
             device=device,
-            port=_integer_attribute(entry, _PORT_INDEX),
-            number=_required(entry, _LOCAL_NUMBER),
-            remote_number=_integer_attribute(entry, _REMOTE_NUMBER) or None,
-            type=_TYPE_NAMES.get(_required(entry, _TYPE), f"type {_required(entry, _TYPE)}"),
-            state=_find_state_name(_required(entry, _STATE)),
-            process_id=_integer_attribute(entry, _PROCESS_ID),
+            port=_read_integer(entry, _PORT_INDEX),
+            number=_read_required_integer(entry, _LOCAL_NUMBER),
+            remote_number=_read_integer(entry, _REMOTE_NUMBER) or None,
+            type=_TYPE_NAMES.get(_read_required_integer(entry, _TYPE), f"type {_read_required_integer(entry, _TYPE)}"),
+            state=_find_state_name(_read_required_integer(entry, _STATE)),
+            process_id=_read_integer(entry, _PROCESS_ID),
         )
         for device, entry in _parse_resources(_QUEUE_PAIR_GET, _QUEUE_PAIR_TABLE, _QUEUE_PAIR_ENTRY)
     )
@@ -210,9 +212,9 @@ def rdma_regions() -> tuple[RdmaRegion, ...]:
     return tuple(
         RdmaRegion(
             device=device,
-            number=_integer_attribute(entry, _REGION_NUMBER),
-            length_bytes=_required(entry, _LENGTH_BYTES),
-            process_id=_integer_attribute(entry, _PROCESS_ID),
+            number=_read_integer(entry, _REGION_NUMBER),
+            length_bytes=_read_required_integer(entry, _LENGTH_BYTES),
+            process_id=_read_integer(entry, _PROCESS_ID),
         )
         for device, entry in _parse_resources(_REGION_GET, _REGION_TABLE, _REGION_ENTRY)
     )
@@ -231,7 +233,7 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
         for family in (socket.AF_INET, socket.AF_INET6):
             extensions = 1 << (_TCP_INFO - 1)
             request = _SOCKET_REQUEST.pack(family, socket.IPPROTO_TCP, extensions, 0, _ALL_STATES)
-            for reply in _request(netlink, _SOCKETS_GET, request, dump=True):
+            for reply in _request(netlink, _SOCKETS_GET, request, is_dump=True):
                 data = _take_payload(reply, 0, _SOCKET.size, 0)
                 *_, source, destination, inode = _SOCKET.unpack(data)
                 information = _parse_attributes(reply[_SOCKET.size :]).get(_TCP_INFO, b"")
@@ -245,18 +247,18 @@ def tcp_sockets() -> tuple[TcpSocket, ...]:
 def _parse_resources(command: int, table_type: int, entry_type: int) -> Iterator[tuple[str, dict[int, bytes]]]:
     """Yield the device name and the attributes of each object that a dump of `command` reports."""
     with _open_netlink(_NETLINK_RDMA) as netlink:
-        devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", dump=True)]
+        devices = [_parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)]
         for device in devices:
             request = _pack_attribute(_DEV_INDEX, device.get(_DEV_INDEX, b""))
-            for reply in _request(netlink, command, request, dump=True):
+            for reply in _request(netlink, command, request, is_dump=True):
                 table = _parse_attributes(reply).get(table_type, b"")
                 for attribute_type, entry in _list_attributes(table):
                     if attribute_type == entry_type:
-                        yield _text(device.get(_DEV_NAME, b"")), _parse_attributes(entry)
+                        yield _decode_text(device.get(_DEV_NAME, b"")), _parse_attributes(entry)
 
 
-def _required(attributes: dict[int, bytes], attribute_type: int) -> int:
-    value = _integer_attribute(attributes, attribute_type)
+def _read_required_integer(attributes: dict[int, bytes], attribute_type: int) -> int:
+    value = _read_integer(attributes, attribute_type)
     if value is None:
         raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG), "NETLINK_RDMA")
     return value
@@ -275,32 +277,32 @@ def _open_netlink(protocol: int) -> socket.socket:
 
 def _device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
     index = device_attributes.get(_DEV_INDEX, b"")
-    guid_digits = f"{_integer_attribute(device_attributes, _NODE_GUID) or 0:016x}"
+    guid_digits = f"{_read_integer(device_attributes, _NODE_GUID) or 0:016x}"
     device_without_chardev = NetlinkDevice(
-        name=_text(device_attributes.get(_DEV_NAME, b"")),
+        name=_decode_text(device_attributes.get(_DEV_NAME, b"")),
         node_guid=":".join(guid_digits[start : start + 4] for start in range(0, 16, 4)),
     )
     request = _pack_attribute(_DEV_INDEX, index) + _pack_attribute(_CHARDEV_TYPE, b"uverbs\0")
     try:
-        replies = list(_request(netlink, _CHARDEV_GET, request, dump=False))
+        replies = list(_request(netlink, _CHARDEV_GET, request, is_dump=False))
     except OSError:
         # Linux before 5.3 does not support this command, and a device may have no uverbs node. The caller then reports
         # the node as missing evidence.
         return device_without_chardev
     uverbs = _parse_attributes(replies[0]) if replies else {}
-    chardev_number = _integer_attribute(uverbs, _CHARDEV)
+    chardev_number = _read_integer(uverbs, _CHARDEV)
     return NetlinkDevice(
         name=device_without_chardev.name,
         node_guid=device_without_chardev.node_guid,
-        uverbs_name=_text(uverbs[_CHARDEV_NAME]) if _CHARDEV_NAME in uverbs else None,
+        uverbs_name=_decode_text(uverbs[_CHARDEV_NAME]) if _CHARDEV_NAME in uverbs else None,
         uverbs_number=None if chardev_number is None else (os.major(chardev_number), os.minor(chardev_number)),
-        driver_id=_integer_attribute(uverbs, _UVERBS_DRIVER_ID),
+        driver_id=_read_integer(uverbs, _UVERBS_DRIVER_ID),
     )
 
 
-def _request(netlink: socket.socket, command: int, attributes: bytes, *, dump: bool) -> Iterator[bytes]:
+def _request(netlink: socket.socket, command: int, attributes: bytes, *, is_dump: bool) -> Iterator[bytes]:
     """Send one request and yield the payload of each reply until the last one."""
-    flags = _NLM_F_REQUEST | (_NLM_F_DUMP if dump else _NLM_F_ACK)
+    flags = _NLM_F_REQUEST | (_NLM_F_DUMP if is_dump else _NLM_F_ACK)
     netlink.sendto(_HEADER.pack(_HEADER.size + len(attributes), command, flags, command, 0) + attributes, (0, 0))
     for _ in range(_MESSAGES_MAX):
         data, (sender, _groups) = netlink.recvfrom(_DATAGRAM_BYTES)
@@ -350,9 +352,9 @@ def _pack_attribute(attribute_type: int, value: bytes) -> bytes:
     return _ATTRIBUTE.pack(length, attribute_type) + value + bytes(-length % 4)
 
 
-def _integer_attribute(attributes: dict[int, bytes], attribute_type: int) -> int | None:
+def _read_integer(attributes: dict[int, bytes], attribute_type: int) -> int | None:
     return int.from_bytes(attributes[attribute_type], sys.byteorder) if attribute_type in attributes else None
 
 
-def _text(value: bytes) -> str:
+def _decode_text(value: bytes) -> str:
     return value.rstrip(b"\0").decode("utf-8", "backslashreplace")

@@ -68,20 +68,20 @@ class Copies:
     def write(self, address: int, view: memoryview) -> None:
         """Copy from the host to the device. The copy is complete on return."""
         with self._lock:
-            staging = self._allocate_staging_buffer()
+            staging_buffer = self._allocate_staging_buffer()
             for begin in range(0, view.nbytes, _STAGING_BYTES):
                 chunk = view[begin : begin + _STAGING_BYTES]
-                staging[: chunk.nbytes] = bytes(chunk)
+                staging_buffer[: chunk.nbytes] = bytes(chunk)
                 self._copy(_hlthunk.DMA_DOWN_QUEUE, self._staging_address, address + begin, chunk.nbytes)
 
     def read_into(self, address: int, view: memoryview) -> None:
         """Copy from the device to the host. The copy is complete on return."""
         with self._lock:
-            staging = self._allocate_staging_buffer()
+            staging_buffer = self._allocate_staging_buffer()
             for begin in range(0, view.nbytes, _STAGING_BYTES):
                 length_bytes = min(_STAGING_BYTES, view.nbytes - begin)
                 self._copy(_hlthunk.DMA_UP_QUEUE, address + begin, self._staging_address, length_bytes)
-                view[begin : begin + length_bytes] = staging[:length_bytes]
+                view[begin : begin + length_bytes] = staging_buffer[:length_bytes]
 
     def wait_for_pending_copy(self) -> None:
         """Wait until a copy that timed out is complete. Its memory must not be unmapped earlier.
@@ -117,14 +117,14 @@ class Copies:
 
         For devices after Gaudi 1, the command buffer follows the staging buffer in the same mapping.
         """
-        staging = mmap.mmap(-1, _STAGING_BYTES + HOST_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self._release_stack.push(staging.close)
+        staging_buffer = mmap.mmap(-1, _STAGING_BYTES + HOST_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._release_stack.push(staging_buffer.close)
         self._staging_address = _hlthunk.call(
             "hlthunk_host_memory_map",
             fd=self._fd,
-            host_virt_addr=_hlthunk.address_of(staging),
+            host_virt_addr=_hlthunk.address_of(staging_buffer),
             hint_addr=0,
-            host_size=len(staging),
+            host_size=len(staging_buffer),
         )
         staging_address = self._staging_address
         self._release_stack.push(
@@ -140,7 +140,7 @@ class Copies:
             self._release_stack.push(self._mapped_command_buffer.close)
         else:
             self._command_buffer = self._staging_address + _STAGING_BYTES
-        return staging
+        return staging_buffer
 
     def _copy(self, queue: int, source: int, destination: int, length_bytes: int) -> None:
         control = _LINEAR_DMA | _MESSAGE_BARRIER | (_GAUDI1_REQUIRED_BITS if self._is_gaudi1 else 0)

@@ -30,15 +30,15 @@ class FirstFit:
         self._lock = threading.Lock()
         first_address = align_up(base, alignment_bytes=alignment_bytes)
         end = base + length_bytes
-        self._free: list[tuple[int, int]] = [(first_address, end)] if first_address < end else []
+        self._free_ranges: list[tuple[int, int]] = [(first_address, end)] if first_address < end else []
 
     def allocate(self, length_bytes: int) -> int | None:
         """Allocate the lowest free part that is large enough. Return its address, or None if there is no such part."""
         aligned_bytes = align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
-            for index, (begin, end) in enumerate(self._free):
+            for index, (begin, end) in enumerate(self._free_ranges):
                 if end - begin >= aligned_bytes:
-                    self._free[index : index + 1] = (
+                    self._free_ranges[index : index + 1] = (
                         [(begin + aligned_bytes, end)] if end - begin > aligned_bytes else []
                     )
                     return begin
@@ -48,17 +48,17 @@ class FirstFit:
         """Free a part, and join it with its free neighbours."""
         end = address + align_up(length_bytes, alignment_bytes=self._alignment_bytes)
         with self._lock:
-            insort(self._free, (address, end))
+            insort(self._free_ranges, (address, end))
             joined_ranges: list[tuple[int, int]] = []
-            for begin, range_end in self._free:
+            for begin, range_end in self._free_ranges:
                 if joined_ranges and joined_ranges[-1][1] == begin:
                     joined_ranges[-1] = (joined_ranges[-1][0], range_end)
                 else:
                     joined_ranges.append((begin, range_end))
-            self._free = joined_ranges
+            self._free_ranges = joined_ranges
 
     @property
     def largest_bytes(self) -> int:
         """Size of the largest free part in bytes."""
         with self._lock:
-            return max((end - begin for begin, end in self._free), default=0)
+            return max((end - begin for begin, end in self._free_ranges), default=0)

@@ -96,13 +96,13 @@ def _change_effective(*, add: int = 0, remove: int = 0) -> int:
     library = ctypes.CDLL(None, use_errno=True)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     # The effective, permitted and inheritable sets, first of the capabilities 0 to 31.
-    sets = (ctypes.c_uint32 * 6)()
-    is_known = library.capget(header, sets) == 0
-    sets[0] = (sets[0] | add) & ~remove
-    if not is_known or library.capset(header, sets) != 0:
+    capability_sets = (ctypes.c_uint32 * 6)()
+    is_known = library.capget(header, capability_sets) == 0
+    capability_sets[0] = (capability_sets[0] | add) & ~remove
+    if not is_known or library.capset(header, capability_sets) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
-    return sets[0]
+    return capability_sets[0]
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ _ADVICE = {
 
 
 @cache
-def _pynvml() -> Any:
+def _load_pynvml() -> Any:
     """Import pynvml at the first query, because that takes 20 ms."""
     return importlib.import_module("pynvml")
 
@@ -55,7 +55,7 @@ def initialized() -> Iterator[None]:
         The library is missing or damaged, or no driver is loaded.
     """
     loader.check_library(_SONAME, operation=_DLOPEN)
-    pynvml = _pynvml()
+    pynvml = _load_pynvml()
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
@@ -67,7 +67,7 @@ def initialized() -> Iterator[None]:
                 what_to_do="install the NVIDIA driver",
                 default_errno=errno.ELIBBAD,
             ) from error
-        raise _error(SetupMissing, "nvmlInit", int(error.value)) from error
+        raise _make_error(SetupMissing, "nvmlInit", int(error.value)) from error
     try:
         yield
     finally:
@@ -76,11 +76,11 @@ def initialized() -> Iterator[None]:
 
 def call(name: str, *arguments: Any) -> Any:
     """Call a function of NVML by its name and return its result; a failure is an :class:`ApiError`."""
-    pynvml = _pynvml()
+    pynvml = _load_pynvml()
     try:
         return getattr(pynvml, name)(*arguments)
     except pynvml.NVMLError as error:
-        raise _error(ApiError, name, int(error.value)) from error
+        raise _make_error(ApiError, name, int(error.value)) from error
 
 
 def call_if_supported(name: str, *arguments: Any) -> Any | None:
@@ -99,9 +99,9 @@ def pci_bus_id(handle: Any) -> str:
     return f"{pci_info.domain:04x}:{pci_info.bus:02x}:{pci_info.device:02x}.0"
 
 
-def _error(error_type: type[ApiError], operation: str, status: int) -> ApiError:
+def _make_error(error_type: type[ApiError], operation: str, status: int) -> ApiError:
     matching_names = (
-        name for name, value in vars(_pynvml()).items() if name.startswith("NVML_ERROR_") and value == status
+        name for name, value in vars(_load_pynvml()).items() if name.startswith("NVML_ERROR_") and value == status
     )
     status_name = next(matching_names, "nvmlReturn_t")
     return error_type(

@@ -107,7 +107,7 @@ def parse_config_space(data: bytes, *, name: str = "config space") -> ConfigSpac
         MALFORMED: `data` is shorter than a header, or a list of capabilities loops or leaves `data`.
     """
     if len(data) < HEADER_BYTES:
-        raise _malformed_error(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
+        raise _make_malformed_error(name, f"{len(data)} bytes; a header has {HEADER_BYTES}")
     standard = dict(_list_standard_capabilities(data, name))
     extended_capabilities = dict(_list_extended_capabilities(data, name))
     express_offset = standard.get(_EXPRESS_ID)
@@ -137,9 +137,9 @@ def _list_standard_capabilities(data: bytes, name: str) -> Iterator[tuple[int, i
     offset = data[_FIRST_CAPABILITY_OFFSET] & ~3
     while offset:
         if offset in visited_offsets:
-            raise _malformed_error(name, f"the list of capabilities loops at {offset:#x}")
+            raise _make_malformed_error(name, f"the list of capabilities loops at {offset:#x}")
         if not HEADER_BYTES <= offset < min(len(data), _STANDARD_END) - 1:
-            raise _malformed_error(
+            raise _make_malformed_error(
                 name, f"the list of capabilities leads to {offset:#x}, outside the {len(data)} bytes"
             )
         visited_offsets.add(offset)
@@ -155,9 +155,9 @@ def _list_extended_capabilities(data: bytes, name: str) -> Iterator[tuple[int, i
     offset = _EXTENDED_BEGIN
     while offset:
         if offset in visited_offsets:
-            raise _malformed_error(name, f"the list of extended capabilities loops at {offset:#x}")
+            raise _make_malformed_error(name, f"the list of extended capabilities loops at {offset:#x}")
         if not _EXTENDED_BEGIN <= offset <= len(data) - 4:
-            raise _malformed_error(
+            raise _make_malformed_error(
                 name, f"the list of extended capabilities leads to {offset:#x}, outside the {len(data)} bytes"
             )
         visited_offsets.add(offset)
@@ -172,7 +172,7 @@ def _read_word(data: bytes, offset: int) -> int | None:
     return struct.unpack_from("<H", data, offset)[0] if offset + 2 <= len(data) else None
 
 
-def _malformed_error(name: str, detail: str) -> ApiError:
+def _make_malformed_error(name: str, detail: str) -> ApiError:
     return ApiError(
         api=Api.KERNEL,
         operation="read PCI config space",

@@ -214,9 +214,9 @@ def _read_fields(handle: object, fields: list[tuple[int, int]]) -> list[int | No
     values = _nvml.call_if_supported("nvmlDeviceGetFieldValues", handle, fields)
     if values is None:
         return [None] * len(fields)
-    return [_unsigned(value) if value.nvmlReturn == 0 else None for value in values]
+    return [_read_unsigned(value) if value.nvmlReturn == 0 else None for value in values]
 
 
-def _unsigned(value: Any) -> int:  # noqa: ANN401 - a structure of pynvml, which has no types.
+def _read_unsigned(value: Any) -> int:  # noqa: ANN401 - a structure of pynvml, which has no types.
     # An unsigned long has 8 bytes on Linux, like an unsigned long long.
     return int(value.value.ullVal if value.valueType in _UNSIGNED_LONG else value.value.uiVal)

@@ -67,12 +67,12 @@ def cached_libraries(tree: HostTree) -> dict[str, tuple[str, ...]]:
         _flags, name_offset, path_offset, _version, _capabilities = _ENTRY.unpack_from(
             data, _HEADER.size + index * _ENTRY.size
         )
-        name, path = _c_string(data, name_offset), _c_string(data, path_offset)
+        name, path = _read_c_string(data, name_offset), _read_c_string(data, path_offset)
         if name and path:
             paths_by_name[name] = (*paths_by_name.get(name, ()), path)
     return paths_by_name
 
 
-def _c_string(data: bytes, begin: int) -> str:
+def _read_c_string(data: bytes, begin: int) -> str:
     end = data.find(b"\0", begin)
     return data[begin:end].decode("utf-8", "surrogateescape") if 0 <= begin < end else ""

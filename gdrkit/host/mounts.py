@@ -67,7 +67,7 @@ class BlockDevice:
 def mounts(tree: HostTree) -> tuple[Mount, ...]:
     """Return every mount of this process, in the order of mountinfo. A malformed line is left out."""
     lines = (tree.text("/proc/self/mountinfo") or "").splitlines()
-    return tuple(mount for line in lines if (mount := _mount(line)) is not None)
+    return tuple(mount for line in lines if (mount := _parse_mount(line)) is not None)
 
 
 def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
@@ -103,7 +103,7 @@ def block_device(tree: HostTree, device_number: str) -> BlockDevice | None:
     )
 
 
-def _mount(line: str) -> Mount | None:
+def _parse_mount(line: str) -> Mount | None:
     fields = line.split(" ")
     if len(fields) < _FIELDS_MIN or "-" not in fields[6:]:
         return None

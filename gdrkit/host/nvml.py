@@ -102,16 +102,16 @@ def nvml_facts() -> NvmlFacts:
     with _nvml.initialized():
         count = _nvml.call("nvmlDeviceGetCount")
         handles = [_nvml.call("nvmlDeviceGetHandleByIndex", index) for index in range(count)]
-        handle_of = {_nvml.pci_bus_id(handle): handle for handle in handles}
-        gpus = tuple(_query_gpu_link(address, handle_of) for address in handle_of)
+        handle_by_address = {_nvml.pci_bus_id(handle): handle for handle in handles}
+        gpus = tuple(_query_gpu_link(address, handle_by_address) for address in handle_by_address)
         return NvmlFacts(driver_version=_nvml.call("nvmlSystemGetDriverVersion"), gpus=gpus)
 
 
-def _query_gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
-    handle = handle_of[address]
-    levels = {
+def _query_gpu_link(address: str, handle_by_address: dict[str, Any]) -> GpuLink:
+    handle = handle_by_address[address]
+    ancestor_levels = {
         other_address: _nvml.call_if_supported("nvmlDeviceGetTopologyCommonAncestor", handle, other_handle)
-        for other_address, other_handle in handle_of.items()
+        for other_address, other_handle in handle_by_address.items()
         if other_address != address
     }
     bar1 = _nvml.call_if_supported("nvmlDeviceGetBAR1MemoryInfo", handle)
@@ -124,7 +124,7 @@ def _query_gpu_link(address: str, handle_of: dict[str, Any]) -> GpuLink:
         replay_count=_nvml.call_if_supported("nvmlDeviceGetPcieReplayCounter", handle),
         bar1_bytes=None if bar1 is None else int(bar1.bar1Total),
         bar1_free_bytes=None if bar1 is None else int(bar1.bar1Free),
-        common_ancestor={address: int(level) for address, level in levels.items() if level is not None},
+        common_ancestor={address: int(level) for address, level in ancestor_levels.items() if level is not None},
         health=_query_gpu_health(handle),
     )
 

@@ -94,7 +94,7 @@ class PrivateFolder:
             # With O_NONBLOCK, open does not wait for the other end of a FIFO. _check_file() then refuses the FIFO.
             fd = os.open(name, flags | _OPEN_FLAGS | os.O_NONBLOCK, _FILE_MODE, dir_fd=self.fd)
         except OSError as error:
-            raise _open_error(error, path) from error
+            raise _make_open_error(error, path) from error
         try:
             _check_file(os.fstat(fd), path)
         except BaseException:
@@ -178,7 +178,7 @@ def _open_folder(parent_fd: int, name: str, path: Path, *, create: bool) -> int:
     try:
         fd = os.open(name, _FOLDER_FLAGS, dir_fd=parent_fd)
     except OSError as error:
-        raise _open_error(error, path, parent_fd=parent_fd) from error
+        raise _make_open_error(error, path, parent_fd=parent_fd) from error
     try:
         status = os.fstat(fd)
         _check_folder(status, path)
@@ -195,7 +195,7 @@ def _check_parent(parent_fd: int, path: Path) -> None:
     """Raise SetupMissing if other users can rename the files of this user in this folder."""
     mode = os.fstat(parent_fd).st_mode
     if mode & _WRITE_BY_OTHERS and not mode & stat.S_ISVTX:
-        raise _not_private(
+        raise _make_not_private_error(
             path,
             f"its mode is {stat.S_IMODE(mode):04o}, so that other users can replace what gdrkit keeps in it",
             f"chmod go-w {path}, or set the sticky bit by chmod +t {path}",
@@ -205,7 +205,7 @@ def _check_parent(parent_fd: int, path: Path) -> None:
 def _check_folder(status: os.stat_result, path: Path) -> None:
     _check_owner(status, path)
     if status.st_mode & _WRITE_BY_OTHERS:
-        raise _not_private(
+        raise _make_not_private_error(
             path,
             f"its mode is {stat.S_IMODE(status.st_mode):04o}, so that other users may have put something into it",
             f"check the files in {path}, then run chmod 700 {path}, or remove the folder",
@@ -214,10 +214,10 @@ def _check_folder(status: os.stat_result, path: Path) -> None:
 
 def _check_file(status: os.stat_result, path: Path) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise _not_private(path, "it is not a regular file", f"remove {path}")
+        raise _make_not_private_error(path, "it is not a regular file", f"remove {path}")
     _check_owner(status, path)
     if status.st_mode & _ACCESS_BY_OTHERS:
-        raise _not_private(
+        raise _make_not_private_error(
             path,
             f"its mode is {stat.S_IMODE(status.st_mode):04o}, so that other users may have read or written it",
             f"remove {path}, so that gdrkit makes a new file; or chmod 600 {path} if no other user has had access",
@@ -226,14 +226,14 @@ def _check_file(status: os.stat_result, path: Path) -> None:
 
 def _check_owner(status: os.stat_result, path: Path) -> None:
     if status.st_uid != os.geteuid():
-        raise _not_private(
+        raise _make_not_private_error(
             path,
             f"it belongs to user {status.st_uid}, and this process is user {os.geteuid()}",
             f"run this as user {status.st_uid}, or remove {path} if that user should not have made it",
         )
 
 
-def _open_error(error: OSError, path: Path, *, parent_fd: int | None = None) -> SetupMissing | OSError:
+def _make_open_error(error: OSError, path: Path, *, parent_fd: int | None = None) -> SetupMissing | OSError:
     """Return the error to raise for a failed open.
 
     ELOOP, ENOTDIR and ENXIO mean that another user may have put a file there. They become SetupMissing.
@@ -245,13 +245,17 @@ def _open_error(error: OSError, path: Path, *, parent_fd: int | None = None) -> 
             if stat.S_ISLNK(os.stat(path.name, dir_fd=parent_fd, follow_symlinks=False).st_mode):
                 error_number = errno.ELOOP
     if error_number == errno.ELOOP:
-        return _not_private(path, "it is a symbolic link, which gdrkit does not follow", f"remove {path}", error_number)
+        return _make_not_private_error(
+            path, "it is a symbolic link, which gdrkit does not follow", f"remove {path}", error_number
+        )
     if error_number in {errno.ENOTDIR, errno.ENXIO}:
-        return _not_private(path, "it is not a file of the type that gdrkit makes", f"remove {path}", error_number)
+        return _make_not_private_error(
+            path, "it is not a file of the type that gdrkit makes", f"remove {path}", error_number
+        )
     return OSError(error_number, error.strerror, str(path))
 
 
-def _not_private(path: Path, detail: str, what_to_do: str, error_number: int = errno.EPERM) -> SetupMissing:
+def _make_not_private_error(path: Path, detail: str, what_to_do: str, error_number: int = errno.EPERM) -> SetupMissing:
     return SetupMissing(
         api=Api.KERNEL,
         operation="open",

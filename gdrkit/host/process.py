@@ -61,14 +61,14 @@ def this_process(tree: HostTree | None = None) -> ProcessIdentity:
         boot_id=_read_boot_id(tree),
         process_id=os.getpid(),
         namespace=_read_namespace(tree),
-        started_ticks=_start_time_and_state(tree, "self")[0] or 0,
+        started_ticks=_read_start_time_and_state(tree, "self")[0] or 0,
     )
 
 
 def process_identity(process_id: int, tree: HostTree | None = None) -> ProcessIdentity | None:
     """Return the identity of a process of this PID namespace, or None if the process does not exist."""
     tree = HostTree() if tree is None else tree
-    started_ticks, _state = _start_time_and_state(tree, str(process_id))
+    started_ticks, _state = _read_start_time_and_state(tree, str(process_id))
     if started_ticks is None:
         return None
     return ProcessIdentity(
@@ -88,10 +88,10 @@ def is_running(identity: ProcessIdentity, tree: HostTree | None = None) -> bool 
     namespace = _read_namespace(tree)
     if not namespace or namespace != identity.namespace:
         return None
-    started_ticks, state = _start_time_and_state(tree, str(identity.process_id))
+    started_ticks, state = _read_start_time_and_state(tree, str(identity.process_id))
     if started_ticks is not None:
         return started_ticks == identity.started_ticks and state not in _ENDED_STATES
-    return _exists(identity.process_id)
+    return _is_running(identity.process_id)
 
 
 def descendants(tree: HostTree, process_id: int, *, marker: bytes | None = None) -> dict[int, str]:
@@ -137,7 +137,7 @@ def starved_s(process_id: int, tree: HostTree | None = None) -> float:
     )
 
 
-def _exists(process_id: int) -> bool | None:
+def _is_running(process_id: int) -> bool | None:
     """Return False if no process has this id, else None: a later process may have got the id."""
     try:
         os.kill(process_id, 0)
@@ -161,7 +161,7 @@ def _read_namespace(tree: HostTree) -> int:
     return int(match[1]) & 0xFFFF_FFFF if match else 0
 
 
-def _start_time_and_state(tree: HostTree, process: str) -> tuple[int | None, str]:
+def _read_start_time_and_state(tree: HostTree, process: str) -> tuple[int | None, str]:
     text = tree.text(f"/proc/{process}/stat")
     if text is None:
         return None, ""

@@ -152,21 +152,21 @@ def _make_process_metrics(
             dmabufs.add(labels, 1)
             dmabuf_bytes.add(labels, dmabuf.size_bytes)
         descriptors.add(owner, len(targets))
-        limit = _read_field(tree.text(f"/proc/{name}/limits"), "Max open files", position=3)
+        limit = _read_field(tree.text(f"/proc/{name}/limits"), "Max open files", word_index=3)
         if limit is not None:
             limits.add(owner, limit)
-        pinned_kib = _read_field(tree.text(f"/proc/{name}/status"), "VmPin:", position=1)
+        pinned_kib = _read_field(tree.text(f"/proc/{name}/status"), "VmPin:", word_index=1)
         if pinned_kib is not None:
             pinned_metric.add(owner, pinned_kib * _KIB)
     return (dmabufs, dmabuf_bytes, descriptors, limits, pinned_metric)
 
 
-def _read_field(text: str | None, line_start: str, *, position: int) -> int | None:
-    """Return the number at `position` of the words of the line that begins with `line_start`, or None."""
+def _read_field(text: str | None, line_start: str, *, word_index: int) -> int | None:
+    """Return the number at `word_index` of the words of the line that begins with `line_start`, or None."""
     for line in (text or "").splitlines():
         words = line.split()
-        if line.startswith(line_start) and len(words) > position and words[position].isdecimal():
-            return int(words[position])
+        if line.startswith(line_start) and len(words) > word_index and words[word_index].isdecimal():
+            return int(words[word_index])
     return None
 
 
@@ -224,7 +224,7 @@ def _make_nvidia_fs_metrics(tree: HostTree, not_read: Metric) -> tuple[Metric, .
 
 def _read_twin_uses(tree: HostTree, not_read: Metric) -> dict[int, list[ProcessUse]]:
     """Return what each running process below a `gdrkit run` did and has on software twins (drop-in libraries)."""
-    uses: dict[int, list[ProcessUse]] = {}
+    uses_by_process: dict[int, list[ProcessUse]] = {}
     uses_of_run: dict[str, list[ProcessUse]] = {}
     marker = f"{launch.USAGE_VARIABLE}=".encode()
     for name in filter(str.isdecimal, tree.names("/proc")):
@@ -243,13 +243,15 @@ def _read_twin_uses(tree: HostTree, not_read: Metric) -> dict[int, list[ProcessU
         # A later slot of the same ID belongs to a later program of the process.
         last_uses = {use.api: use for use in uses_of_run[path] if use.process_id == int(name)}
         if last_uses:
-            uses[int(name)] = list(last_uses.values())
-    return uses
+            uses_by_process[int(name)] = list(last_uses.values())
+    return uses_by_process
 
 
-def _add_twin_objects(uses: dict[int, list[ProcessUse]], pairs: Metric, regions: Metric, region_bytes: Metric) -> None:
+def _add_twin_objects(
+    uses_by_process: dict[int, list[ProcessUse]], pairs: Metric, regions: Metric, region_bytes: Metric
+) -> None:
     """Add the verbs objects of the twins, which do not record the device. A process that has released all has 0."""
-    for process_id, uses_of_process in uses.items():
+    for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             if use.api is Api.VERBS:
                 owner = {"pid": process_id, "program": use.program}
@@ -258,10 +260,10 @@ def _add_twin_objects(uses: dict[int, list[ProcessUse]], pairs: Metric, regions:
                 region_bytes.add({"device": _TWIN, **owner}, use.region_bytes)
 
 
-def _make_twin_metrics(uses: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:
+def _make_twin_metrics(uses_by_process: dict[int, list[ProcessUse]]) -> tuple[Metric, ...]:
     objects = Metric("gdrkit_twin_objects", "Objects that a process created on a software twin.", is_counter=True)
     moved_metric = Metric("gdrkit_twin_moved_bytes", "Bytes that a software twin moved for a process.", is_counter=True)
-    for process_id, uses_of_process in uses.items():
+    for process_id, uses_of_process in uses_by_process.items():
         for use in uses_of_process:
             labels = {"api": use.api.value, "pid": process_id, "program": use.program}
             objects.add(labels, use.objects_count)

@@ -246,7 +246,7 @@ class Observer:
         process.log_paths.update(logs.log_files(environ, process.process_id, working_folder))
         if environ.get(launch.USAGE_VARIABLE):
             process.usage_file = Path(environ[launch.USAGE_VARIABLE])
-        own_network, network = (self._tree.link_name(f"/proc/{who}/ns/net") for who in ("self", name))
+        own_network, network = (self._tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", name))
         if network is not None and network != own_network:
             self._add_gap(f"TCP sockets of pid {name} ({process.program}): it has another network namespace")
 
@@ -346,7 +346,9 @@ class Observer:
         """Add what no tool can see from outside, as far as it concerns these processes."""
         names = {library.name for process in processes for library in process.libraries}
         has_log = {path.name for process in self._processes.values() for path in process.log_paths}
-        if self._gpu_counter.failure is not None and any("/dev/nvidia" in node for p in processes for node in p.nodes):
+        if self._gpu_counter.failure is not None and any(
+            "/dev/nvidia" in node for process in processes for node in process.nodes
+        ):
             self._add_gap(f"traffic of GPUs: {self._gpu_counter.failure}")
         if any(process.regions for process in processes):
             self._add_gap(
@@ -428,17 +430,19 @@ def port_traffic(before: PortCounters, after: PortCounters) -> tuple[PortTraffic
     port, gaps = f"{before.device} port {before.port}", []
     growths: dict[str, int | None] = {}
     for name in ("sent_bytes", "received_bytes", "sent_packets", "received_packets"):
-        first, last = getattr(before, name), getattr(after, name)
+        first_count, last_count = getattr(before, name), getattr(after, name)
         growths[name] = None
-        if first is None or last is None:
+        if first_count is None or last_count is None:
             continue
         title = f"{name.replace('_', ' ')} of {port}"
-        if last < first:
-            gaps.append(f"{title}: the counter went back from {first} to {last}, so it wrapped or was reset")
-        elif first == last and last // (4 if name.endswith("bytes") else 1) == _SATURATED:
+        if last_count < first_count:
+            gaps.append(
+                f"{title}: the counter went back from {first_count} to {last_count}, so it wrapped or was reset"
+            )
+        elif first_count == last_count and last_count // (4 if name.endswith("bytes") else 1) == _SATURATED:
             gaps.append(f"{title}: the counter stands still at its largest value; reset it with perfquery -R")
         else:
-            growths[name] = last - first
+            growths[name] = last_count - first_count
     if before.sent_bytes is None and before.sent_packets is None:
         gaps.append(f"traffic of {port}: its driver has no counters in sysfs")
     return PortTraffic(before.device, before.port, **growths), tuple(gaps)

@@ -41,8 +41,8 @@ def derive_routes(observation: Observation) -> Observation:
     """Return the observation with one verdict for each route that the processes used or could have used."""
     routes = tuple(
         route
-        for derive in (_decide_rdma_route, _decide_nvlink_route, _decide_file_route, _decide_tcp_route)
-        if (route := derive(observation)) is not None
+        for decide_route in (_decide_rdma_route, _decide_nvlink_route, _decide_file_route, _decide_tcp_route)
+        if (route := decide_route(observation)) is not None
     )
     if not routes:
         cause = "no queue pair, no TCP payload, no traffic of a GPU and no read file was seen"
@@ -82,23 +82,24 @@ def _has_queue_pair(observation: Observation) -> bool:
 
 def _describe_queue_pairs(observation: Observation) -> Iterator[str]:
     for process in observation.processes:
-        by_device: dict[tuple[str, str], int] = {}
+        counts_by_device: dict[tuple[str, str], int] = {}
         for pair in process.queue_pairs:
             if pair.type not in _MANAGEMENT_TYPES:
-                by_device[pair.device, pair.type] = by_device.get((pair.device, pair.type), 0) + 1
-        for (device, pair_type), count in by_device.items():
-            yield f"{process.program} (pid {process.process_id}): {_count(count, 'queue pair')} {pair_type} on {device}"
+                counts_by_device[pair.device, pair.type] = counts_by_device.get((pair.device, pair.type), 0) + 1
+        for (device, pair_type), count in counts_by_device.items():
+            pairs = _describe_count(count, "queue pair")
+            yield f"{process.program} (pid {process.process_id}): {pairs} {pair_type} on {device}"
         twin_count = process.twin_objects.get("verbs", 0)
         if twin_count:
             moved_text = rounded_bytes(process.twin_bytes.get("verbs", 0))
-            pairs = _count(twin_count, "queue pair")
+            pairs = _describe_count(twin_count, "queue pair")
             yield (
                 f"{process.program} (pid {process.process_id}): {pairs} on the software twin, which moved {moved_text}"
             )
     for process in observation.processes:
         if process.regions:
             total = rounded_bytes(sum(region.length_bytes for region in process.regions))
-            regions = _count(len(process.regions), "memory region")
+            regions = _describe_count(len(process.regions), "memory region")
             yield f"{process.program} (pid {process.process_id}): {regions}, {total}"
         for dmabuf in process.dmabufs:
             size = rounded_bytes(dmabuf.size_bytes)
@@ -205,16 +206,16 @@ def _decide_nvlink_route(observation: Observation) -> ObservedRoute | None:
 class _FileBytes:
     """Bytes of files that the processes read, and bytes that their GPUs received."""
 
-    read: int
-    from_storage: int
-    mapped: int
-    by_nvidia_fs: int
-    over_pcie: int | None
+    read_bytes: int
+    storage_bytes: int
+    mapped_bytes: int
+    nvidia_fs_bytes: int
+    pcie_bytes: int | None
 
     @property
-    def counted(self) -> int:
+    def counted_bytes(self) -> int:
         """The bytes of files that read calls or nvidia-fs counted."""
-        return max(self.read, self.by_nvidia_fs)
+        return max(self.read_bytes, self.nvidia_fs_bytes)
 
 
 def _decide_file_route(observation: Observation) -> ObservedRoute | None:
@@ -224,26 +225,30 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
     pcie_counts = [gpu.pcie_received_bytes for gpu in gpus if gpu.pcie_received_bytes is not None]
     # The counts of a process include the counts of its ended children, so a sum would count them twice.
     sizes = _FileBytes(
-        read=max((process.read_bytes or 0 for process in processes), default=0),
-        from_storage=max((process.storage_read_bytes or 0 for process in processes), default=0),
-        mapped=max((process.mapped_file_bytes for process in processes), default=0),
-        by_nvidia_fs=(observation.nvidia_fs or {}).get("Reads.readMiB", 0) << 20,
-        over_pcie=sum(pcie_counts) if pcie_counts else None,
+        read_bytes=max((process.read_bytes or 0 for process in processes), default=0),
+        storage_bytes=max((process.storage_read_bytes or 0 for process in processes), default=0),
+        mapped_bytes=max((process.mapped_file_bytes for process in processes), default=0),
+        nvidia_fs_bytes=(observation.nvidia_fs or {}).get("Reads.readMiB", 0) << 20,
+        pcie_bytes=sum(pcie_counts) if pcie_counts else None,
     )
-    if not gpus or max(sizes.counted, sizes.mapped) < _FILE_BYTES_MIN:
+    if not gpus or max(sizes.counted_bytes, sizes.mapped_bytes) < _FILE_BYTES_MIN:
         return None
-    read, from_storage, mapped = map(rounded_bytes, (sizes.read, sizes.from_storage, sizes.mapped))
-    evidence = [f"{read} by read calls, {from_storage} of them from a storage device; {mapped} of data files mapped"]
+    read_text, storage_text, mapped_text = map(
+        rounded_bytes, (sizes.read_bytes, sizes.storage_bytes, sizes.mapped_bytes)
+    )
+    evidence = [
+        f"{read_text} by read calls, {storage_text} of them from a storage device; {mapped_text} of data files mapped"
+    ]
     for gpu in gpus:
         received = rounded_bytes(gpu.pcie_received_bytes or 0)
         evidence.append(f"GPU {gpu.minor} ({gpu.pci_bus_id}): {received} received over PCIe, with headers")
-    if sizes.by_nvidia_fs:
-        evidence.append(f"nvidia-fs read {rounded_bytes(sizes.by_nvidia_fs)} directly into GPU memory")
+    if sizes.nvidia_fs_bytes:
+        evidence.append(f"nvidia-fs read {rounded_bytes(sizes.nvidia_fs_bytes)} directly into GPU memory")
     names = _list_library_names(observation)
     route, cause = _decide_host_route(names), None
-    if sizes.by_nvidia_fs >= sizes.counted / 2:
+    if sizes.nvidia_fs_bytes >= sizes.counted_bytes / 2:
         route = "nvfs"
-    elif "cufile" in names and sizes.from_storage >= sizes.read / 2:
+    elif "cufile" in names and sizes.storage_bytes >= sizes.read_bytes / 2:
         # cuFile reads peer to peer only from the storage device. Bytes from the page cache came through host memory.
         route, cause = "unknown", "cuFile may have read peer to peer, which only its own statistics show"
     other_process_ids = _find_other_gpu_processes(observation, gpus)
@@ -252,18 +257,18 @@ def _decide_file_route(observation: Observation) -> ObservedRoute | None:
         f"the counters of the GPUs also include {', '.join(other_process_ids)}" if other_process_ids else None
     )
     outcome = RouteOutcome.PROVEN if cause is None else RouteOutcome.UNPROVEN
-    return ObservedRoute(route, outcome, sizes.counted, tuple(evidence), cause)
+    return ObservedRoute(route, outcome, sizes.counted_bytes, tuple(evidence), cause)
 
 
 def _describe_pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
     """Return why the bytes over PCIe do not show that the GPUs received the files, or None if they do."""
-    if sizes.over_pcie is None:
+    if sizes.pcie_bytes is None:
         return "the GPU has no counter of its PCIe traffic"
     if is_late:
         return "the PCIe counters were read too late, and may have wrapped more than once"
-    if sizes.counted < _FILE_BYTES_MIN:
-        return f"the files were mapped, and nothing counts which of the {rounded_bytes(sizes.mapped)} were used"
-    ratio = sizes.over_pcie / sizes.counted
+    if sizes.counted_bytes < _FILE_BYTES_MIN:
+        return f"the files were mapped, and nothing counts which of the {rounded_bytes(sizes.mapped_bytes)} were used"
+    ratio = sizes.pcie_bytes / sizes.counted_bytes
     if not _PCIE_RATIO_MIN <= ratio <= _PCIE_RATIO_MAX:
         limits = f"{_PCIE_RATIO_MIN} to {_PCIE_RATIO_MAX}"
         return f"PCIe received {ratio:.2f} times the bytes of the files, not {limits} times"
@@ -275,5 +280,5 @@ def _decide_host_route(names: set[str]) -> str:
     return "engine" if "gdrkit.gds" in names and "kvikio" not in names else "posix"
 
 
-def _count(count: int, noun: str) -> str:
+def _describe_count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -30,7 +30,7 @@ __all__ = ["TorchMaker", "has_torch", "names_to_replace"]
 _BYTE_BITS = 8
 _CUDA_OUT_OF_MEMORY = 2
 # The types of which a byte has several elements.
-_PACKED = tuple(name for name, kind in ELEMENT_TYPES.items() if kind.bits < _BYTE_BITS)
+_PACKED = tuple(name for name, element_type in ELEMENT_TYPES.items() if element_type.bits < _BYTE_BITS)
 
 
 def _import(name: str, *, what_to_do: str) -> Any:
@@ -62,7 +62,9 @@ class TorchMaker:
 
     def __init__(self) -> None:
         self._torch = _import("torch", what_to_do="pip install torch, or pass framework='dlpack'")
-        self._dtypes = {name: getattr(self._torch, kind.torch_name, None) for name, kind in ELEMENT_TYPES.items()}
+        self._dtypes = {
+            name: getattr(self._torch, element_type.torch_name, None) for name, element_type in ELEMENT_TYPES.items()
+        }
         # Bytes are saved as U8, so that the types of 6 bits, which torch has as bytes, are left out.
         self._names = {dtype: name for name, dtype in self._dtypes.items() if not name.startswith("F6_")}
 
@@ -89,22 +91,22 @@ class TorchMaker:
             return torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
         return self._make_empty_tensors(device_index, [(size_bytes, torch.uint8)])[0]
 
-    def _make_empty_tensors(self, device_index: int, kinds: Iterable[tuple[Any, Any]]) -> list[Any]:
+    def _make_empty_tensors(self, device_index: int, sizes_and_types: Iterable[tuple[Any, Any]]) -> list[Any]:
         """Return a new tensor for each pair of sizes and type."""
         # The device is passed as an object, because torch would parse its name for each tensor.
         device = self._torch.device("cpu") if device_index == HOST else self._torch.device("cuda", device_index)
         empty, empty_like = self._torch.empty, self._torch.empty_like
         # torch makes a tensor like another one faster than from a shape, a type and a device.
-        first: dict[tuple[Any, Any], Any] = {}
+        first_tensors: dict[tuple[Any, Any], Any] = {}
         tensors: list[Any] = []
         try:
-            for kind, same in itertools.groupby(kinds):
-                count = len(list(same))
-                if kind not in first:
-                    first[kind] = empty(kind[0], dtype=kind[1], device=device)
-                    tensors.append(first[kind])
+            for size_and_type, equal_entries in itertools.groupby(sizes_and_types):
+                count = len(list(equal_entries))
+                if size_and_type not in first_tensors:
+                    first_tensors[size_and_type] = empty(size_and_type[0], dtype=size_and_type[1], device=device)
+                    tensors.append(first_tensors[size_and_type])
                     count -= 1
-                tensors += map(empty_like, [first[kind]] * count)
+                tensors += map(empty_like, [first_tensors[size_and_type]] * count)
         except self._torch.cuda.OutOfMemoryError as error:
             failure = ("cuda", "torch.empty", _CUDA_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
             detail = str(error).partition("\n")[0]
@@ -131,12 +133,12 @@ class TorchMaker:
         views = {name: buffer.view(dtype) for name, dtype in self._list_dtypes(placements).items()}
         tensors: list[Any] = []
         run: list[int] = []
-        run_of, run_begin, run_end = None, 0, -1
+        run_type, run_begin, run_end = None, 0, -1
         for _name, dtype, shape, offset_bytes, length_bytes in placements:
             sizes = _compute_packed_shape(dtype, shape, length_bytes) if dtype in _PACKED else shape
-            if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_of):
-                self._add_run(tensors, views, run_of, run_begin, run)
-                run_of, run_begin, run = (dtype, sizes[1:]), offset_bytes, []
+            if not (sizes and length_bytes and offset_bytes == run_end and (dtype, sizes[1:]) == run_type):
+                self._add_run(tensors, views, run_type, run_begin, run)
+                run_type, run_begin, run = (dtype, sizes[1:]), offset_bytes, []
             if not (sizes and length_bytes):
                 view = views[dtype]
                 tensors.append(view.as_strided(sizes, _compute_strides(sizes), offset_bytes // view.element_size()))
@@ -144,17 +146,19 @@ class TorchMaker:
                 continue
             run.append(sizes[0])
             run_end = offset_bytes + length_bytes
-        self._add_run(tensors, views, run_of, run_begin, run)
+        self._add_run(tensors, views, run_type, run_begin, run)
         return tensors
 
-    def _add_run(self, tensors: list[Any], views: dict[str, Any], run_of: Any, begin: int, sizes: list[int]) -> None:
+    def _add_run(self, tensors: list[Any], views: dict[str, Any], run_type: Any, begin: int, sizes: list[int]) -> None:
         """Append tensors of one type that follow each other in the memory. `sizes` are their first dimensions."""
         if not sizes:
             return
-        view, shape = views[run_of[0]], (sum(sizes), *run_of[1])
-        whole = view.as_strided(shape, _compute_strides(shape), begin // view.element_size())
+        view, shape = views[run_type[0]], (sum(sizes), *run_type[1])
+        joined_tensor = view.as_strided(shape, _compute_strides(shape), begin // view.element_size())
         # unsafe_split_with_sizes differs from split in one respect: the parts may be changed in place also by autograd.
-        tensors.extend([whole] if len(sizes) == 1 else self._torch.unsafe_split_with_sizes(whole, sizes))
+        tensors.extend(
+            [joined_tensor] if len(sizes) == 1 else self._torch.unsafe_split_with_sizes(joined_tensor, sizes)
+        )
 
     def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
@@ -171,9 +175,9 @@ class TorchMaker:
     def _list_dtypes(self, placements: list[Placement]) -> dict[str, Any]:
         """Return the type in torch for each data type of the placements."""
         names = {placement.dtype for placement in placements}
-        absent = sorted(name for name in names if self._dtypes[name] is None)
-        if absent:
-            message = f"torch {self._torch.__version__} has no type for {', '.join(absent)}"
+        types_without_torch = sorted(name for name in names if self._dtypes[name] is None)
+        if types_without_torch:
+            message = f"torch {self._torch.__version__} has no type for {', '.join(types_without_torch)}"
             raise UsageError(message, what_to_do="update torch, or leave these tensors out by `select`")
         return {name: self._dtypes[name] for name in names}
 
@@ -227,7 +231,7 @@ def names_to_replace() -> dict[str, Any]:
     SetupMissing
         safetensors is not installed.
     """
-    library, by_torch = (
+    library, safetensors_torch = (
         _import(name, what_to_do="pip install safetensors") for name in ("safetensors", "safetensors.torch")
     )
-    return {"safe_open": library.safe_open, "load_file": by_torch.load_file}
+    return {"safe_open": library.safe_open, "load_file": safetensors_torch.load_file}

@@ -133,11 +133,13 @@ class DeviceLoad:
         self._add(tensors, layout.placements)
         placements = layout.placements
         if len(layout.reads) == _READ_NUMBERS:
-            full = [(address, part) for address, part in zip(addresses, placements, strict=True) if part.length_bytes]
+            addressed_parts = [
+                (address, part) for address, part in zip(addresses, placements, strict=True) if part.length_bytes
+            ]
             return rows_of(
-                [layout.reads[0] + part.offset_bytes for _address, part in full],
-                [address for address, _part in full],
-                [part.length_bytes for _address, part in full],
+                [layout.reads[0] + part.offset_bytes for _address, part in addressed_parts],
+                [address for address, _part in addressed_parts],
+                [part.length_bytes for _address, part in addressed_parts],
             )
         reads, index = array("Q"), 0
         for file_offset, offset, length in zip(layout.reads[0::3], layout.reads[1::3], layout.reads[2::3], strict=True):
@@ -192,7 +194,7 @@ def shares_are_faster(files: Sequence[File], indices: Sequence[int], access: Acc
         return False
     with contextlib.ExitStack() as stack:
         devices = [stack.enter_context(cuda.Device(index)) for index in indices]
-        if not all(cuda.can_access_peer(a, b) for a in devices for b in devices if a is not b):
+        if not all(cuda.can_access_peer(device, peer) for device in devices for peer in devices if device is not peer):
             return False
     key = frozenset(indices)
     if _copy_rates.get(key, math.inf) >= _read_rates.get(key, 0.0):
@@ -233,9 +235,9 @@ def _list_copies(
     Reads of a file that follow each other in both memories are one copy.
     """
     for reads in zip(load.reads, peer_load.reads, strict=True):
-        source, target = (file_share(part, share_index, shares_count) for part in reads)
+        from_share, to_share = (file_share(part, share_index, shares_count) for part in reads)
         begin = end = joined_bytes = 0
-        for from_address, to_address, length in zip(source[1::3], target[1::3], source[2::3], strict=True):
+        for from_address, to_address, length in zip(from_share[1::3], to_share[1::3], from_share[2::3], strict=True):
             if joined_bytes and (from_address, to_address) == (begin + joined_bytes, end + joined_bytes):
                 joined_bytes += length
                 continue

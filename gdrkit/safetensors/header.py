@@ -150,12 +150,12 @@ def pause_collector() -> Iterator[None]:
     A header of 20,000 tensors becomes 100,000 objects without a cycle. They would start many collections, which take
     most of the time.
     """
-    was_on = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if was_on:
+        if was_enabled:
             gc.enable()
 
 
@@ -171,14 +171,14 @@ def read_header(file: File) -> Header:
     """
     path, file_bytes = file.path, file.size_bytes
     if file_bytes < _SIZE.size:
-        raise _malformed(path, f"the file has {file_bytes} bytes; the size of the header alone needs 8")
+        raise _make_malformed_error(path, f"the file has {file_bytes} bytes; the size of the header alone needs 8")
     (header_bytes,) = _SIZE.unpack(_read(file, 0, _SIZE.size))
     if header_bytes > HEADER_BYTES_MAX:
-        raise _malformed(path, f"the header may have at most {HEADER_BYTES_MAX} bytes, not {header_bytes}")
+        raise _make_malformed_error(path, f"the header may have at most {HEADER_BYTES_MAX} bytes, not {header_bytes}")
     data_bytes = file_bytes - _SIZE.size - header_bytes
     if data_bytes < 0:
         message = f"the header should have {header_bytes} bytes, but the file has only {file_bytes}"
-        raise _malformed(path, message)
+        raise _make_malformed_error(path, message)
     return parse_header(_read(file, _SIZE.size, header_bytes), data_bytes=data_bytes, path=path)
 
 
@@ -207,7 +207,7 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
     position = max(end_offsets, default=0)
     if position != data_bytes:
         message = f"the tensors have {position} bytes, but {data_bytes} bytes follow the header"
-        raise _malformed(path, message)
+        raise _make_malformed_error(path, message)
     return Header(tensors, metadata, _SIZE.size + len(text), data_bytes)
 
 
@@ -253,7 +253,7 @@ def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] 
         shapes: dict[str, tuple[tuple[int, ...], int]] = {}
         entry_matches = _COMPACT_ENTRY.findall(header_text, begin.end())
         length = begin.end()
-        for whole, name, dtype, sizes, first, last in entry_matches:
+        for entry_text, name, dtype, sizes, first, last in entry_matches:
             if sizes not in shapes:
                 shape = tuple(map(int, sizes.split(","))) if sizes else ()
                 if len(shape) > _DIMENSIONS_MAX or max(shape, default=0) > _INTEGER_MAX:
@@ -265,7 +265,7 @@ def _parse_compact(text: bytes) -> tuple[dict[str, TensorEntry], dict[str, str] 
                 return None
             # This is faster than the call of TensorEntry.
             tensors[name] = tuple.__new__(TensorEntry, (dtype, shape, offset, end))
-            length += len(whole)
+            length += len(entry_text)
     except (ValueError, KeyError, RecursionError, UsageError):
         return None
     # The pattern may have skipped characters, a comma may be the last one, and a name may be there twice.
@@ -285,14 +285,14 @@ def _parse_any(text: bytes, path: str) -> tuple[dict[str, TensorEntry], dict[str
         try:
             tensors[name] = _parse_entry(value)
         except ValueError as error:
-            raise _malformed(path, f"tensor {name!r}: {error}") from error
+            raise _make_malformed_error(path, f"tensor {name!r}: {error}") from error
     return tensors, metadata
 
 
 def _parse_json(text: bytes, path: str) -> dict[str, Any]:
     """Parse the JSON text to an object without duplicate keys."""
     if not text.startswith(b"{"):
-        raise _malformed(path, f"the header must begin with '{{', not with {text[:1]!r}")
+        raise _make_malformed_error(path, f"the header must begin with '{{', not with {text[:1]!r}")
     try:
         header_text = text.decode()
         document = json.loads(
@@ -303,20 +303,20 @@ def _parse_json(text: bytes, path: str) -> dict[str, Any]:
             json.dumps(document, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         # UnicodeError and JSONDecodeError are ValueErrors.
-        raise _malformed(path, f"the header is not valid JSON: {error}") from error
+        raise _make_malformed_error(path, f"the header is not valid JSON: {error}") from error
     if header_text.rstrip(" ") != header_text.rstrip():
-        raise _malformed(path, "the header may be padded with blanks only")
+        raise _make_malformed_error(path, "the header may be padded with blanks only")
     assert isinstance(document, dict)  # noqa: S101 - the text begins with a brace.
     return document
 
 
 def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    unique = dict(pairs)
-    if len(unique) != len(pairs):
+    dictionary = dict(pairs)
+    if len(dictionary) != len(pairs):
         names = [name for name, _value in pairs]
         message = f"the key {next(name for name in names if names.count(name) > 1)!r} occurs twice"
         raise ValueError(message)
-    return unique
+    return dictionary
 
 
 def _refuse_number(text: str) -> NoReturn:
@@ -326,7 +326,7 @@ def _refuse_number(text: str) -> NoReturn:
 
 def _check_metadata(metadata: object, path: str) -> None:
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for item in metadata.items() for text in item):
-        raise _malformed(path, f"{_METADATA} must be an object whose values are texts")
+        raise _make_malformed_error(path, f"{_METADATA} must be an object whose values are texts")
 
 
 def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
@@ -336,7 +336,7 @@ def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
         if entry.begin != position:
             relation = "overlap" if entry.begin < position else "leave a hole after"
             message = f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {position}"
-            raise _malformed(path, message)
+            raise _make_malformed_error(path, message)
         position = entry.end
 
 
@@ -368,15 +368,15 @@ def _read(file: File, offset_bytes: int, length_bytes: int) -> bytes:
     data = bytearray()
     while len(data) < length_bytes:
         try:
-            part = os.pread(file.fileno(), length_bytes - len(data), offset_bytes + len(data))
+            chunk = os.pread(file.fileno(), length_bytes - len(data), offset_bytes + len(data))
         except OSError as error:
             raise os_error("pread", file.path, error) from error
-        if not part:
+        if not chunk:
             message = f"the file ended {length_bytes - len(data)} bytes before the end of its header"
-            raise _malformed(file.path, message)
-        data += part
+            raise _make_malformed_error(file.path, message)
+        data += chunk
     return bytes(data)
 
 
-def _malformed(path: str, cause: str) -> UsageError:
+def _make_malformed_error(path: str, cause: str) -> UsageError:
     return UsageError(f"{path} is not a valid safetensors file: {cause}", reason=Reason.MALFORMED)

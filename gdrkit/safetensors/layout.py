@@ -198,12 +198,12 @@ def _list_ranges(
     """Return the begin and the end of the selected range of each dimension, and the shape of the part."""
     items = list(index) if isinstance(index, tuple) else [index]
     ellipses = [position for position, item in enumerate(items) if item is EVERYTHING]
-    missing = len(shape) - (len(items) - len(ellipses))
-    if len(ellipses) > 1 or missing < 0:
+    omitted_count = len(shape) - (len(items) - len(ellipses))
+    if len(ellipses) > 1 or omitted_count < 0:
         message = f"{index!r} has too many items for tensor {name!r} of shape {list(shape)}"
         raise UsageError(message)
-    gap = ellipses[0] if ellipses else len(items)
-    items[gap : gap + len(ellipses)] = [slice(None)] * missing
+    ellipsis_index = ellipses[0] if ellipses else len(items)
+    items[ellipsis_index : ellipsis_index + len(ellipses)] = [slice(None)] * omitted_count
     ranges, part_shape = [], []
     for item, size in zip(items, shape, strict=True):
         if isinstance(item, slice):

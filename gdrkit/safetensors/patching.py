@@ -42,18 +42,18 @@ def patch(device: Any = None) -> Iterator[None]:  # noqa: ANN401 - every form in
     UsageError
         BUSY: another block is active.
     """
-    originals = names_to_replace()
+    original_functions = names_to_replace()
     replacements = {"safe_open": _make_opener(device), "load_file": _make_loader(device)}
     if not _lock.acquire(blocking=False):
         message = "the functions of safetensors are already replaced, by another block of patch()"
         raise UsageError(message, reason=Reason.BUSY)
     try:
-        _replace(originals, replacements)
+        _replace(original_functions, replacements)
         try:
             yield
         finally:
             # A module that was imported inside the block has a replacement too.
-            _replace(replacements, originals)
+            _replace(replacements, original_functions)
     finally:
         _lock.release()
 
@@ -63,8 +63,8 @@ def _make_opener(device: Any) -> type[safe_open]:  # noqa: ANN401 - see patch.
         """:class:`safe_open` for one device, which loads a file at the first access to a whole tensor."""
 
         def __init__(self, filename: Any, framework: str = "pt", device_named: Any = "cpu", **options: Any) -> None:  # noqa: ANN401
-            named = options.pop("device", device_named)
-            super().__init__(filename, framework, named if device is None else device, whole_file=True, **options)
+            device_name = options.pop("device", device_named)
+            super().__init__(filename, framework, device_name if device is None else device, whole_file=True, **options)
 
     return PatchedOpen
 
@@ -73,8 +73,8 @@ def _make_loader(device: Any) -> Any:  # noqa: ANN401 - see patch.
     @functools.wraps(load_file)
     def load(filename: Any, device_named: Any = "cpu", **options: Any) -> Any:  # noqa: ANN401
         options.pop("backend", None)
-        named = options.pop("device", device_named)
-        return load_file(filename, named if device is None else device, framework="pt", **options)
+        device_name = options.pop("device", device_named)
+        return load_file(filename, device_name if device is None else device, framework="pt", **options)
 
     return load
 

@@ -69,14 +69,14 @@ def save_file(
             new_file(destination, source_mode=_NEW_FILE_BITS, access="automatic", direct="never", durable=durable)
         )
         file.write_from(header)
-        by_device: dict[int, tuple[array[int], list[TransferBuffer]]] = {}
+        extents_by_device: dict[int, tuple[array[int], list[TransferBuffer]]] = {}
         for (_name, entry), (*_rest, memory) in zip(entries, descriptions, strict=True):
-            extents, keep = by_device.setdefault(memory.device_index, (array("Q"), []))
+            extents, buffers = extents_by_device.setdefault(memory.device_index, (array("Q"), []))
             extents.extend((0, len(header) + entry.begin, memory.address, memory.length_bytes))
-            keep.append(memory)
-        pending = [
-            transfer_ranges([file], extents, TransferBuffer(0, position, device_index, keep), write=True)
-            for device_index, (extents, keep) in by_device.items()
+            buffers.append(memory)
+        transfers = [
+            transfer_ranges([file], extents, TransferBuffer(0, position, device_index, buffers), write=True)
+            for device_index, (extents, buffers) in extents_by_device.items()
         ]
-        for transfer in pending:
+        for transfer in transfers:
             transfer.result()

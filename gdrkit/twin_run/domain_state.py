@@ -40,8 +40,8 @@ def joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
         The folder cannot be created, or another user owns it.
     """
     user_folder = _open_user_folder()
-    _sweep(user_folder)
-    folder, lock = _join(user_folder / _make_domain_key(environment))
+    _remove_unused_domains(user_folder)
+    folder, lock = _join_domain(user_folder / _make_domain_key(environment))
     try:
         yield folder
     finally:
@@ -113,7 +113,7 @@ def _open_user_folder() -> Path:
     return folder
 
 
-def _join(folder: Path) -> tuple[Path, int]:
+def _join_domain(folder: Path) -> tuple[Path, int]:
     """Create the folder if it does not exist, lock it, and return it with the descriptor of the lock."""
     while True:
         folder.parent.mkdir(mode=0o700, exist_ok=True)
@@ -147,7 +147,7 @@ def _remove_if_unused(folder: Path, lock: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(user_folder: Path) -> None:
+def _remove_unused_domains(user_folder: Path) -> None:
     """Remove the folders of domains that no process uses any more."""
     for folder in user_folder.iterdir():
         with contextlib.suppress(OSError):

@@ -39,7 +39,7 @@ def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
 def report_lines(
     software: frozenset[Api],
     uses: Sequence[ProcessUse],
-    real: Sequence[RealLibrary],
+    real_libraries: Sequence[RealLibrary],
     runtimes: Sequence[RuntimeUse] = (),
 ) -> list[str]:
     """Return one line for each API whose twin was opened, one for each CUDA runtime, one for each real library, and one
@@ -48,34 +48,34 @@ def report_lines(
     lines = []
     untouched_apis = []
     for api in sorted(software, key=lambda api: api.value):
-        of_api = [use for use in uses if use.api is api]
-        if of_api:
-            lines.append(_describe_use(api, of_api))
+        uses_of_api = [use for use in uses if use.api is api]
+        if uses_of_api:
+            lines.append(_describe_use(api, uses_of_api))
         else:
             untouched_apis.append(api.value)
     for runtime in dict.fromkeys(use.library for use in runtimes):
-        names = _describe_programs([(use.program, use.process_id) for use in runtimes if use.library == runtime])
-        lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {names}")
-    libraries = dict.fromkeys((library.api, library.path) for library in real)
+        programs = _describe_programs([(use.program, use.process_id) for use in runtimes if use.library == runtime])
+        lines.append(f"{Api.CUDA.value}: twin of {runtime} opened by {programs}")
+    libraries = dict.fromkeys((library.api, library.path) for library in real_libraries)
     for api_name, path in libraries:
-        processes = [library for library in real if library.path == path]
-        names = _describe_programs([(library.program, library.process_id) for library in processes])
-        lines.append(f"{api_name}: {path}, not the twin, was loaded by {names}")
+        processes = [library for library in real_libraries if library.path == path]
+        programs = _describe_programs([(library.program, library.process_id) for library in processes])
+        lines.append(f"{api_name}: {path}, not the twin, was loaded by {programs}")
     if untouched_apis:
         lines.append(f"not used: {', '.join(untouched_apis)}")
     return lines
 
 
 def report_document(
-    uses: Sequence[ProcessUse], real: Sequence[RealLibrary], runtimes: Sequence[RuntimeUse], *, exit_code: int
+    uses: Sequence[ProcessUse], real_libraries: Sequence[RealLibrary], runtimes: Sequence[RuntimeUse], *, exit_code: int
 ) -> dict[str, object]:
     """Return what the lines say as values for JSON: the processes of each API, their objects and bytes."""
     apis: dict[str, object] = {}
     for api in sorted({use.api for use in uses}, key=lambda api: api.value):
-        of_api = [use for use in uses if use.api is api]
+        uses_of_api = [use for use in uses if use.api is api]
         apis[api.value] = {
-            "objects_count": sum(use.objects_count for use in of_api),
-            "moved_bytes": sum(use.moved_bytes for use in of_api),
+            "objects_count": sum(use.objects_count for use in uses_of_api),
+            "moved_bytes": sum(use.moved_bytes for use in uses_of_api),
             "processes": [
                 {
                     "process_id": use.process_id,
@@ -83,12 +83,12 @@ def report_document(
                     "objects_count": use.objects_count,
                     "moved_bytes": use.moved_bytes,
                 }
-                for use in of_api
+                for use in uses_of_api
             ],
         }
     libraries = [
         {"api": library.api, "path": library.path, "program": library.program, "process_id": library.process_id}
-        for library in real
+        for library in real_libraries
     ]
     cuda_runtimes = [{"library": use.library, "program": use.program, "process_id": use.process_id} for use in runtimes]
     return {"exit_code": exit_code, "apis": apis, "cuda_runtimes": cuda_runtimes, "real_libraries": libraries}
@@ -98,10 +98,10 @@ def _describe_use(api: Api, uses: Sequence[ProcessUse]) -> str:
     programs = _describe_programs([(use.program, use.process_id) for use in uses])
     objects_count = sum(use.objects_count for use in uses)
     moved_bytes = sum(use.moved_bytes for use in uses)
-    one, several, none = _OBJECT_OF_API[api]
+    singular, plural, no_object = _OBJECT_OF_API[api]
     if objects_count == 0:
-        return f"{api.value}: twin opened by {programs}, but not used: {none}"
-    objects = f"{objects_count} {one if objects_count == 1 else several}"
+        return f"{api.value}: twin opened by {programs}, but not used: {no_object}"
+    objects = f"{objects_count} {singular if objects_count == 1 else plural}"
     moved_text = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
     return f"{api.value}: twin opened by {programs}; {objects}{moved_text}"
 
@@ -113,8 +113,8 @@ def _describe_programs(processes: Sequence[tuple[str, int]]) -> str:
         ids_of_program.setdefault(program, []).append(process_id)
     texts = []
     for program, process_ids in list(ids_of_program.items())[:_PROGRAMS_MAX]:
-        ids = ", ".join(map(str, process_ids[:_PROCESSES_MAX]))
+        ids_text = ", ".join(map(str, process_ids[:_PROCESSES_MAX]))
         unlisted_count = len(process_ids) - _PROCESSES_MAX
-        texts.append(f"{program} (pid {ids}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
+        texts.append(f"{program} (pid {ids_text}{f' and {unlisted_count} more' if unlisted_count > 0 else ''})")
     unlisted_count = len(ids_of_program) - _PROGRAMS_MAX
     return ", ".join(texts) + (f" and {unlisted_count} more programs" if unlisted_count > 0 else "")

@@ -78,14 +78,14 @@ def supervise(
     command_mask = block_signals() if signal_mask is None else signal_mask
     error_reader, error_writer = os.pipe2(os.O_CLOEXEC)
     parent = os.getpid()
-    child = os.fork()
-    if child == 0:
+    child_id = os.fork()
+    if child_id == 0:
         _execute(command, environment, parent, command_mask, error_writer)
     os.close(error_writer)
     with os.fdopen(error_reader, "rb") as reader:
         error_text = reader.read()
     if error_text:
-        os.waitpid(child, 0)
+        os.waitpid(child_id, 0)
         signal.pthread_sigmask(signal.SIG_SETMASK, command_mask)
         error_number = int(error_text)
         raise ApiError(
@@ -98,7 +98,7 @@ def supervise(
             reason=Reason.NO_PERMISSION if error_number == errno.EACCES else Reason.BAD_ARGUMENT,
             what_to_do="check the name of the command" if error_number == errno.ENOENT else "make it executable",
         )
-    return _wait(child, observe, interval_s_max)
+    return _wait(child_id, observe, interval_s_max)
 
 
 def _execute(
@@ -118,15 +118,15 @@ def _execute(
         os._exit(_EXEC_FAILED)
 
 
-def _wait(child: int, observe: Callable[[int], None], interval_s_max: float) -> int:
+def _wait(child_id: int, observe: Callable[[int], None], interval_s_max: float) -> int:
     interval_s = _OBSERVE_FIRST_INTERVAL_S
     next_observation_s = time.monotonic() + interval_s
     while True:
         details = signal.sigtimedwait(_SIGNALS, max(0.0, next_observation_s - time.monotonic()))
         if details is None or details.si_signo == signal.SIGCHLD:
-            observe(child)
+            observe(child_id)
             # This is also done without SIGCHLD, because a thread of a library may have taken the signal.
-            if (status := _collect(child)) is not None:
+            if (status := _collect(child_id)) is not None:
                 return status
             if details is None:
                 interval_s = min(2 * interval_s, interval_s_max)
@@ -134,13 +134,13 @@ def _wait(child: int, observe: Callable[[int], None], interval_s_max: float) -> 
         elif details.si_code != _SI_KERNEL:
             # The command may have ended meanwhile.
             with contextlib.suppress(ProcessLookupError):
-                os.kill(child, details.si_signo)
+                os.kill(child_id, details.si_signo)
 
 
-def _collect(child: int) -> int | None:
+def _collect(child_id: int) -> int | None:
     """Return the wait status of the command if it has ended. If the terminal stopped it, stop this process too."""
     while True:
-        process_id, status = os.waitpid(child, os.WNOHANG | os.WUNTRACED)
+        process_id, status = os.waitpid(child_id, os.WNOHANG | os.WUNTRACED)
         if process_id == 0:
             return None
         if not os.WIFSTOPPED(status):

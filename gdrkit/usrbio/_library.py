@@ -80,7 +80,11 @@ def native() -> NativeModule:
     with _lock:
         if not _opened_modules:
             module: Any = import_native("gdrkit.usrbio._hf3fs")
-            module.failed, module.missing, module.refused = _call_error, _missing_function_error, _misuse_error
+            module.failed, module.missing, module.refused = (
+                _make_call_error,
+                _make_missing_function_error,
+                _make_misuse_error,
+            )
             _open(module, library_path())
             _opened_modules.append(module)
         return _opened_modules[0]
@@ -117,7 +121,7 @@ def _open(module: Any, path: Path) -> None:
 # The native module calls the following three functions to create its exceptions.
 
 
-def _call_error(operation: str, error_number: int, arguments: dict[str, object]) -> ApiError:
+def _make_call_error(operation: str, error_number: int, arguments: dict[str, object]) -> ApiError:
     """Return the error of a function of the client library that failed with this errno."""
     what_to_do = _ADVICE.get((operation, error_number)) or _ADVICE_BY_ERRNO.get(error_number, "")
     error_type = UsrbioUnsupported if error_number == errno.EOPNOTSUPP else UsrbioError
@@ -134,7 +138,7 @@ def _call_error(operation: str, error_number: int, arguments: dict[str, object])
     )
 
 
-def _missing_function_error(operation: str) -> ApiError:
+def _make_missing_function_error(operation: str) -> ApiError:
     """Return the error of a call of a function that the client library does not have."""
     return UsrbioUnsupported(
         api=Api.USRBIO,
@@ -148,7 +152,7 @@ def _missing_function_error(operation: str) -> ApiError:
     )
 
 
-def _misuse_error(message: str, reason: str) -> GdrkitError:
+def _make_misuse_error(message: str, reason: str) -> GdrkitError:
     """Return the error of a wrong use of a native object, such as a call after its close."""
     if reason == Reason.CLOSED.value:
         return ClosedResource(message.removeprefix("the ").partition(" is ")[0])

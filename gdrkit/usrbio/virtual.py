@@ -51,17 +51,17 @@ REMOVE_ARGUMENT = struct.Struct(f"@Q{_NAME_MAX + 1}s?0Q")
 _WRITE, _READ = 1, 2
 
 
-def _ioctl_request(direction: int, number: int, length_bytes: int) -> int:
+def _make_ioctl_request(direction: int, number: int, length_bytes: int) -> int:
     return direction << 30 | length_bytes << 16 | ord("h") << 8 | number
 
 
-GET_MOUNT_NAME = _ioctl_request(_READ, 0, MOUNT_NAME_BYTES)
-GET_PATH_OFFSET = _ioctl_request(_READ, 1, 4)
-GET_MAGIC = _ioctl_request(_READ, 2, 4)
-GET_IOCTL_VERSION = _ioctl_request(_READ, 3, 4)
-RECURSIVE_RM = _ioctl_request(_READ, 10, 4)
-FSYNC = _ioctl_request(_READ, 11, 4)
-HARDLINK = _ioctl_request(_WRITE, 12, HARDLINK_ARGUMENT.size)
-PUNCH_HOLE = _ioctl_request(_WRITE, 13, PUNCH_HOLE_ARGUMENT.size)
-MOVE = _ioctl_request(_WRITE, 14, MOVE_ARGUMENT.size)
-REMOVE = _ioctl_request(_WRITE, 15, REMOVE_ARGUMENT.size)
+GET_MOUNT_NAME = _make_ioctl_request(_READ, 0, MOUNT_NAME_BYTES)
+GET_PATH_OFFSET = _make_ioctl_request(_READ, 1, 4)
+GET_MAGIC = _make_ioctl_request(_READ, 2, 4)
+GET_IOCTL_VERSION = _make_ioctl_request(_READ, 3, 4)
+RECURSIVE_RM = _make_ioctl_request(_READ, 10, 4)
+FSYNC = _make_ioctl_request(_READ, 11, 4)
+HARDLINK = _make_ioctl_request(_WRITE, 12, HARDLINK_ARGUMENT.size)
+PUNCH_HOLE = _make_ioctl_request(_WRITE, 13, PUNCH_HOLE_ARGUMENT.size)
+MOVE = _make_ioctl_request(_WRITE, 14, MOVE_ARGUMENT.size)
+REMOVE = _make_ioctl_request(_WRITE, 15, REMOVE_ARGUMENT.size)

@@ -26,7 +26,7 @@ _COMMAND_FD = struct.Struct("@i")
 
 def find_domain_pointer(domain: Any, context: Any) -> int | None:
     """Return the ``ibv_pd *`` in a ``PD`` that was made from `context`, or None if it is not certain."""
-    context_words, handle, command_fd = set(_words(context)), int(domain.handle), int(context.cmd_fd)
+    context_words, handle, command_fd = set(_read_words(context)), int(domain.handle), int(context.cmd_fd)
     try:
         memory_fd = os.open("/proc/self/mem", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -34,24 +34,24 @@ def find_domain_pointer(domain: Any, context: Any) -> int | None:
     try:
         accepted_words = {
             word
-            for word in _words(domain)
-            if (domain_start := _read(memory_fd, word, _DOMAIN_START)) is not None
+            for word in _read_words(domain)
+            if (domain_start := _read_memory(memory_fd, word, _DOMAIN_START)) is not None
             and domain_start[0] in context_words
             and domain_start[1] == handle
-            and _read(memory_fd, domain_start[0] + _COMMAND_FD_OFFSET, _COMMAND_FD) == (command_fd,)
+            and _read_memory(memory_fd, domain_start[0] + _COMMAND_FD_OFFSET, _COMMAND_FD) == (command_fd,)
         }
     finally:
         os.close(memory_fd)
     return accepted_words.pop() if len(accepted_words) == 1 else None
 
 
-def _words(instance: Any) -> list[int]:
+def _read_words(instance: Any) -> list[int]:
     """Return the pointer-sized words of a Python object."""
     size_bytes = type(instance).__basicsize__ // _WORD.size * _WORD.size
     return [word for (word,) in _WORD.iter_unpack(ctypes.string_at(id(instance), size_bytes))]
 
 
-def _read(memory_fd: int, address: int, layout: struct.Struct) -> tuple[Any, ...] | None:
+def _read_memory(memory_fd: int, address: int, layout: struct.Struct) -> tuple[Any, ...] | None:
     try:
         data = os.pread(memory_fd, layout.size, address)
     except (OSError, OverflowError):

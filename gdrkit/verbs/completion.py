@@ -174,8 +174,8 @@ class CompletionQueue(Resource):
             completion = self._take_next(qp_number)
             if completion is not None:
                 return completion
-            now = time.monotonic()
-            if now >= deadline:
+            now_s = time.monotonic()
+            if now_s >= deadline:
                 raise ApiError(
                     api=Api.VERBS,
                     operation="ibv_poll_cq",
@@ -184,10 +184,10 @@ class CompletionQueue(Resource):
                     arguments={"timeout_ms": timeout_ms, "qp_number": qp_number},
                     reason=Reason.TIMEOUT,
                 )
-            if now >= spin_end:
+            if now_s >= spin_end:
                 # Other threads run during the pause. The pause doubles up to a limit, so that a long wait
                 # costs little.
-                select.select((), (), (), min(pause_s, deadline - now))
+                select.select((), (), (), min(pause_s, deadline - now_s))
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def request_notification(self, *, solicited_only: bool = False) -> None:

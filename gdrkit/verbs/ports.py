@@ -109,8 +109,8 @@ def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid
         The port has no GID, or none at `gid_index`.
     """
     # ibv_query_gid_table returns the GIDs of all ports, so it needs space for all of them.
-    rows = _pyverbs.query_gids(context, sum(port_info.gid_count for port_info in ports))
-    usable_rows = [row for row in rows if row.port == port.number and gid_index in {None, row.gid_index}]
+    gid_rows = _pyverbs.query_gids(context, sum(port_info.gid_count for port_info in ports))
+    usable_rows = [row for row in gid_rows if row.port == port.number and gid_index in {None, row.gid_index}]
     if not usable_rows:
         message = f"port {port.number} has no GID" + ("" if gid_index is None else f" at index {gid_index}")
         raise UsageError(message)

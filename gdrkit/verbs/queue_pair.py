@@ -245,7 +245,7 @@ class QueuePair(Resource):
         elements = _make_elements(
             source, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes
         )
-        flags = _send_flags(signaled=signaled, inline=inline)
+        flags = _make_send_flags(signaled=signaled, inline=inline)
         self._post(
             opcode, elements, remote, work_id=work_id, request_type="rdma_write", flags=flags, immediate=immediate
         )
@@ -264,7 +264,7 @@ class QueuePair(Resource):
         elements = _make_elements(
             target, local_offset_bytes, remote.length_bytes if length_bytes is None else length_bytes
         )
-        flags = _send_flags(signaled=signaled, inline=False)
+        flags = _make_send_flags(signaled=signaled, inline=False)
         self._post(
             _SendOpcode.RDMA_READ,
             elements,
@@ -292,7 +292,9 @@ class QueuePair(Resource):
         With `solicited`, the request asks for an event on the other side.
         """
         opcode = _SendOpcode.SEND if immediate is None else _SendOpcode.SEND_WITH_IMM
-        flags = _send_flags(signaled=signaled, inline=inline) | (_SendFlag.SOLICITED if solicited else _SendFlag(0))
+        flags = _make_send_flags(signaled=signaled, inline=inline) | (
+            _SendFlag.SOLICITED if solicited else _SendFlag(0)
+        )
         elements = _make_elements(source, local_offset_bytes, length_bytes)
         self._post(opcode, elements, None, work_id=work_id, request_type="send", flags=flags, immediate=immediate)
 
@@ -405,5 +407,5 @@ def _make_sge_tuples(elements: Sequence[ScatterGatherElement]) -> list[tuple[int
     return [(element.address, element.length_bytes, element.lkey) for element in elements]
 
 
-def _send_flags(*, signaled: bool, inline: bool) -> _SendFlag:
+def _make_send_flags(*, signaled: bool, inline: bool) -> _SendFlag:
     return (_SendFlag.SIGNALED if signaled else _SendFlag(0)) | (_SendFlag.INLINE if inline else _SendFlag(0))

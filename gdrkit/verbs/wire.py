@@ -38,9 +38,9 @@ class _PeerValue:
             cls._refuse(f"must be an object, not {type(data).__name__}")
         names = [field.name for field in fields(cls)]  # type: ignore[arg-type]
         missing = [name for name in names if name not in data]
-        unknown = sorted(str(name) for name in data if name not in names)
-        if missing or unknown:
-            cls._refuse(f"lacks {missing}, has unknown {unknown}")
+        unknown_keys = sorted(str(name) for name in data if name not in names)
+        if missing or unknown_keys:
+            cls._refuse(f"lacks {missing}, has unknown {unknown_keys}")
         return cls(**{name: data[name] for name in names})
 
     def to_dict(self) -> dict[str, int | str]:

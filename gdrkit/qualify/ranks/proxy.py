@@ -73,28 +73,28 @@ class RankProxy:
         try:
             reply = self._exchange(step, arguments)
         except PeerGone as error:
-            raise self._error(step, "the rank has closed its connection") from error
+            raise self._make_error(step, "the rank has closed its connection") from error
         except TimeoutError as error:
-            raise self._error(step, "the rank did not reply in time") from error
+            raise self._make_error(step, "the rank did not reply in time") from error
         except UsageError as error:
             # It is unknown to which request the next reply would belong, so no further reply is accepted.
             self._failure = f"the rank sent an invalid reply: {error.message}"
             self._connection.close()
-            raise self._error(step, self._failure) from error
+            raise self._make_error(step, self._failure) from error
         if "result" in reply:
             return reply["result"]
         if "error" in reply:
-            raise self._error(step, str(reply["error"]))
-        raise self._error(step, f"the measuring process: {reply['lost']}")
+            raise self._make_error(step, str(reply["error"]))
+        raise self._make_error(step, f"the measuring process: {reply['lost']}")
 
     def _exchange(self, step: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if self._failure:
-            raise self._error(step, self._failure)
+            raise self._make_error(step, self._failure)
         if self._pending_step:
             try:
                 self._receive(self._transit_timeout_s)  # The late reply to the previous request is discarded.
             except TimeoutError as error:
-                raise self._error(step, f"the rank has not replied to {self._pending_step} yet") from error
+                raise self._make_error(step, f"the rank has not replied to {self._pending_step} yet") from error
         self._last_request_number += 1
         self._pending_step = step
         request = {"request": self._last_request_number, "do": step, "with": arguments, "limit_s": self._step_timeout_s}
@@ -114,5 +114,5 @@ class RankProxy:
         self._pending_step = ""
         return reply
 
-    def _error(self, step: str, cause: str) -> StepFailed:
+    def _make_error(self, step: str, cause: str) -> StepFailed:
         return StepFailed(f"{step} on rank {self.rank_facts.rank} ({self.rank_facts.host_name}): {cause}")

@@ -196,7 +196,7 @@ class _Callbacks:
         for name in _CALLBACK_NAMES:
             method = getattr(operations, name, None)
             if method is not None:
-                setattr(self, name, _with_errno(method))
+                setattr(self, name, _make_callback(method))
 
     def init_with_config(self, connection: Any, config: Any) -> None:
         """Configure the mount: use the server's inodes, and cache nothing, because rings write without the kernel."""
@@ -208,7 +208,7 @@ class _Callbacks:
         self._ready.set()
 
 
-def _with_errno(method: Callable[..., Any]) -> Callable[..., Any]:
+def _make_callback(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callback that calls `method` and turns its errors into OSError."""
 
     @wraps(method)
@@ -235,17 +235,18 @@ def _make_fuse_class(module: Any) -> Any:
             return self.operations.rename(os.fsdecode(old), os.fsdecode(new), flags) or 0
 
         def truncate_fuse_3(self, path: bytes | None, length: int, info: Any) -> int:
-            return self.operations.truncate(_decode_path(path), length, _file_handle(info)) or 0
+            return self.operations.truncate(_decode_path(path), length, _read_file_handle(info)) or 0
 
         def chmod_fuse_3(self, path: bytes | None, mode: int, info: Any) -> int:
-            return self.operations.chmod(_decode_path(path), mode, _file_handle(info)) or 0
+            return self.operations.chmod(_decode_path(path), mode, _read_file_handle(info)) or 0
 
         def chown_fuse_3(self, path: bytes | None, uid: int, gid: int, info: Any) -> int:
-            return self.operations.chown(_decode_path(path), uid, gid, _file_handle(info)) or 0
+            return self.operations.chown(_decode_path(path), uid, gid, _read_file_handle(info)) or 0
 
         def utimens_fuse_3(self, path: bytes | None, times: Any, info: Any) -> int:
-            pair = (times[0].actime, times[0].modtime) if times else (None, None)
-            return self.operations.utimens(_decode_path(path), *map(_time_ns, pair), _file_handle(info)) or 0
+            access_and_modification = (times[0].actime, times[0].modtime) if times else (None, None)
+            times_ns = map(_read_time_ns, access_and_modification)
+            return self.operations.utimens(_decode_path(path), *times_ns, _read_file_handle(info)) or 0
 
     return Fuse
 
@@ -254,7 +255,7 @@ def _make_fuse_class(module: Any) -> Any:
 _UTIME_NOW, _UTIME_OMIT = (1 << 30) - 1, (1 << 30) - 2
 
 
-def _time_ns(timespec: Any) -> int | None:
+def _read_time_ns(timespec: Any) -> int | None:
     """Return a time in nanoseconds since 1970, -1 for now, or None if the time does not change."""
     if timespec is None or timespec.tv_nsec == _UTIME_NOW:
         return -1
@@ -265,7 +266,7 @@ def _decode_path(path: bytes | None) -> str | None:
     return None if path is None else os.fsdecode(path)
 
 
-def _file_handle(info: Any) -> int | None:
+def _read_file_handle(info: Any) -> int | None:
     return int(info.contents.fh) if info else None
 
 

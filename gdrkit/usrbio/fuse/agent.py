@@ -165,7 +165,7 @@ def fuse_agent(
         mount.close()
         raise
     files = StoreFiles(
-        lambda: StorageClient(address, token=token), user_of_request=_user_of_request if is_shared else None
+        lambda: StorageClient(address, token=token), user_of_request=_find_requesting_user if is_shared else None
     )
     return FuseAgent(
         resolved_path,
@@ -196,7 +196,7 @@ def private_folder(mount: Path, *, is_shared: bool = False) -> Path:
     return mount_folder
 
 
-def _user_of_request() -> messages.SetUser:
+def _find_requesting_user() -> messages.SetUser:
     """Return the user who sent the FUSE request that this thread executes, with the groups of the sending thread.
 
     A thread that the agent cannot see has no supplementary groups.

@@ -26,7 +26,7 @@ class MountOperations(Operations):
         request &= 0xFFFFFFFF
         if request in _REQUESTS_WITH_PATHS:
             check_root()
-        if result := self._result(request):
+        if result := self._answer_query(request):
             copy_out(data, result)
         elif request == virtual.FSYNC:
             self.fsync(None, 0, fh)
@@ -45,10 +45,10 @@ class MountOperations(Operations):
         elif request == virtual.REMOVE:
             self._remove(fh, copy_in(data, virtual.REMOVE_ARGUMENT.size))
         else:
-            raise _error(errno.ENOTTY)
+            raise _make_error(errno.ENOTTY)
 
-    def _result(self, request: int) -> bytes | None:
-        """Return the result of an ioctl that only returns a value, or None for other ioctls."""
+    def _answer_query(self, request: int) -> bytes | None:
+        """Return the value that an ioctl queries, or None for an ioctl that does something."""
         if request == virtual.GET_MAGIC:
             return virtual.MAGIC.to_bytes(4, "little")
         if request == virtual.GET_IOCTL_VERSION:
@@ -62,31 +62,31 @@ class MountOperations(Operations):
 
     def _hardlink(self, fh: int, argument: bytes) -> None:
         folder_inode, padded_name = virtual.HARDLINK_ARGUMENT.unpack(argument)
-        folder = self._find_folder_of_inode(folder_inode)
-        self.link(_join(folder, padded_name), self._find_current_path(None, fh))
+        folder = self._find_known_folder(folder_inode)
+        self.link(_make_entry_path(folder, padded_name), self._find_current_path(None, fh))
 
     def _punch_hole(self, fh: int, argument: bytes) -> None:
         count, _flags, *bounds = virtual.PUNCH_HOLE_ARGUMENT.unpack(argument)
         if not 0 <= count <= virtual.PUNCH_HOLE_MAX:
-            raise _error(errno.EINVAL)
+            raise _make_error(errno.EINVAL)
         begins, ends = bounds[:count], bounds[virtual.PUNCH_HOLE_MAX : virtual.PUNCH_HOLE_MAX + count]
         file = self._find_file(fh)
         if not file.writable:
-            raise _error(errno.EBADF)
+            raise _make_error(errno.EBADF)
         request = messages.PunchHole(handle=file.handle, ranges=tuple(zip(begins, ends, strict=True)))
         self._store.request(request, messages.Done)
 
     def _move(self, fh: int, argument: bytes) -> None:
         """Rename an entry of the open folder. The flag for the trash has no effect: a store has no trash."""
         inode, padded_name, new_inode, padded_new_name, _to_trash = virtual.MOVE_ARGUMENT.unpack(argument)
-        folder = self._find_folder_with_inode(fh, inode)
-        new_folder = self._find_folder_of_inode(new_inode)
-        self.rename(_join(folder, padded_name), _join(new_folder, padded_new_name))
+        folder = self._find_open_folder(fh, inode)
+        new_folder = self._find_known_folder(new_inode)
+        self.rename(_make_entry_path(folder, padded_name), _make_entry_path(new_folder, padded_new_name))
 
     def _remove(self, fh: int, argument: bytes) -> None:
         """Remove an entry of the open folder: a file or an empty folder; the flag also allows a full folder."""
         inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
-        path = _join(self._find_folder_with_inode(fh, inode), padded_name)
+        path = _make_entry_path(self._find_open_folder(fh, inode), padded_name)
         if is_recursive:
             self._remove_tree(path)
             return
@@ -97,29 +97,29 @@ class MountOperations(Operations):
                 raise
             self.rmdir(path)
 
-    def _find_folder_with_inode(self, fh: int, inode: int) -> str:
+    def _find_open_folder(self, fh: int, inode: int) -> str:
         """Return the path of the open folder. Raise EINVAL if the argument names another folder."""
         path, open_inode = self._open_folder(fh)
         if inode != open_inode:
-            raise _error(errno.EINVAL)
+            raise _make_error(errno.EINVAL)
         return path
 
     def _remove_tree(self, path: str) -> None:
         self._check_in_store(path)
         relative_path = path.lstrip("/")
         if not relative_path:
-            raise _error(errno.EPERM)
+            raise _make_error(errno.EPERM)
         status = self._store.request(messages.Stat(path=relative_path), messages.FileStat)
         self._store.remove_tree(relative_path, status.mode)
 
 
-def _join(folder: str, padded_name: bytes) -> str:
+def _make_entry_path(folder: str, padded_name: bytes) -> str:
     """Return the path of an entry of a folder. Raise EINVAL if the name is not one path component."""
     name = os.fsdecode(padded_name.partition(b"\0")[0])
     if name in {"", ".", ".."} or "/" in name:
-        raise _error(errno.EINVAL)
+        raise _make_error(errno.EINVAL)
     return f"{folder.rstrip('/')}/{name}"
 
 
-def _error(error_number: int) -> OSError:
+def _make_error(error_number: int) -> OSError:
     return OSError(error_number, os.strerror(error_number))

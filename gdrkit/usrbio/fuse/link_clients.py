@@ -71,7 +71,7 @@ class LinkClients:
             if parse_name(name).ring is not None:
                 self._register_open_files(client)
         except AgentError as error:
-            raise _os_error(error.errno) from error
+            raise _make_os_error(error.errno) from error
 
     def owner(self, name: str) -> int | None:
         """Return the user who has published a name, or None if it is not published."""
@@ -88,7 +88,7 @@ class LinkClients:
             agent.
         """
         if uid != 0 and self.owner(name) not in {None, uid}:
-            raise _os_error(errno.EPERM)
+            raise _make_os_error(errno.EPERM)
         with self._lock:
             clients = [client for client, _ in self._clients.values()]
         for client in (*clients, *self._service.clients.values()):
@@ -96,10 +96,10 @@ class LinkClients:
                 client.unpublish(name)
             except AgentError as error:
                 if error.errno != errno.ENOENT:
-                    raise _os_error(error.errno) from error
+                    raise _make_os_error(error.errno) from error
             else:
                 return
-        raise _os_error(errno.ENOENT)
+        raise _make_os_error(errno.ENOENT)
 
     def add_file(self, fh: int, access: PathAccess, *, uid: int) -> None:
         """Allow the rings that a user published by links to use a file that this user opened through the mount.
@@ -161,7 +161,7 @@ class LinkClients:
             try:
                 pidfd = os.pidfd_open(process_id)
             except ProcessLookupError as error:
-                raise _process_not_visible(process_id) from error
+                raise _make_hidden_process_error(process_id) from error
             client = self._service.open_client(PeerProcess(uid, process_id, process_identity(process_id), user))
             self._clients[process_id, uid, user] = (client, pidfd)
         os.write(self._wake_writer, _NEW_CLIENT)
@@ -210,13 +210,13 @@ def _find_process(thread_id: int) -> int:
     try:
         status = Path(f"/proc/{thread_id}/status").read_text()
     except OSError as error:
-        raise _process_not_visible(thread_id) from error
+        raise _make_hidden_process_error(thread_id) from error
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("Tgid:"))
 
 
-def _process_not_visible(process_id: int) -> AgentError:
+def _make_hidden_process_error(process_id: int) -> AgentError:
     return AgentError(errno.ESRCH, f"the agent cannot see process {process_id}")
 
 
-def _os_error(error_number: int) -> OSError:
+def _make_os_error(error_number: int) -> OSError:
     return OSError(error_number, os.strerror(error_number))

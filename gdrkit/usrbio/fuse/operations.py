@@ -90,7 +90,7 @@ class Operations:
         if fh:
             status = self._store.request(messages.Stat(handle=self._find_file(fh).handle), messages.FileStat)
         elif path is None:
-            raise _error(errno.ENOENT)
+            raise _make_error(errno.ENOENT)
         elif self._folder.has(path):
             return self._folder.attributes(path)
         else:
@@ -117,7 +117,7 @@ class Operations:
         with self._lock:
             folder = self._open_folders.get(fh)
         if folder is None:
-            raise _error(errno.EBADF)
+            raise _make_error(errno.EBADF)
         path, _inode = folder
         # libfuse does not add these two entries.
         dot_entries = [(name, {"st_mode": stat.S_IFDIR, "st_ino": 0}, 0) for name in (".", "..")]
@@ -127,12 +127,12 @@ class Operations:
         """Yield the entries of a folder of the store."""
         if path == "/":
             yield virtual.VIRTUAL_FOLDER, self._folder.attributes(f"/{virtual.VIRTUAL_FOLDER}"), 0
-        after: str | None = None
+        last_name: str | None = None
         while True:
-            reply = self._store.request(messages.List(path=_make_relative(path), after=after), messages.ListReply)
+            reply = self._store.request(messages.List(path=_make_relative(path), after=last_name), messages.ListReply)
             for entry in reply.entries:
                 yield entry.name, {"st_ino": entry.inode, "st_mode": entry.kind}, 0
-                after = entry.name
+                last_name = entry.name
             if not reply.more or not reply.entries:
                 return
 
@@ -177,7 +177,7 @@ class Operations:
         """Rename a file or folder, with the flags of renameat2(2)."""
         self._check_in_store(path, new_path)
         if flags & ~(_RENAME_NOREPLACE | _RENAME_EXCHANGE):
-            raise _error(errno.EINVAL)
+            raise _make_error(errno.EINVAL)
         exclusive, exchange = bool(flags & _RENAME_NOREPLACE), bool(flags & _RENAME_EXCHANGE)
         request = messages.Rename(
             path=_make_relative(path), new_path=_make_relative(new_path), exclusive=exclusive, exchange=exchange
@@ -249,7 +249,7 @@ class Operations:
     def open(self, path: str, flags: int) -> int:
         """Open a file, and return its number."""
         if self._folder.has(path):
-            raise _error(errno.EACCES)
+            raise _make_error(errno.EACCES)
         return self._open(path, flags, create=False, mode=0)
 
     def read(self, _path: str | None, length_bytes: int, offset_bytes: int, fh: int) -> bytes:
@@ -286,7 +286,7 @@ class Operations:
         with self._lock:
             file = self._open_files.get(fh)
         if file is None:
-            raise _error(errno.EBADF)
+            raise _make_error(errno.EBADF)
         return file
 
     def _find_current_path(self, path: str | None, fh: int | None) -> str:
@@ -296,15 +296,15 @@ class Operations:
             return path
         file = self._find_file(fh or 0)
         if self.getattr(file.path)["st_ino"] != file.inode:
-            raise _error(errno.ENOENT)
+            raise _make_error(errno.ENOENT)
         return file.path
 
-    def _find_folder_of_inode(self, inode: int) -> str:
+    def _find_known_folder(self, inode: int) -> str:
         """Return the path of a folder. Raise ENOENT if the kernel has not looked it up, or if it was renamed."""
         with self._lock:
             path = self._folder_paths.get(inode)
         if path is None or self.getattr(path)["st_ino"] != inode:
-            raise _error(errno.ENOENT)
+            raise _make_error(errno.ENOENT)
         return path
 
     def _open_folder(self, fh: int) -> tuple[str, int]:
@@ -315,10 +315,10 @@ class Operations:
         with self._lock:
             folder = self._open_folders.get(fh)
         if folder is None:
-            raise _error(errno.ENOTDIR)
+            raise _make_error(errno.ENOTDIR)
         path, inode = folder
         if self.getattr(path)["st_ino"] != inode:
-            raise _error(errno.ENOENT)
+            raise _make_error(errno.ENOENT)
         return path, inode
 
     def _open(self, path: str, flags: int, *, create: bool, mode: int) -> int:
@@ -353,7 +353,7 @@ class Operations:
     def _check_in_store(self, *paths: str) -> None:
         """Raise EPERM if a path is ``3fs-virt`` or below it."""
         if any(map(self._folder.has, paths)):
-            raise _error(errno.EPERM)
+            raise _make_error(errno.EPERM)
 
     def _remember_folder(self, inode: int, path: str) -> None:
         """Store the path of a folder by its inode. Forget the oldest path if there are too many."""
@@ -368,7 +368,7 @@ def _make_relative(path: str) -> str:
     return path.lstrip("/")
 
 
-def _error(error_number: int) -> OSError:
+def _make_error(error_number: int) -> OSError:
     return OSError(error_number, os.strerror(error_number))
 
 

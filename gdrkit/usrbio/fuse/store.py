@@ -74,7 +74,7 @@ class StoreFiles:
         with self._lock:
             if getattr(message, "handle", None) is not None:
                 message = replace(message, handle=self._find_file(message.handle).handle)
-            reply: Any = self._with_client(lambda client: self._request_as(client, user, message, reply_type))
+            reply: Any = self._call_with_client(lambda client: self._send_request(client, user, message, reply_type))
             if isinstance(reply, messages.OpenReply):
                 assert self._client is not None  # noqa: S101 - it has just replied.
                 handle = next(self._handles)
@@ -92,7 +92,7 @@ class StoreFiles:
             does not know the request.
         """
         with self._lock:
-            self._with_client(lambda client: client.request(_OTHER_USER, messages.Done))
+            self._call_with_client(lambda client: client.request(_OTHER_USER, messages.Done))
 
     def read(self, handle: int, *, offset_bytes: int, length_bytes: int) -> bytes:
         """Read bytes of an open file. At the end of the file, the result is shorter."""
@@ -136,7 +136,7 @@ class StoreFiles:
             file = self._files.pop(handle, None)
             if file is not None and file.client is self._client:
                 try:
-                    self._with_client(lambda _client: file.close())
+                    self._call_with_client(lambda _client: file.close())
                 except ApiError as error:
                     # With EREMOTEIO the session has ended, and the server has closed the file with it.
                     if error.errno != errno.EREMOTEIO:
@@ -147,7 +147,7 @@ class StoreFiles:
         with self._lock:
             self._end_session()
 
-    def _request_as(
+    def _send_request(
         self, client: StorageClient, user: messages.SetUser | None, request: Request, reply_type: type[_Result]
     ) -> _Result:
         """Send a request for a user. Without a user, the request names no path, or the server has one user."""
@@ -165,7 +165,7 @@ class StoreFiles:
             transfer_file = file.read if is_read else file.write
             return transfer_file(buffer, offset_bytes=offset_bytes).length_bytes
 
-        return self._with_client(transfer)
+        return self._call_with_client(transfer)
 
     def _find_file(self, handle: int) -> StorageFile:
         """Return the open file of a handle."""
@@ -175,7 +175,7 @@ class StoreFiles:
             raise OSError(error_number, os.strerror(error_number))
         return file
 
-    def _with_client(self, action: Callable[[StorageClient], _Result]) -> _Result:
+    def _call_with_client(self, action: Callable[[StorageClient], _Result]) -> _Result:
         """Call `action` with the client, which connects if necessary. End the session if the server is gone."""
         if self._client is None:
             self._client = self._connect()

@@ -82,7 +82,7 @@ class VirtualFolder:
     def entries(self, path: str) -> Iterator[tuple[str, dict[str, int], int]]:
         """Yield name, attributes and offset (0) of every entry of a folder."""
         if path not in _FOLDER_MODES:
-            raise _error(errno.ENOTDIR)
+            raise _make_error(errno.ENOTDIR)
         names = [
             entry.removeprefix(f"{path}/") for entry in (*_FOLDER_MODES, _SOCKET) if entry.rpartition("/")[0] == path
         ]
@@ -91,7 +91,7 @@ class VirtualFolder:
             names = sorted(filter(self._is_visible, links))
         for name in names:
             file_type = stat.S_IFDIR if f"{path}/{name}" in _FOLDER_MODES else stat.S_IFLNK
-            yield name, {"st_ino": _inode(f"{path}/{name}"), "st_mode": file_type}, 0
+            yield name, {"st_ino": _compute_inode(f"{path}/{name}"), "st_mode": file_type}, 0
 
     def readlink(self, path: str) -> str:
         """Return the target of a link."""
@@ -100,15 +100,15 @@ class VirtualFolder:
         folder, name = os.path.split(path)
         if folder == _IOVS:
             if not self._is_visible(name):
-                raise _error(errno.ENOENT)
+                raise _make_error(errno.ENOENT)
             try:
                 return os.readlink(self._real_folder / "iovs" / name)  # noqa: PTH115 - a Path would change gdr://.
             except OSError as error:
-                raise _error(errno.ENOENT) from error
+                raise _make_error(errno.ENOENT) from error
         with self._lock:
             target = self._rm_rf_targets.pop(path, None)
         if target is None:
-            raise _error(errno.EINVAL if path in _FOLDER_MODES else errno.ENOENT)
+            raise _make_error(errno.EINVAL if path in _FOLDER_MODES else errno.ENOENT)
         return target
 
     def symlink(self, path: str, target: str) -> None:
@@ -124,13 +124,13 @@ class VirtualFolder:
                 self._rm_rf_targets[path] = target
         else:
             # A link in set-conf would set a configuration key, and this agent has none.
-            raise _error(errno.EINVAL if folder == _SET_CONF else errno.EPERM)
+            raise _make_error(errno.EINVAL if folder == _SET_CONF else errno.EPERM)
 
     def unlink(self, path: str) -> None:
         """Remove a publication."""
         folder, name = os.path.split(path)
         if folder != _IOVS or name.partition(".")[0] == _SEMAPHORE_LINK_STEM:
-            raise _error(errno.EPERM)
+            raise _make_error(errno.EPERM)
         self._links.unpublish(name, uid=caller().uid)
 
     def _is_visible(self, name: str) -> bool:
@@ -145,17 +145,17 @@ class VirtualFolder:
         prefix = f"{self._mount}/"
         # A relative path is refused: the kernel passes only the text of the link, and not the folder of its process.
         if not target.startswith(prefix) or os.path.normpath(target) != target.rstrip("/"):
-            raise _error(errno.EINVAL)
+            raise _make_error(errno.EINVAL)
         path = target.removeprefix(prefix).rstrip("/")
         if not path or self.has(f"/{path}"):
-            raise _error(errno.EPERM)
+            raise _make_error(errno.EPERM)
         status = self._store.request(messages.Stat(path=path), messages.FileStat)
         self._store.remove_tree(path, status.mode)
 
 
 def _make_attributes(path: str, mode: int, size_bytes: int) -> dict[str, int]:
     return {
-        "st_ino": _inode(path),
+        "st_ino": _compute_inode(path),
         "st_mode": mode,
         "st_size": size_bytes,
         "st_nlink": 1,
@@ -164,9 +164,9 @@ def _make_attributes(path: str, mode: int, size_bytes: int) -> dict[str, int]:
     }
 
 
-def _inode(path: str) -> int:
+def _compute_inode(path: str) -> int:
     return _VIRTUAL_INODE_BITS | zlib.crc32(os.fsencode(path))
 
 
-def _error(error_number: int) -> OSError:
+def _make_error(error_number: int) -> OSError:
     return OSError(error_number, os.strerror(error_number))
