@@ -238,7 +238,7 @@ def _make_caveat(substrate: dict[str, str]) -> str:
     substrate_texts = [
         f"{api}: {describe(Substrate(value))}" for api, value in substrate.items() if value != "hardware"
     ]
-    return f"{', '.join(substrate_texts)}; no performance of this machine" if substrate_texts else ""
+    return f"{', '.join(substrate_texts)}; the rates do not describe this machine" if substrate_texts else ""
 
 
 def _describe_copy(copy_result: CopyResult, substrate: dict[str, str]) -> Iterator[str]:

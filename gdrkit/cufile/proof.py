@@ -121,7 +121,7 @@ class DirectPathError(GdrkitError):
     def __init__(self, proof: Proof) -> None:
         self.proof = proof
         super().__init__(
-            f"the direct route is {proof.state.value}; the route of the bytes is {proof.route.value}: "
+            f"the direct route has the state {proof.state.value}, and the bytes took the route {proof.route.value}: "
             f"{proof.why or 'the cause is unknown'}",
             reason=Reason.NO_ROUTE,
             what_to_do="; ".join(dict.fromkeys(cause.what_to_do for cause in proof.causes)),

@@ -233,7 +233,9 @@ def balance_matrix(facts: Facts, records: Iterable[Record], topology: Topology |
         totals=totals,
         slow_nics=frozenset(balance.slow_nics),
         caption=f"Moved bytes in both directions within {balance.duration_s:.1f} s; shares by the {source}",
-        caveat="" if describes_hardware(record) else "Not every API ran on hardware, so the bytes are no performance.",
+        caveat=""
+        if describes_hardware(record)
+        else "Not every API ran on hardware, so the numbers do not describe this machine.",
         case=record.case,
     )
 

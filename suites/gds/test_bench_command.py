@@ -55,7 +55,7 @@ def test_bench_measures_every_point_and_leaves_no_file(tmp_path: Path, options: 
         assert f">{kind}<" in plot
     # The plot refers to no other file. If the rates were measured on twins, the plot says so.
     assert "http" not in plot.replace("http://www.w3.org/2000/svg", "")
-    assert ("no performance of this machine" in plot) == (output["substrate"].get("cuda") == "twin")
+    assert ("the rates do not describe this machine" in plot) == (output["substrate"].get("cuda") == "twin")
 
 
 @needs(cuda.device())
@@ -63,7 +63,7 @@ def test_bench_prints_no_rates_of_a_twin(tmp_path: Path) -> None:
     process = run_bench("--folder", tmp_path, "--direct", "never")
     assert process.returncode == 0
     assert "durable write" in process.stdout
-    is_twin = "no performance of this machine" in process.stdout
+    is_twin = "the rates do not describe this machine" in process.stdout
     rows = [line.split() for line in process.stdout.splitlines() if "cached read" in line]
     assert {"-" in row for row in rows} == {is_twin}
 

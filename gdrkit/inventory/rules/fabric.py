@@ -55,7 +55,7 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
             context.record(f"ACSCtl of {address}", space.acs)
             redirecting += [address] if space.acs.redirects else []
     if redirecting:
-        return context.fails(f"{', '.join(redirecting)} redirect traffic between GPU and NIC or NVMe")
+        return context.fails(f"traffic between GPU and NIC or NVMe is redirected by {', '.join(redirecting)}")
     if unreadable:
         return context.not_run(f"config space of {len(unreadable)} bridges cannot be read: {', '.join(unreadable[:4])}")
     return context.passes(f"none of {len(bridges)} bridges between GPUs and NICs or NVMe redirects")
@@ -228,7 +228,7 @@ def _check_under_load(context: RuleContext, slow_links: list[tuple[PciDevice, fl
     idle_addresses = ", ".join(function.address for function, _ in slow_links)
     observation = context.observe("load") if context.facts.cuda and context.facts.cuda.devices else None
     if observation is None or observation.failure is not None:
-        return context.unproven(f"{idle_addresses} is slow when idle, and was not read under load")
+        return context.unproven(f"slow when idle, and not read under load: {idle_addresses}")
     speeds = observation.seen
     still_slow = [
         function.address
@@ -236,8 +236,8 @@ def _check_under_load(context: RuleContext, slow_links: list[tuple[PciDevice, fl
         if (_parse_number(speeds.get(function.address, "")) or 0) < maximum
     ]
     if still_slow:
-        return context.fails(f"{', '.join(still_slow)} is slow also during copies")
-    return context.passes(f"{idle_addresses} is slow when idle and fast during copies")
+        return context.fails(f"slow also during copies: {', '.join(still_slow)}")
+    return context.passes(f"slow when idle, and fast during copies: {idle_addresses}")
 
 
 def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]]:
