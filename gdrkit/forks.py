@@ -69,9 +69,9 @@ class ForkSafeLock:
         __exit__ = property(operator.attrgetter("_lock.__exit__"))
 
 
-def _after_fork_in_child() -> None:
+def _close_objects_in_child() -> None:
     for instance in list(_fork_aware_objects):
         instance.after_fork_in_child()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_close_objects_in_child)

@@ -39,7 +39,7 @@ def stage(folder: Path) -> int:
     """Fill the folder, and return the number of its pages."""
     shutil.rmtree(folder, ignore_errors=True)
     pages = {path.relative_to(ROOT).as_posix(): path.read_text() for path in _find_linked_documents()}
-    pages = {name: _FLOWCHART.sub(_picture, text) for name, text in pages.items()}
+    pages = {name: _FLOWCHART.sub(_draw_picture, text) for name, text in pages.items()}
     pages |= _generate_pages()
     listed_documents = {name for names in navigation().values() for name in names}
     for name, text in pages.items():
@@ -98,7 +98,7 @@ def invalid_links(text: str) -> Iterator[str]:
             yield link
 
 
-def _picture(flowchart: re.Match[str]) -> str:
+def _draw_picture(flowchart: re.Match[str]) -> str:
     return f"<div>{draw(parse(flowchart[1]))}</div>"
 
 

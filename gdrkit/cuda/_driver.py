@@ -54,7 +54,7 @@ _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 
 
 @functools.cache
-def _bindings() -> Any:
+def _load_bindings() -> Any:
     """Return cuda.bindings.driver after checking that it can use libcuda."""
     # The bindings report every fault of libcuda as "not found". So this function opens the library first, to get the
     # real error. Afterwards the bindings get the same library by its SONAME.
@@ -93,7 +93,7 @@ def initialize() -> None:
     SetupMissing
         The library, a device or a permission is missing.
     """
-    function = _bindings().cuInit
+    function = _load_bindings().cuInit
     try:
         (result,) = function(0)
     except RuntimeError as error:
@@ -142,7 +142,7 @@ def call(operation: str, /, **arguments: Any) -> Any:
         The library cannot be used at all, or it is too old to have this function.
     """
     initialize()
-    function = getattr(_bindings(), operation)
+    function = getattr(_load_bindings(), operation)
     try:
         result, *values = function(*arguments.values())
     except RuntimeError as error:
@@ -161,7 +161,7 @@ def call(operation: str, /, **arguments: Any) -> Any:
 
 def _load_buffer_id_query() -> None:
     initialize()
-    bindings = _bindings()
+    bindings = _load_bindings()
     _buffer_id_query.extend((bindings.cuPointerGetAttribute, bindings.CUpointer_attribute(_BUFFER_ID_ATTRIBUTE)))
 
 
@@ -192,7 +192,7 @@ def make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], 
     if not _buffer_id_query:
         _load_buffer_id_query()
     function, attribute = _buffer_id_query
-    chunks = [(_bindings().CUdeviceptr(base), expected_id) for base, _length_bytes, expected_id in key]
+    chunks = [(_load_bindings().CUdeviceptr(base), expected_id) for base, _length_bytes, expected_id in key]
     if len(chunks) == 1:
         ((chunk_address, only_expected_id),) = chunks
         return lambda: function(attribute, chunk_address)[1] == only_expected_id
@@ -234,12 +234,12 @@ def call_uuid(operation: str, /, **arguments: Any) -> bytes:
 
 def enum_member(enumeration: str, number: int) -> object:
     """Return the member of an enumeration with this number. The bindings do not accept numbers instead of members."""
-    return getattr(_bindings(), enumeration)(number)
+    return getattr(_load_bindings(), enumeration)(number)
 
 
 def new_structure(name: str, /, **fields: Any) -> object:
     """Return a new structure of the bindings with these fields set; ``location__id`` sets ``location.id``."""
-    instance = getattr(_bindings(), name)()
+    instance = getattr(_load_bindings(), name)()
     for field, value in fields.items():
         *outer_names, inner_name = field.split("__")
         patched_object = instance
@@ -291,7 +291,7 @@ def ipc_handle_bytes(address: int) -> bytes:
 
 def ipc_handle_from_bytes(data: bytes) -> object:
     """Return a CUipcMemHandle made of these 64 bytes."""
-    handle = _bindings().CUipcMemHandle()
+    handle = _load_bindings().CUipcMemHandle()
     ctypes.memmove(handle.getPtr(), data, _IPC_HANDLE_BYTES)
     return handle
 

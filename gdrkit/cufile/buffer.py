@@ -294,10 +294,10 @@ class BufferCache:
         entry = self._entries[memory.address] = _CacheEntry(buffer)
         if isinstance(memory, OwnedMemory) and memory.owned:
             entry.is_kept = True
-            entry.stop_watching = memory.before_release(lambda: self._before_release(entry))
+            entry.stop_watching = memory.before_release(lambda: self._deregister_before_release(entry))
         return entry
 
-    def _before_release(self, entry: _CacheEntry) -> None:
+    def _deregister_before_release(self, entry: _CacheEntry) -> None:
         with self._lock:
             if self._entries.get(entry.buffer.memory.address) is not entry:
                 return

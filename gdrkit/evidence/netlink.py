@@ -107,7 +107,7 @@ def rdma_netlink_devices() -> tuple[NetlinkDevice, ...]:
         device_attribute_maps = [
             _parse_attributes(reply) for reply in _request(netlink, _DEVICE_GET, b"", is_dump=True)
         ]
-        return tuple(_device(netlink, device_attributes) for device_attributes in device_attribute_maps)
+        return tuple(_query_device(netlink, device_attributes) for device_attributes in device_attribute_maps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def _open_netlink(protocol: int) -> socket.socket:
     return netlink
 
 
-def _device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
+def _query_device(netlink: socket.socket, device_attributes: dict[int, bytes]) -> NetlinkDevice:
     index = device_attributes.get(_DEV_INDEX, b"")
     guid_digits = f"{_read_integer(device_attributes, _NODE_GUID) or 0:016x}"
     device_without_chardev = NetlinkDevice(

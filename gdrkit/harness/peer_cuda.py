@@ -33,38 +33,40 @@ class _Cuda:
         return {"handle": self._objects.add(device), "name": device.name}
 
     def allocate(self, device: int, length_bytes: int) -> dict[str, Any]:
-        return self._add_memory(self._device(device).allocate(length_bytes))
+        return self._add_memory(self._get_device(device).allocate(length_bytes))
 
     def open_ipc(self, device: int, handle: str, length_bytes: int | None) -> dict[str, Any]:
-        opened_memory = cuda.open_handle(self._device(device), bytes.fromhex(handle), length_bytes=length_bytes)
+        opened_memory = cuda.open_handle(self._get_device(device), bytes.fromhex(handle), length_bytes=length_bytes)
         return self._add_memory(opened_memory)
 
     def export_ipc(self, memory: int) -> str:
-        return cuda.export_handle(self._memory(memory)).hex()
+        return cuda.export_handle(self._get_memory(memory)).hex()
 
     def import_vmm(self, device: int, chunk_bytes: int, descriptors: list[int]) -> dict[str, Any]:
-        imported_memory = cuda.VmmMemory.import_shareable(self._device(device), descriptors, chunk_bytes=chunk_bytes)
+        imported_memory = cuda.VmmMemory.import_shareable(
+            self._get_device(device), descriptors, chunk_bytes=chunk_bytes
+        )
         return self._add_memory(imported_memory)
 
     def contents(self, memory: int, offset_bytes: int, length_bytes: int) -> str:
-        return self._memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes).hex()
+        return self._get_memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes).hex()
 
     def check(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
-        data = self._memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes)
+        data = self._get_memory(memory).read(offset_bytes=offset_bytes, length_bytes=length_bytes)
         pattern.check(data, seed=seed, offset_bytes=stream_offset_bytes)
         return hashlib.sha256(data).hexdigest()
 
     def write(self, memory: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> None:
         data = pattern.payload(length_bytes, seed=seed, offset_bytes=stream_offset_bytes)
-        self._memory(memory).write(data, offset_bytes=offset_bytes)
+        self._get_memory(memory).write(data, offset_bytes=offset_bytes)
 
     def _add_memory(self, memory: cuda.CudaMemory) -> dict[str, Any]:
         return {"handle": self._objects.add(memory), "address": memory.address, "length_bytes": memory.length_bytes}
 
-    def _device(self, handle_number: int) -> cuda.Device:
+    def _get_device(self, handle_number: int) -> cuda.Device:
         device: cuda.Device = self._objects.get(handle_number, cuda.Device)
         return device
 
-    def _memory(self, handle_number: int) -> cuda.CudaMemory:
+    def _get_memory(self, handle_number: int) -> cuda.CudaMemory:
         memory: cuda.CudaMemory = self._objects.get(handle_number, cuda.CudaMemory)
         return memory

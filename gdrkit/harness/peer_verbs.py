@@ -103,7 +103,7 @@ class _Verbs:
         return {"handle": self._objects.add(nic), "name": nic.name, "gid": nic.gid}
 
     def buffer(self, nic: int, length_bytes: int, access: int) -> dict[str, Any]:
-        buffer = _Buffer(self._nic(nic), length_bytes=length_bytes, access=verbs.Access(access))
+        buffer = _Buffer(self._get_nic(nic), length_bytes=length_bytes, access=verbs.Access(access))
         return {"handle": self._objects.add(buffer), "remote": buffer.region.remote().to_dict()}
 
     def dmabuf_region(
@@ -111,13 +111,13 @@ class _Verbs:
     ) -> dict[str, Any]:
         source = DmabufRange(descriptors[0], offset_bytes=offset_bytes, length_bytes=length_bytes, address=address)
         try:
-            region = self._nic(nic).register_dmabuf(source, access=verbs.Access(access))
+            region = self._get_nic(nic).register_dmabuf(source, access=verbs.Access(access))
         finally:
             source.take()  # Otherwise `source` would close the descriptor, which the caller of this operation closes.
         return {"handle": self._objects.add(region), "remote": region.remote().to_dict()}
 
     def fill(self, buffer: int, **arguments: int) -> None:
-        self._buffer(buffer).fill(**arguments)
+        self._get_buffer(buffer).fill(**arguments)
 
     def check(self, buffer: int, *, seed: int, offset_bytes: int, length_bytes: int, stream_offset_bytes: int) -> str:
         data = self._read_bytes(buffer, offset_bytes, length_bytes)
@@ -128,11 +128,11 @@ class _Verbs:
         return self._read_bytes(buffer, offset_bytes, length_bytes).hex()
 
     def queue_pair(self, nic: int, depth: int | None, limits: dict[str, int]) -> dict[str, Any]:
-        pair = _QueuePair(self._nic(nic), depth=depth or _DEFAULT_QUEUE_DEPTH, limits=limits)
+        pair = _QueuePair(self._get_nic(nic), depth=depth or _DEFAULT_QUEUE_DEPTH, limits=limits)
         return {"handle": self._objects.add(pair), "endpoint": pair.queue_pair.endpoint().to_dict()}
 
     def connect(self, queue_pair: int, endpoint: dict[str, Any], options: dict[str, Any]) -> None:
-        self._pair(queue_pair).queue_pair.connect(verbs.Endpoint.from_dict(endpoint), **options)
+        self._get_pair(queue_pair).queue_pair.connect(verbs.Endpoint.from_dict(endpoint), **options)
 
     def write(
         self,
@@ -146,7 +146,7 @@ class _Verbs:
         immediate: int | None,
         timeout_ms: float,
     ) -> dict[str, Any]:
-        pair = self._pair(queue_pair)
+        pair = self._get_pair(queue_pair)
         buffer = self._register_temporary_buffer(pair, local_offset_bytes + length_bytes)
         try:
             buffer.fill(
@@ -178,7 +178,7 @@ class _Verbs:
         stream_offset_bytes: int,
         timeout_ms: float,
     ) -> dict[str, Any]:
-        pair = self._pair(queue_pair)
+        pair = self._get_pair(queue_pair)
         buffer = self._register_temporary_buffer(pair, local_offset_bytes + length_bytes)
         try:
             pair.queue_pair.post_read(
@@ -206,7 +206,7 @@ class _Verbs:
         immediate: int | None,
         timeout_ms: float,
     ) -> dict[str, Any]:
-        pair = self._pair(queue_pair)
+        pair = self._get_pair(queue_pair)
         buffer = self._register_temporary_buffer(pair, length_bytes)
         try:
             buffer.fill(seed=seed, offset_bytes=0, length_bytes=length_bytes, stream_offset_bytes=stream_offset_bytes)
@@ -216,47 +216,47 @@ class _Verbs:
             buffer.close()
 
     def post_write(self, queue_pair: int, buffer: int, remote: dict[str, Any], options: dict[str, Any]) -> None:
-        region, remote_range = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
-        self._pair(queue_pair).queue_pair.post_write(region, remote_range, **options)
+        region, remote_range = self._get_buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
+        self._get_pair(queue_pair).queue_pair.post_write(region, remote_range, **options)
 
     def post_read(self, queue_pair: int, buffer: int, remote: dict[str, Any], options: dict[str, Any]) -> None:
-        region, remote_range = self._buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
-        self._pair(queue_pair).queue_pair.post_read(region, remote_range, **options)
+        region, remote_range = self._get_buffer(buffer).region, verbs.RemoteRange.from_dict(remote)
+        self._get_pair(queue_pair).queue_pair.post_read(region, remote_range, **options)
 
     def post_send(self, queue_pair: int, buffer: int, options: dict[str, Any]) -> None:
-        self._pair(queue_pair).queue_pair.post_send(self._buffer(buffer).region, **options)
+        self._get_pair(queue_pair).queue_pair.post_send(self._get_buffer(buffer).region, **options)
 
     def post_receive(self, queue_pair: int, buffer: int | None, options: dict[str, Any]) -> None:
-        local_region = () if buffer is None else self._buffer(buffer).region
-        self._pair(queue_pair).queue_pair.post_receive(local_region, **options)
+        local_region = () if buffer is None else self._get_buffer(buffer).region
+        self._get_pair(queue_pair).queue_pair.post_receive(local_region, **options)
 
     def wait(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
-        return _make_completion_data(self._pair(queue_pair).queue_pair.wait(timeout_ms))
+        return _make_completion_data(self._get_pair(queue_pair).queue_pair.wait(timeout_ms))
 
     def wait_received(self, queue_pair: int, timeout_ms: float) -> dict[str, Any]:
-        return _make_completion_data(self._pair(queue_pair).queue_pair.wait_received(timeout_ms))
+        return _make_completion_data(self._get_pair(queue_pair).queue_pair.wait_received(timeout_ms))
 
     def state(self, queue_pair: int) -> str:
-        return self._pair(queue_pair).queue_pair.state.name
+        return self._get_pair(queue_pair).queue_pair.state.name
 
     def _register_temporary_buffer(self, pair: _QueuePair, length_bytes: int) -> _Buffer:
         # A region has at least one byte, but a work request may transfer 0 bytes.
         return _Buffer(pair.nic, length_bytes=max(length_bytes, 1), access=verbs.Access.LOCAL_WRITE)
 
     def _read_bytes(self, buffer: int, offset_bytes: int, length_bytes: int) -> bytes:
-        data = self._buffer(buffer).data
+        data = self._get_buffer(buffer).data
         check_range(offset_bytes=offset_bytes, length_bytes=length_bytes, size_bytes=len(data))
         return bytes(memoryview(data)[offset_bytes : offset_bytes + length_bytes])
 
-    def _nic(self, handle: int) -> verbs.Nic:
+    def _get_nic(self, handle: int) -> verbs.Nic:
         nic: verbs.Nic = self._objects.get(handle, verbs.Nic)
         return nic
 
-    def _pair(self, handle: int) -> _QueuePair:
+    def _get_pair(self, handle: int) -> _QueuePair:
         pair: _QueuePair = self._objects.get(handle, _QueuePair)
         return pair
 
-    def _buffer(self, handle: int) -> _Buffer:
+    def _get_buffer(self, handle: int) -> _Buffer:
         buffer: _Buffer = self._objects.get(handle, _Buffer)
         return buffer
 

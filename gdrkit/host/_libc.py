@@ -205,7 +205,7 @@ def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> Non
     OSError
         EEXIST: `new_name` exists. Other errors are errors of renameat2(2).
     """
-    result = _renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
+    result = _load_renameat2()(folder, os.fsencode(name), new_folder, os.fsencode(new_name), _RENAME_NOREPLACE)
     error_number = ctypes.get_errno()
     if result == 0:
         return
@@ -216,7 +216,7 @@ def rename_new(name: str, new_name: str, *, folder: int, new_folder: int) -> Non
 
 
 @cache
-def _renameat2() -> Any:
+def _load_renameat2() -> Any:
     function = ctypes.CDLL(None, use_errno=True).renameat2
     function.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     function.restype = ctypes.c_int

@@ -194,13 +194,13 @@ def _try_routes(device: Device, memory: object, nic: Nic, name: str) -> Iterator
         try:
             registration.register(memory, [nic], route=route).close()  # type: ignore[arg-type]
         except GdrkitError as error:
-            failure = _registration_failure(error, f"register by {route.value}")
+            failure = _make_registration_failure(error, f"register by {route.value}")
         yield RouteFacts(
             device_index=device.index, nic=name, way=route.value, possible=failure is None, failure=failure
         )
 
 
-def _registration_failure(error: GdrkitError, operation: str) -> ApiFailure:
+def _make_registration_failure(error: GdrkitError, operation: str) -> ApiFailure:
     # Only one route was tried, so the last cause is the error of this route. The message does not contain the arguments
     # of the call (an address, a descriptor), because they differ from run to run.
     cause = error.causes[-1] if isinstance(error, RegistrationFailed) and error.causes else error

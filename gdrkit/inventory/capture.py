@@ -186,7 +186,7 @@ class CapturedFiles:
         """Fail with ENOENT if the path did not exist on the machine."""
         self._raise_recorded("look", name)
         if not self._exists(name):
-            raise self._absence_error(name)
+            raise self._make_absence_error(name)
 
     def _exists(self, name: str) -> bool:
         tables = (
@@ -210,7 +210,7 @@ class CapturedFiles:
             self._raise_recorded(read_type, path)
             if any(path in table for table in tables):
                 return path
-        raise self._absence_error(name)
+        raise self._make_absence_error(name)
 
     def _raise_recorded(self, read_type: str, name: str) -> None:
         """Raise the error with which this read failed on the captured machine, if it failed."""
@@ -218,7 +218,7 @@ class CapturedFiles:
         if error_number is not None:
             raise OSError(error_number, os.strerror(error_number), name)
 
-    def _absence_error(self, name: str) -> OSError:
+    def _make_absence_error(self, name: str) -> OSError:
         """Return ENOENT if a captured folder shows that the path did not exist, and otherwise ENODATA."""
         parts = self._resolve_links(name).strip("/").split("/")
         for depth, part in enumerate(parts):

@@ -73,7 +73,7 @@ class CacheEntry:
         self.is_claimed = False  # Whether a thread is deregistering the entry.
         # False after the memory was released, either by itself or with its device.
         self.is_alive = True
-        memory.before_release(self._on_memory_release)
+        memory.before_release(self._mark_memory_released)
 
     @property
     def lease_count(self) -> int:
@@ -85,7 +85,7 @@ class CacheEntry:
         """Size of the registered memory in bytes."""
         return self.end - self.base
 
-    def _on_memory_release(self) -> None:
+    def _mark_memory_released(self) -> None:
         self.is_alive = False
 
 

@@ -420,9 +420,9 @@ class RegionCache:
         """
         with self._lock:
             if memory not in self._watched and not self._is_closing:
-                self._watched[memory] = memory.before_release(lambda: self._before_free(memory))
+                self._watched[memory] = memory.before_release(lambda: self._deregister_before_free(memory))
 
-    def _before_free(self, memory: DeviceBuffer) -> None:
+    def _deregister_before_free(self, memory: DeviceBuffer) -> None:
         """Deregister the entries of `memory`, or raise UsageError(BUSY) if a lease or registration still uses it."""
         begin, end = memory.address, memory.address + memory.length_bytes
         with self._lock:

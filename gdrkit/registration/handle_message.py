@@ -96,7 +96,7 @@ class HandleMessage:
             sent_bytes = socket.send_fds(connection, [self.data], list(self.descriptors))
             connection.sendall(self.data[sent_bytes:])
         except OSError as error:
-            raise _socket_error("sendmsg", error) from error
+            raise _make_socket_error("sendmsg", error) from error
 
     def close(self) -> None:
         """Close the descriptors. A second close does nothing."""
@@ -164,7 +164,7 @@ def _receive_part(connection: socket.socket, data: bytearray, descriptors: list[
             descriptors_max=DESCRIPTORS_MAX - len(descriptors),
         )
     except OSError as error:
-        raise _socket_error("recvmsg", error) from error
+        raise _make_socket_error("recvmsg", error) from error
     descriptors += new_descriptors
     if not new_bytes:
         message = f"the peer closed the socket after {len(data)} of {SHARE_HANDLE_BYTES} bytes of a handle"
@@ -172,7 +172,7 @@ def _receive_part(connection: socket.socket, data: bytearray, descriptors: list[
     data += new_bytes
 
 
-def _socket_error(operation: str, error: OSError) -> BrokenResource | ApiError:
+def _make_socket_error(operation: str, error: OSError) -> BrokenResource | ApiError:
     if isinstance(error, BrokenPipeError | ConnectionResetError):
         message = f"the peer closed the socket: {operation} failed: {error.strerror} ({errno_name(error.errno)})"
         return BrokenResource(message, reason=Reason.PEER_GONE)

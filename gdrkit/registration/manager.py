@@ -207,9 +207,9 @@ class GdrManager:
         nics = self.placement.usable(device, self._nics)
         with self._caches_lock:
             cache = self._caches.get((gpu_index, nics))
-            return self._new_cache(gpu_index, nics) if cache is None else cache
+            return self._make_cache(gpu_index, nics) if cache is None else cache
 
-    def _new_cache(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> RegionCache:
+    def _make_cache(self, gpu_index: int, nics: tuple[verbs.Nic, ...]) -> RegionCache:
         cache = RegionCache(nics, regions_max=self._regions_max, bytes_max=self._bytes_max)
         self._close_stack.push(cache.close)
         self._caches[gpu_index, nics] = cache
@@ -320,7 +320,7 @@ class GdrManager:
                 self._failure_by_gpu[device.index] = error.clone()
             else:
                 self._devices[device.index] = device
-                self._new_cache(device.index, nics)
+                self._make_cache(device.index, nics)
         return GpuState(
             index=device.index,
             uuid=device.uuid,

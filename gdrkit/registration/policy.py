@@ -206,7 +206,7 @@ def check_memory(memory: object) -> None:
     """Raise :class:`UsageError` unless `memory` is memory that can be registered."""
     # The attribute is looked up in the class, because properties of closed memory raise.
     if not hasattr(type(memory), "before_release"):
-        message = f"memory must be a DeviceBuffer (allocated by a device or gdrkit.host), not {_type_name(memory)}"
+        message = f"memory must be a DeviceBuffer (allocated by a device or gdrkit.host), not {_describe_type(memory)}"
         advice = "use gdrkit.cuda.wrap() for an array on a GPU, Nic.register_host() for a buffer of this process"
         raise UsageError(message, what_to_do=advice)
 
@@ -220,12 +220,12 @@ def check_nics(nics: object) -> tuple[Nic, ...]:
         `nics` is not a sequence of at least one Nic, each once.
     """
     if isinstance(nics, Nic) or not isinstance(nics, Iterable):
-        message = f"nics must be a sequence of Nic such as [nic], not {_type_name(nics)}"
+        message = f"nics must be a sequence of Nic such as [nic], not {_describe_type(nics)}"
         raise UsageError(message)
     nic_tuple = tuple(nics)
     not_a_nic = next((item for item in nic_tuple if not isinstance(item, Nic)), None)
     if not_a_nic is not None:
-        message = f"nics must be a sequence of Nic, and it contains {_type_name(not_a_nic)}"
+        message = f"nics must be a sequence of Nic, and it contains {_describe_type(not_a_nic)}"
         raise UsageError(message, what_to_do="open a NIC by Nic.open(name)")
     if not nic_tuple or len(set(nic_tuple)) != len(nic_tuple):
         message = f"nics must contain at least one NIC, each once, not {[nic.name for nic in nic_tuple]}"
@@ -233,7 +233,7 @@ def check_nics(nics: object) -> tuple[Nic, ...]:
     return nic_tuple
 
 
-def _type_name(value: object) -> str:
+def _describe_type(value: object) -> str:
     value_type = type(value)
     if value_type.__module__ == "builtins":
         return value_type.__qualname__

@@ -261,7 +261,7 @@ class BufferPool:
         with self._lock:
             self._check_open()
             if self._free and not self._waiters:
-                return self._new_buffer(self._free.popleft())
+                return self._make_buffer(self._free.popleft())
             waiter = _Waiter()
             self._waiters.append(waiter)
         try:
@@ -272,7 +272,7 @@ class BufferPool:
         with self._lock:
             if waiter.offset_bytes is not None:
                 self._waits += 1
-                return self._new_buffer(waiter.offset_bytes)
+                return self._make_buffer(waiter.offset_bytes)
             self._waiters.remove(waiter)
             self._timeouts += 1
         message = f"none of the {self.count} buffers was closed within {timeout_ms} ms"
@@ -308,7 +308,7 @@ class BufferPool:
             message = f"{used_count} buffers of the pool are still in use"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="close the buffers first")
 
-    def _new_buffer(self, offset_bytes: int) -> RdmaBuffer:
+    def _make_buffer(self, offset_bytes: int) -> RdmaBuffer:
         self._allocations += 1
         buffer = RdmaBuffer(
             self._memory,

@@ -116,7 +116,9 @@ def export_memory(
         with memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes) as dmabuf:
             return _make_dmabuf_message(dmabuf, device_uuid=ANY_EXPORTER)
     if not isinstance(memory, CudaMemory):
-        raise _not_supported("export_memory", f"{memory.kind.value} memory is not CUDA memory", "share CUDA memory")
+        raise _make_unsupported_error(
+            "export_memory", f"{memory.kind.value} memory is not CUDA memory", "share CUDA memory"
+        )
     return _EXPORTERS[kind](memory, offset_bytes, length_bytes)
 
 
@@ -171,7 +173,7 @@ def device_of(handle: ShareHandle) -> cuda.Device:
         if _read_uuid(device) == handle.device_uuid:
             return device
         device.close()
-    raise _wrong_device_error(handle)
+    raise _make_wrong_device_error(handle)
 
 
 def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedMemory:
@@ -206,7 +208,7 @@ def import_memory(device: cuda.Device, handle_message: HandleMessage) -> SharedM
     except ApiError as error:
         # If the owner has ended after the check above, raise that error instead.
         if is_running(handle.owner) is False:
-            raise _owner_gone_error(handle) from error
+            raise _make_owner_gone_error(handle) from error
         raise
     try:
         if allocation.length_bytes != handle.allocation_bytes:
@@ -283,7 +285,7 @@ def _export_ipc(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> Han
 
 def _export_vmm(memory: CudaMemory, offset_bytes: int, length_bytes: int) -> HandleMessage:
     if not isinstance(memory, VmmMemory):
-        raise _not_supported(
+        raise _make_unsupported_error(
             "cuMemExportToShareableHandle",
             f"{memory.kind.value} memory that VmmMemory did not allocate has no chunk to share",
             sharing_advice(memory.kind),
@@ -356,7 +358,9 @@ def _count_devices(operation: str) -> int:
     try:
         return cuda.device_count()
     except SetupMissing as error:
-        raise _not_supported(operation, f"this process has no CUDA: {error.message}", error.what_to_do) from error
+        raise _make_unsupported_error(
+            operation, f"this process has no CUDA: {error.message}", error.what_to_do
+        ) from error
 
 
 def _read_uuid(device: cuda.PrimaryContext) -> bytes:
@@ -365,10 +369,10 @@ def _read_uuid(device: cuda.PrimaryContext) -> bytes:
 
 def _require_device(device: cuda.Device, handle: ShareHandle) -> None:
     if _read_uuid(device) != handle.device_uuid:
-        raise _wrong_device_error(handle)
+        raise _make_wrong_device_error(handle)
 
 
-def _wrong_device_error(handle: ShareHandle) -> UsageError:
+def _make_wrong_device_error(handle: ShareHandle) -> UsageError:
     message = f"the memory is on {handle.device}, which this process does not see, or which was not passed as device"
     return UsageError(message, reason=Reason.NO_DEVICE, what_to_do="import it on that device, on the owner's machine")
 
@@ -376,15 +380,15 @@ def _wrong_device_error(handle: ShareHandle) -> UsageError:
 def _require_owner(handle: ShareHandle) -> None:
     # None means that this process cannot see the owner (it is in another container). Then the driver decides.
     if is_running(handle.owner) is False:
-        raise _owner_gone_error(handle)
+        raise _make_owner_gone_error(handle)
 
 
-def _owner_gone_error(handle: ShareHandle) -> BrokenResource:
+def _make_owner_gone_error(handle: ShareHandle) -> BrokenResource:
     message = f"the owner of the memory (process {handle.owner.process_id}) has ended"
     return BrokenResource(message, reason=Reason.PEER_GONE)
 
 
-def _not_supported(operation: str, detail: str, what_to_do: str) -> Unsupported:
+def _make_unsupported_error(operation: str, detail: str, what_to_do: str) -> Unsupported:
     return Unsupported(
         api=Api.NONE,
         operation=operation,

@@ -148,7 +148,7 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     latest_runs, older_folders = _select_latest(host_runs)
     names, duplicates = _choose_display_names(latest_runs)
     traits = _find_majority_traits(latest_runs)
-    medians = _median_samples(latest_runs)
+    medians = _compute_median_samples(latest_runs)
     hosts = [
         _make_host(
             host_run, names[host_run.folder], traits=traits, medians=medians, path=path, output_folder=output_folder
@@ -157,7 +157,9 @@ def render_fleet(path: Path, output: Path | None = None) -> Fleet:
     ]
     hosts += [Host(name=folder, folder=folder, error=error) for folder, error in unreadable_folders]
     # Hosts that need attention come first.
-    hosts.sort(key=lambda host: (_rank_urgency(host), not (host.slow or host.differs), _natural_sort_key(host.name)))
+    hosts.sort(
+        key=lambda host: (_rank_urgency(host), not (host.slow or host.differs), _make_natural_sort_key(host.name))
+    )
     problems = [f"{folder}: {error}" for folder, error in unreadable_folders] + duplicates
     state_counts = Counter(host.state for host in hosts)
     tally = tuple(
@@ -192,7 +194,7 @@ def _rank_urgency(host: Host) -> int:
     return 3 if host.state == RunState.QUALIFIED.value else 2 if host.state in incomplete else 1
 
 
-def _natural_sort_key(name: str) -> list[tuple[int, str]]:
+def _make_natural_sort_key(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which node10 comes after node9."""
     parts = re.split(r"([0-9]+)", name)
     # Numbers are compared by their length first, since a name may contain more digits than int() accepts.
@@ -313,7 +315,7 @@ def _make_samples(contents: Contents) -> dict[tuple[str, str], Sample]:
     return {(case, name): make_sample(name, numbers) for (case, name), numbers in numbers_by_name.items()}
 
 
-def _median_samples(latest_runs: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
+def _compute_median_samples(latest_runs: Sequence[_HostRun]) -> dict[tuple[str, str], Sample]:
     samples_by_name: dict[tuple[str, str], list[Sample]] = {}
     for host_run in latest_runs:
         for number, sample in host_run.samples.items():

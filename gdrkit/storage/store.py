@@ -102,7 +102,7 @@ class FileStore:
         """
         if os.geteuid() != 0:
             raise OSError(errno.EPERM, f"only a server of root acts as other users, and this one is of {os.geteuid()}")
-        with _acting_as(user):
+        with _act_as(user):
             pass
         if self._user is None:
             separate_umask()
@@ -307,7 +307,7 @@ class FileStore:
 
     def _act_as_user(self) -> AbstractContextManager[None]:
         user = self._user
-        return contextlib.nullcontext() if user is None else _acting_as(user)
+        return contextlib.nullcontext() if user is None else _act_as(user)
 
     def _open_to_change_times(self, path: str, user: SetUser) -> Any:  # noqa: ANN401 - native object.
         """Open a file whose times a user may change: it is the user's, or the user may write to it."""
@@ -388,7 +388,7 @@ class FileStore:
 
 
 @contextlib.contextmanager
-def _acting_as(user: SetUser) -> Iterator[None]:
+def _act_as(user: SetUser) -> Iterator[None]:
     """Use paths with the rights of a user until the block ends, and change files without CAP_FSETID afterwards.
 
     In the block, root may set the set-group-ID bit of any folder. Outside of it, a truncation or a hole clears the

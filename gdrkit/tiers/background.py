@@ -197,7 +197,7 @@ class BackgroundRun:
             return None
         if self._settings.watch == "required" and watcher.unwatched:
             watcher.close()
-            raise _unwatched_error(watcher.unwatched)
+            raise _make_unwatched_error(watcher.unwatched)
         self._output.report_ready(watcher.watched, watcher.unwatched)
         return watcher
 
@@ -215,7 +215,7 @@ class BackgroundRun:
         return descriptor
 
 
-def _unwatched_error(unwatched: dict[str, str]) -> ApiError:
+def _make_unwatched_error(unwatched: dict[str, str]) -> ApiError:
     return ApiError(
         api=Api.KERNEL,
         operation="watch opens",

@@ -95,7 +95,7 @@ class Database(ABC):
     @property
     def path(self) -> Path:
         """Path of the current database."""
-        return self._path(self._file_number)
+        return self._make_path(self._file_number)
 
     def new_connection(self) -> Connection:
         """Return a separate connection to the same database, for sorts. The caller closes it."""
@@ -153,7 +153,7 @@ class Database(ABC):
 
     def _is_current(self) -> bool:
         try:
-            return self.path.stat().st_ino == self._inode and not self._path(self._file_number + 1).exists()
+            return self.path.stat().st_ino == self._inode and not self._make_path(self._file_number + 1).exists()
         except FileNotFoundError:
             return False
 
@@ -166,7 +166,7 @@ class Database(ABC):
 
     def _try_open(self, file_number: int) -> bool:
         """Open one database. Return False if it is not a catalogue."""
-        path = self._path(file_number)
+        path = self._make_path(file_number)
         try:
             connection = connect(path, timeout_ms=self._timeout_ms)
             try:
@@ -190,7 +190,7 @@ class Database(ABC):
     def _switch_to(self, connection: Connection, file_number: int) -> None:
         """Use this connection from now on, and close the previous one."""
         previous_connection, self._connection, self._file_number = self._connection, connection, file_number
-        self._inode = self._path(file_number).stat().st_ino
+        self._inode = self._make_path(file_number).stat().st_ino
         if previous_connection is not None:
             previous_connection.close()
 
@@ -212,11 +212,11 @@ class Database(ABC):
             finally:
                 connection.close()
             # The close has merged the write-ahead log, so the draft is a single file and can be renamed.
-            draft.replace(self._path(file_number))
+            draft.replace(self._make_path(file_number))
             _sync_folder(self.folder)
             self.was_rebuilt = True
             if not self._try_open(file_number):
-                message = f"{self._path(file_number)} was created but cannot be opened"
+                message = f"{self._make_path(file_number)} was created but cannot be opened"
                 raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
 
     def _fill_draft(self, connection: Connection, draft: Path) -> None:
@@ -281,7 +281,7 @@ class Database(ABC):
         """Return the numbers of the databases in the folder, in ascending order."""
         return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _FILE_NAME.fullmatch(path.name)))
 
-    def _path(self, file_number: int) -> Path:
+    def _make_path(self, file_number: int) -> Path:
         return self.folder / (f"catalogue-{file_number:06}.sqlite" if file_number else "catalogue.new")
 
     def __enter__(self) -> Self:

@@ -264,7 +264,7 @@ class TierFolder:
             try:
                 with os.scandir(folder_fd) as entries:
                     children = sorted(
-                        (entry.name, entry.stat(follow_symlinks=False)) for entry in _existing_entries(entries)
+                        (entry.name, entry.stat(follow_symlinks=False)) for entry in _skip_removed_entries(entries)
                     )
             finally:
                 os.close(folder_fd)
@@ -324,7 +324,7 @@ class TierFolder:
         self.close()
 
 
-def _existing_entries(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
+def _skip_removed_entries(entries: Iterator[os.DirEntry[str]]) -> Iterator[os.DirEntry[str]]:
     """Yield the entries that still exist. The lstat(2) result of each is cached in the entry by this check."""
     for entry in entries:
         with contextlib.suppress(FileNotFoundError):

@@ -162,7 +162,7 @@ class _Migration:
         self._completed_steps: list[Phase] = []
 
     def run(self) -> None:
-        self._step(Phase.RECORD, self._create_copy)
+        self._run_step(Phase.RECORD, self._create_copy)
         digest = copy_data(
             self._source_fd,
             self._copy_fd,
@@ -170,8 +170,8 @@ class _Migration:
             on_chunk=self._make_chunk_observer(Phase.COPY),
             chunk_bytes=self._chunk_bytes,
         )
-        self._step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
-        self._step(Phase.SYNC, lambda: os.fsync(self._copy_fd))
+        self._run_step(Phase.ATTRIBUTES, lambda: copy_attributes(self._source_fd, self._copy_fd, self._guard.info))
+        self._run_step(Phase.SYNC, lambda: os.fsync(self._copy_fd))
         copy_digest = compute_copy_digest(
             self._source_fd,
             self._copy_fd,
@@ -183,20 +183,20 @@ class _Migration:
             raise DataMismatch(
                 first_offset_bytes=0, expected=digest[:16], actual=copy_digest[:16], length_bytes=self._size_bytes
             )
-        self._step(Phase.RENAME, self._rename_copy)
-        self._step(Phase.FOLDER, self._sync_destination)
-        self._step(Phase.RETIRE, self._retire_source)
-        self._step(Phase.RETIRED, self._sync_source)
-        self._step(Phase.CATALOGUE, self._update_catalogue)
-        self._step(Phase.REMOVE, self._remove_retired_file)
-        self._step(Phase.FORGET, self._remove_record)
+        self._run_step(Phase.RENAME, self._rename_copy)
+        self._run_step(Phase.FOLDER, self._sync_destination)
+        self._run_step(Phase.RETIRE, self._retire_source)
+        self._run_step(Phase.RETIRED, self._sync_source)
+        self._run_step(Phase.CATALOGUE, self._update_catalogue)
+        self._run_step(Phase.REMOVE, self._remove_retired_file)
+        self._run_step(Phase.FORGET, self._remove_record)
         self._observe(Phase.DONE, self._name, self._size_bytes)
 
     @property
     def _size_bytes(self) -> int:
         return self._guard.info.st_size
 
-    def _step(self, phase: Phase, action: Callable[[], None]) -> None:
+    def _run_step(self, phase: Phase, action: Callable[[], None]) -> None:
         self._observe(phase, self._name, self._size_bytes if self._completed_steps else 0)
         action()
         self._completed_steps.append(phase)
@@ -255,8 +255,8 @@ class _Migration:
         with self._source.open_parent(self._name) as (parent_fd, base_name):
             self._guard.check()
             os.rename(base_name, self.id, src_dir_fd=parent_fd, dst_dir_fd=retired_fd)
-            # If one of the next calls fails, undo() must revert this step too. If none fails, _step() appends the phase
-            # again.
+            # If one of the next calls fails, undo() must revert this step too. If none fails, _run_step() appends the
+            # phase again.
             self._completed_steps.append(Phase.RETIRE)
         # Before the rename, another process may have given the name to another file, or opened the file for writing.
         if os.stat(self.id, dir_fd=retired_fd, follow_symlinks=False).st_ino != self._guard.info.st_ino:

@@ -113,7 +113,7 @@ class MigrationPlan:
     def _insert(self, batch: list[Decision]) -> None:
         rows_by_group: dict[int, list[tuple[int, str, str]]] = {}
         for decision in batch:
-            rows_by_group.setdefault(self._group_number_of(decision), []).append(
+            rows_by_group.setdefault(self._find_group_number(decision), []).append(
                 (decision.id, decision.destination, decision.why.value)
             )
             self.allocated_bytes += decision.allocated_bytes
@@ -125,7 +125,7 @@ class MigrationPlan:
         """Close the connection, which drops the tables."""
         self._connection.close()
 
-    def _group_number_of(self, decision: Decision) -> int:
+    def _find_group_number(self, decision: Decision) -> int:
         """Return the number of the group of a move. The groups are executed in ascending order; see :meth:`moves`."""
         destination_index, tier_count = self._index_by_tier[decision.destination], len(self._index_by_tier)
         return tier_count - 1 - destination_index if decision.tiers_down > 0 else tier_count + destination_index

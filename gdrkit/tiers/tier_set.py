@@ -61,7 +61,7 @@ class TierSet:
             self._resources.run_after(error)
             raise
         if not self.folders:
-            raise _unavailable_error(", ".join(self.absent), "; ".join(self.absent.values()))
+            raise _make_unavailable_error(", ".join(self.absent), "; ".join(self.absent.values()))
 
     @property
     def fastest(self) -> TierFolder:
@@ -77,7 +77,7 @@ class TierSet:
             The tier is not available.
         """
         if name not in self.folders:
-            raise _unavailable_error(name, self.absent.get(name, "it is not configured"))
+            raise _make_unavailable_error(name, self.absent.get(name, "it is not configured"))
         return self.folders[name]
 
     def exclude_unknown_folders(self, catalogue: Catalogue) -> None:
@@ -136,7 +136,7 @@ def _count_used_bytes(name: str, totals: Mapping[str, TierTotals]) -> int:
     return totals.get(name, TierTotals()).allocated_bytes
 
 
-def _unavailable_error(tier: str, why: str) -> SetupMissing:
+def _make_unavailable_error(tier: str, why: str) -> SetupMissing:
     return SetupMissing(
         api=Api.NONE,
         operation="open tier",

@@ -85,7 +85,7 @@ _open_objects = _OpenObjects()
 _domain_pointers: dict[int, int] = {}  # The ibv_pd * of the open protection domains, by the Python id of the domain.
 
 
-def _modules() -> Any:
+def _load_modules() -> Any:
     """Return the modules of pyverbs, or raise SetupMissing if they or their libraries are missing or do not fit."""
     modules_or_error = _import_modules()
     if isinstance(modules_or_error, SetupMissing):
@@ -126,7 +126,7 @@ def exposes_domain_pointers() -> bool:
     In older versions, reading ``PD.pd`` crashes the interpreter, so this function must not read it. pyverbs has no
     version number either. But the release that fixed ``PD.pd`` also removed the module ``pyverbs.enums``.
     """
-    _modules()
+    _load_modules()
     return importlib.util.find_spec("pyverbs.enums") is None
 
 
@@ -148,7 +148,7 @@ def call(
     """Call a function of pyverbs, and raise its exceptions as errors of gdrkit, with the errno if pyverbs kept it."""
     try:
         return function(*values)
-    except _modules().pyverbs_error.PyverbsError as error:
+    except _load_modules().pyverbs_error.PyverbsError as error:
         code = getattr(error, "error_code", _NO_ERRNO)
         # Some functions of pyverbs negate the errno.
         error_number = None if code in {_NO_ERRNO, 0} else abs(code)
@@ -192,7 +192,7 @@ def close(operation: str, instance: Any) -> None:
 @functools.cache
 def _load_library() -> ctypes.CDLL:
     """Return the libibverbs that pyverbs has loaded."""
-    _modules()
+    _load_modules()
     library = ctypes.CDLL(_LIBRARY, use_errno=True)
     pointer, uint64 = ctypes.c_void_p, ctypes.c_uint64
     library.ibv_get_device_list.restype = pointer
@@ -224,13 +224,13 @@ def _read_device_list_errno() -> tuple[int | None, str]:
 
 def list_devices() -> list[DeviceRow]:
     """Return the result of ibv_get_device_list."""
-    devices = call(_errors.DEVICE_LIST, _modules().device.get_device_list)
+    devices = call(_errors.DEVICE_LIST, _load_modules().device.get_device_list)
     return [DeviceRow(device.name.decode(), device.guid) for device in devices]
 
 
 def open_device(name: str) -> object:
     """Call ibv_open_device and return the context."""
-    return _create(_errors.OPEN_DEVICE, lambda: _modules().device.Context(name=name), arguments={"name": name})
+    return _create(_errors.OPEN_DEVICE, lambda: _load_modules().device.Context(name=name), arguments={"name": name})
 
 
 def query_ports(context: Any) -> list[PortAttributes]:
@@ -251,7 +251,7 @@ def query_gids(context: Any, entries_max: int) -> list[GidRow]:
 
 def allocate_domain(context: Any) -> object:
     """Call ibv_alloc_pd and return the protection domain."""
-    domain = _create("ibv_alloc_pd", _modules().pd.PD, context)
+    domain = _create("ibv_alloc_pd", _load_modules().pd.PD, context)
     pointer = int(domain.pd) if exposes_domain_pointers() else _layout.find_domain_pointer(domain, context)
     if pointer is not None:
         _domain_pointers[id(domain)] = pointer
@@ -292,7 +292,9 @@ def register_address(domain: Any, *, address: int, length_bytes: int, access: in
     if pointer is not None:
         region_pointer = _load_library().ibv_reg_mr(pointer, address, length_bytes, access)
         return _make_region(operation, region_pointer, iova=address, **error_fields)
-    region = _create(operation, lambda: _modules().mr.MR(domain, length_bytes, access, address=address), **error_fields)
+    region = _create(
+        operation, lambda: _load_modules().mr.MR(domain, length_bytes, access, address=address), **error_fields
+    )
     return NativeRegion(region.lkey, region.rkey, address, lambda: close("ibv_dereg_mr", region))
 
 
@@ -314,7 +316,7 @@ def register_dmabuf(
         return _make_region(_errors.REG_DMABUF_MR, region_pointer, iova=iova, arguments={**arguments, "iova": iova})
     region = _create(
         _errors.REG_DMABUF_MR,
-        lambda: _modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
+        lambda: _load_modules().mr.DmaBufMR(domain, length_bytes, access, fd, offset_bytes),
         arguments={**arguments, "iova": offset_bytes},
     )
     return NativeRegion(region.lkey, region.rkey, offset_bytes, lambda: close("ibv_dereg_mr", region))
@@ -358,7 +360,7 @@ def probe_dmabuf(domain: Any, *, length_bytes: int, access: int) -> ApiError | N
 
 def create_channel(context: Any) -> object:
     """Call ibv_create_comp_channel and return the completion channel."""
-    return _create("ibv_create_comp_channel", _modules().cq.CompChannel, context)
+    return _create("ibv_create_comp_channel", _load_modules().cq.CompChannel, context)
 
 
 def event_fd(channel: Any) -> int | None:
@@ -368,7 +370,7 @@ def event_fd(channel: Any) -> int | None:
 
 def create_queue(context: Any, *, depth: int, channel: Any) -> object:
     """Call ibv_create_cq and return the completion queue."""
-    return _create("ibv_create_cq", _modules().cq.CQ, context, depth, None, channel, 0, arguments={"cqe": depth})
+    return _create("ibv_create_cq", _load_modules().cq.CQ, context, depth, None, channel, 0, arguments={"cqe": depth})
 
 
 def poll(queue: Any, count: int) -> list[WorkCompletion]:
@@ -406,7 +408,7 @@ def create_queue_pair(
     domain: Any, *, send_queue: Any, receive_queue: Any, limits: Mapping[str, int]
 ) -> tuple[object, int]:
     """Create a reliable connected queue pair with ibv_create_qp. Return it and its number."""
-    module = _modules().qp
+    module = _load_modules().qp
     attributes = module.QPInitAttr(
         qp_type=_QPT_RC, scq=send_queue, rcq=receive_queue, cap=module.QPCap(**limits), sq_sig_all=0
     )
@@ -416,11 +418,11 @@ def create_queue_pair(
 
 def modify(pair: Any, *, mask: int, address: Mapping[str, Any] | None = None, **attributes: int) -> None:
     """Call ibv_modify_qp with attributes named as in ibv_qp_attr. `address` has the fields of ibv_ah_attr."""
-    qp_attr = _modules().qp.QPAttr()
+    qp_attr = _load_modules().qp.QPAttr()
     for name, value in attributes.items():
         setattr(qp_attr, name, value)
     if address is not None:
-        module, fields = _modules().addr, dict(address)
+        module, fields = _load_modules().addr, dict(address)
         gid, sgid_index, hop_limit = fields.pop("gid"), fields.pop("sgid_index"), fields.pop("hop_limit")
         route = module.GlobalRoute(dgid=module.GID(gid), sgid_index=sgid_index, hop_limit=hop_limit)
         qp_attr.ah_attr = module.AHAttr(gr=route, **fields)
@@ -443,8 +445,8 @@ def post_send(
     immediate: int,
 ) -> None:
     """Post one send request with ibv_post_send. Elements are (address, length, lkey), `remote` is (rkey, address)."""
-    sges = [_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
-    request = _modules().wr.SendWR(
+    sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
+    request = _load_modules().wr.SendWR(
         wr_id=work_id,
         opcode=opcode,
         num_sge=len(sges),
@@ -462,8 +464,8 @@ def post_send(
 
 def post_receive(pair: Any, *, work_id: int, elements: Sequence[tuple[int, int, int]]) -> None:
     """Post one receive request with ibv_post_recv."""
-    sges = [_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
-    request = _modules().wr.RecvWR(wr_id=work_id, num_sge=len(sges), sg=sges)
+    sges = [_load_modules().wr.SGE(*element) for element in elements or _EMPTY_ELEMENT]
+    request = _load_modules().wr.RecvWR(wr_id=work_id, num_sge=len(sges), sg=sges)
     try:
         call("ibv_post_recv", pair.post_recv, request, arguments={"elements": len(elements)})
     finally:

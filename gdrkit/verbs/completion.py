@@ -168,14 +168,14 @@ class CompletionQueue(Resource):
         ApiError
             TIMEOUT: there was no completion in time.
         """
-        deadline = time.monotonic() + timeout_ms / 1e3
-        spin_end, pause_s = time.monotonic() + _SPIN_S, _PAUSE_S
+        deadline_s = time.monotonic() + timeout_ms / 1e3
+        spin_end_s, pause_s = time.monotonic() + _SPIN_S, _PAUSE_S
         while True:
             completion = self._take_next(qp_number)
             if completion is not None:
                 return completion
             now_s = time.monotonic()
-            if now_s >= deadline:
+            if now_s >= deadline_s:
                 raise ApiError(
                     api=Api.VERBS,
                     operation="ibv_poll_cq",
@@ -184,10 +184,10 @@ class CompletionQueue(Resource):
                     arguments={"timeout_ms": timeout_ms, "qp_number": qp_number},
                     reason=Reason.TIMEOUT,
                 )
-            if now_s >= spin_end:
+            if now_s >= spin_end_s:
                 # Other threads run during the pause. The pause doubles up to a limit, so that a long wait
                 # costs little.
-                select.select((), (), (), min(pause_s, deadline - now_s))
+                select.select((), (), (), min(pause_s, deadline_s - now_s))
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
 
     def request_notification(self, *, solicited_only: bool = False) -> None:

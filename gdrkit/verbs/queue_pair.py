@@ -104,11 +104,11 @@ class QueuePair(Resource):
     @property
     def state(self) -> QueuePairState:
         """The state that the device reports now."""
-        return QueuePairState(_pyverbs.query_state(self._open_pair()))
+        return QueuePairState(_pyverbs.query_state(self._require_open_pair()))
 
     def endpoint(self) -> Endpoint:
         """Return the data that the other side needs to connect to this queue pair."""
-        self._open_pair()
+        self._require_open_pair()
         return Endpoint(
             qp_number=self.number,
             psn=self._psn,
@@ -312,7 +312,7 @@ class QueuePair(Resource):
         """
         elements = _make_elements(target, local_offset_bytes, length_bytes)
         _pyverbs.post_receive(
-            self._open_pair(), work_id=encode_work_id(work_id, "recv"), elements=_make_sge_tuples(elements)
+            self._require_open_pair(), work_id=encode_work_id(work_id, "recv"), elements=_make_sge_tuples(elements)
         )
 
     def wait(self, timeout_ms: float) -> Completion:
@@ -352,7 +352,11 @@ class QueuePair(Resource):
         **attributes: int,
     ) -> None:
         _pyverbs.modify(
-            self._open_pair(), mask=int(mask | _AttributeMask.STATE), address=address, qp_state=int(state), **attributes
+            self._require_open_pair(),
+            mask=int(mask | _AttributeMask.STATE),
+            address=address,
+            qp_state=int(state),
+            **attributes,
         )
 
     def _post(
@@ -375,7 +379,7 @@ class QueuePair(Resource):
             message = f"immediate must be from 0 to 0xffffffff, not {immediate:#x}"
             raise UsageError(message)
         _pyverbs.post_send(
-            self._open_pair(),
+            self._require_open_pair(),
             work_id=encode_work_id(work_id, request_type),
             opcode=int(opcode),
             flags=int(flags),
@@ -384,7 +388,7 @@ class QueuePair(Resource):
             immediate=immediate or 0,
         )
 
-    def _open_pair(self) -> object:
+    def _require_open_pair(self) -> object:
         self._check_open()
         return self._pair
 

@@ -29,19 +29,25 @@ _REFUSED_KERNEL = r"the launch of the kernel .*elementwise_kernel.* fails with c
 
 def cuda_programs(python: str) -> list[StockProgram]:
     """Return the programs. `python` is the interpreter of an environment that has their packages."""
-    return [*_torch(python), *_kvikio(python), *_nixl(python), *_ucx(python), *_refused(python)]
+    return [
+        *_list_torch_programs(python),
+        *_list_kvikio_programs(python),
+        *_list_nixl_programs(python),
+        *_list_ucx_programs(python),
+        *_list_refused_programs(python),
+    ]
 
 
-def _case(python: str, case: str, *settings: str) -> tuple[str, ...]:
+def _make_command(python: str, case: str, *settings: str) -> tuple[str, ...]:
     return (*(("env", *settings) if settings else ()), python, str(_FOLDER / "cuda_peer.py"), case)
 
 
-def _torch(python: str) -> list[StockProgram]:
+def _list_torch_programs(python: str) -> list[StockProgram]:
     programs = [
         StockProgram(
             f"torch, {subject}",
             "torch",
-            _case(python, case, *settings),
+            _make_command(python, case, *settings),
             data=BY_PROGRAM,
             moved_bytes_min=moved_mib * _MIB,
             apis=("cuda",),
@@ -65,12 +71,12 @@ def _torch(python: str) -> list[StockProgram]:
     return programs
 
 
-def _kvikio(python: str) -> list[StockProgram]:
+def _list_kvikio_programs(python: str) -> list[StockProgram]:
     return [
         StockProgram(
             f"kvikio, compat_mode {mode}, beside the wheel nvidia-cufile",
             "kvikio-cu12",
-            _case(python, f"kvikio_files:{mode}"),
+            _make_command(python, f"kvikio_files:{mode}"),
             data=BY_PROGRAM,
             moved_bytes_min=24 * _MIB,
             # In the other modes, kvikio reads and writes the files itself.
@@ -81,12 +87,12 @@ def _kvikio(python: str) -> list[StockProgram]:
     ]
 
 
-def _nixl(python: str) -> list[StockProgram]:
+def _list_nixl_programs(python: str) -> list[StockProgram]:
     programs = [
         StockProgram(
             f"NIXL, backend {backend}, {memory} memory",
             "nixl",
-            _case(python, f"nixl_files:{backend}"),
+            _make_command(python, f"nixl_files:{backend}"),
             data=BY_PROGRAM,
             moved_bytes_min=8 * _MIB,
             apis=apis,
@@ -122,7 +128,7 @@ def _nixl(python: str) -> list[StockProgram]:
     return programs
 
 
-def _ucx(python: str) -> list[StockProgram]:
+def _list_ucx_programs(python: str) -> list[StockProgram]:
     """Return the runs of the wheel of UCX. Its program finds its own libraries only by LD_LIBRARY_PATH."""
     ucx = next(Path(python).parents[1].glob("lib/python*/site-packages/libucx"), Path("libucx"))
     programs = []
@@ -147,10 +153,10 @@ def _ucx(python: str) -> list[StockProgram]:
     return programs
 
 
-def _refused(python: str) -> list[StockProgram]:
+def _list_refused_programs(python: str) -> list[StockProgram]:
     """Return the programs that a twin refuses. Each prints one line that says why, and ends."""
     return [
-        StockProgram(name, package, _case(python, case), data="refused", apis=("cuda",), output=output)
+        StockProgram(name, package, _make_command(python, case), data="refused", apis=("cuda",), output=output)
         for name, package, case, output in (
             ("torch, a kernel: refused", "torch", "torch_kernel", _REFUSED_KERNEL),
             ("cupy, static CUDA runtime: refused", "cupy-cuda12x", "cupy_refusal", _REFUSED_RUNTIME),

@@ -67,10 +67,16 @@ class StockProgram:
 
 def debian_programs() -> list[StockProgram]:
     """Return all runs of programs of Debian packages."""
-    return [*_ibverbs_utils(), *_perftest(), *_rdmacm_utils(), *_libfabric(), *_ucx()]
+    return [
+        *_list_ibverbs_programs(),
+        *_list_perftest_programs(),
+        *_list_rdmacm_programs(),
+        *_list_libfabric_programs(),
+        *_list_ucx_programs(),
+    ]
 
 
-def _ibverbs_utils() -> list[StockProgram]:
+def _list_ibverbs_programs() -> list[StockProgram]:
     package = "ibverbs-utils"
     programs = [
         StockProgram("ibv_devices", package, ("ibv_devices",), data=NOTHING_MOVED, output="{device}"),
@@ -106,7 +112,7 @@ def _ibverbs_utils() -> list[StockProgram]:
     return programs
 
 
-def _perftest() -> list[StockProgram]:
+def _list_perftest_programs() -> list[StockProgram]:
     """Return every test of perftest, once for each type of connection and for some other options."""
     # The types of connection that each test supports.
     connections = {"write": ("RC", "UC", "XRC"), "read": ("RC", "XRC"), "send": ("RC", "UC", "UD", "XRC")}
@@ -126,12 +132,12 @@ def _perftest() -> list[StockProgram]:
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
             elif test in {"write", "send"}:
                 option_texts.append("-I 64 -s 8")
-            programs += [_perftest_run(program, text) for text in option_texts]
-    programs.append(_perftest_run("ib_send_bw", "-c UD -g"))
+            programs += [_make_perftest_program(program, text) for text in option_texts]
+    programs.append(_make_perftest_program("ib_send_bw", "-c UD -g"))
     return programs
 
 
-def _perftest_run(program: str, text: str) -> StockProgram:
+def _make_perftest_program(program: str, text: str) -> StockProgram:
     # perftest requests one completion for 100 requests, or for 16 with -l 16. The number of iterations must be a
     # multiple of this number. Otherwise perftest 4.5 waits for ever if its queue pairs (-q) do not keep pace.
     operations = 20 if "-n 20" in text else 512 if "-l 16" in text else 500
@@ -152,7 +158,7 @@ def _perftest_run(program: str, text: str) -> StockProgram:
     )
 
 
-def _rdmacm_utils() -> list[StockProgram]:
+def _list_rdmacm_programs() -> list[StockProgram]:
     package = "rdmacm-utils"
     at = ("-s", "{address}")  # The option by which a client names the address of its server.
 
@@ -211,7 +217,7 @@ def _rdmacm_utils() -> list[StockProgram]:
     return programs
 
 
-def _libfabric() -> list[StockProgram]:
+def _list_libfabric_programs() -> list[StockProgram]:
     package = "libfabric-bin"
     programs = [
         StockProgram(
@@ -229,7 +235,7 @@ def _libfabric() -> list[StockProgram]:
     return programs
 
 
-def _ucx() -> list[StockProgram]:
+def _list_ucx_programs() -> list[StockProgram]:
     package = "ucx-utils"
     programs = [StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data=NOTHING_MOVED, output="rc_verbs")]
     operations = 2000

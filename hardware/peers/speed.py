@@ -96,19 +96,19 @@ def measure_speed(target: Target, say: Callable[[str], None]) -> dict[str, list[
     tcp = ("UCX_TLS=tcp,self", "UCX_NET_DEVICES=lo")
     figures: dict[str, Callable[[], float]] = {
         "ucx_tcp_tag_lat_us": lambda: _run_and_parse(
-            _ucx(tcp, "-t", "tag_lat", "-s", "8", "-n", "20000"), without_twins, _UCX_MEDIAN_US
+            _make_ucx_program(tcp, "-t", "tag_lat", "-s", "8", "-n", "20000"), without_twins, _UCX_MEDIAN_US
         ),
         "ib_write_lat_us": lambda: _run_and_parse(
-            _perftest("ib_write_lat", "-s", "8", "-n", "20000"), target, _PERFTEST_TYPICAL_US
+            _make_perftest_program("ib_write_lat", "-s", "8", "-n", "20000"), target, _PERFTEST_TYPICAL_US
         ),
         "memcpy_gbps": _measure_memcpy_gbps,
         "ib_write_bw_gbps": lambda: _measure_bandwidth_gbps("ib_write_bw", target),
         "ib_read_bw_gbps": lambda: _measure_bandwidth_gbps("ib_read_bw", target),
         "ucx_tcp_put_bw_gbps": lambda: (
-            _run_and_parse(_ucx(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+            _run_and_parse(_make_ucx_program(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
         ),
         "ucx_verbs_put_bw_gbps": lambda: (
-            _run_and_parse(_ucx(verbs, *put_options), target, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+            _run_and_parse(_make_ucx_program(verbs, *put_options), target, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
         ),
     }
     values: dict[str, list[float]] = {name: [] for name in figures}
@@ -152,17 +152,17 @@ def speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float]
     )
 
 
-def _perftest(program: str, *options: str) -> StockProgram:
+def _make_perftest_program(program: str, *options: str) -> StockProgram:
     command = (program, "-F", "-d", "{device}", "-x", "{gid}", "-p", "{port}", *options)
     return StockProgram(program, "perftest", (*command, "{address}"), command)
 
 
 def _measure_bandwidth_gbps(program: str, target: Target) -> float:
-    bandwidth_program = _perftest(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
+    bandwidth_program = _make_perftest_program(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
     return _run_and_parse(bandwidth_program, target, _PERFTEST_AVERAGE_GBITPS) / 8
 
 
-def _ucx(settings: tuple[str, ...], *options: str) -> StockProgram:
+def _make_ucx_program(settings: tuple[str, ...], *options: str) -> StockProgram:
     command = ("env", *settings, "ucx_perftest", "-p", "{port}")
     return StockProgram(f"{settings[0]} ucx_perftest", "ucx-utils", (*command, *options, "{address}"), command)
 

@@ -206,26 +206,26 @@ class RuleContext:
     def text(self, path: str) -> str | None:
         """Return the text of a file, or None if it cannot be read."""
         text = self.tree.text(path)
-        self.record(path, self._absence(path) if text is None else text or "empty")
+        self.record(path, self._describe_absence(path) if text is None else text or "empty")
         return text
 
     def exists(self, path: str) -> bool:
         """Return whether the path exists."""
         exists = self.tree.exists(path)
-        self.record(path, "exists" if exists else self._absence(path))
+        self.record(path, "exists" if exists else self._describe_absence(path))
         return exists
 
     def lines(self, path: str, *words: str) -> tuple[str, ...]:
         """Return the lines of a file that contain one of the words."""
         lines = self.tree.lines(path, words)
-        self.record(f"{path} ({', '.join(words)})", "; ".join(lines) or self._absence(path, "no such line"))
+        self.record(f"{path} ({', '.join(words)})", "; ".join(lines) or self._describe_absence(path, "no such line"))
         return lines
 
     def names(self, path: str) -> tuple[str, ...]:
         """Return the names in a folder."""
         names = self.tree.names(path)
         text = ", ".join(names[:_NAMES_MAX]) + (" ..." if len(names) > _NAMES_MAX else "")
-        self.record(path, text or self._absence(path, "no entry"))
+        self.record(path, text or self._describe_absence(path, "no entry"))
         return names
 
     def read_error(self, path: str) -> str | None:
@@ -236,7 +236,7 @@ class RuleContext:
         """Return whether the machine is a capture, and the capture does not contain the path."""
         return any(item.path == path and item.errno == errno.ENODATA for item in self.tree.unreadable)
 
-    def _absence(self, path: str, default: str = "does not exist") -> str:
+    def _describe_absence(self, path: str, default: str = "does not exist") -> str:
         """Return the text to record if nothing was read from a path: the error of the read, or `default`."""
         error = self.read_error(path)
         return default if error is None else "not in the capture" if error == "ENODATA" else f"not readable: {error}"

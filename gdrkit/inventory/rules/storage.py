@@ -171,7 +171,7 @@ def _check_kaslr_p2pdma(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
     for line in context.machine.kernel_log.lines:
         refused_range = _REFUSED_RANGE.search(line)
         if refused_range and any(
-            _overlap((int(refused_range[1], 16), int(refused_range[2], 16)), bar1_range)
+            _is_overlapping((int(refused_range[1], 16), int(refused_range[2], 16)), bar1_range)
             for bar1_range in ranges.values()
         ):
             context.record("kernel log", line)
@@ -237,7 +237,7 @@ def _is_mapped_by_p2pdma(context: RuleContext, address: str) -> bool:
     return bool(size)
 
 
-def _overlap(first: tuple[int, int], second: tuple[int, int]) -> bool:
+def _is_overlapping(first: tuple[int, int], second: tuple[int, int]) -> bool:
     return first[0] <= second[1] and second[0] <= first[1]
 
 

@@ -116,9 +116,9 @@ def _detach_from_mpi() -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child != 0:
-        _, status = os.waitpid(child, 0)
+    child_id = os.fork()
+    if child_id != 0:
+        _, status = os.waitpid(child_id, 0)
         code = os.waitstatus_to_exitcode(status)
         os._exit(code if code >= 0 else 128 - code)
     os.setsid()
@@ -223,7 +223,7 @@ class _Job:
         rounds = () if self._within_hosts else plan_rounds(rank_facts)
         self._progress.print_line(f"{len(ranks)} of {count} ranks; the report will be {self.folder.index}")
         names = [pair_name(pair) for pair in pairs]
-        names += [pair_name(pair, f"balance/{plan.name}") for plan in rounds for pair in plan.pairs]
+        names += [pair_name(pair, f"balance/{round_plan.name}") for round_plan in rounds for pair in round_plan.pairs]
         planned_cases = tuple(PlannedCase(name, "", (), ()) for name in names)
         self._progress.begin_cases(CasePlan(profile=profile.name, cases=planned_cases))
         try:
@@ -231,8 +231,8 @@ class _Job:
                 recorder.record_missing_rank(rank, reason)
             for pair in pairs:
                 recorder.measure(pair, ranks)
-            for plan in rounds:
-                for result in measure_round(plan, ranks, seed=self._options.seed or 0):
+            for round_plan in rounds:
+                for result in measure_round(round_plan, ranks, seed=self._options.seed or 0):
                     recorder.append(result)
         finally:
             self._progress.close()
@@ -306,8 +306,8 @@ def _identify_host() -> str:
 
     A container with a separate network namespace counts as a separate machine.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{socket.gethostname()} {boot[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{socket.gethostname()} {boot_id[:8]} {Path('/proc/self/ns/net').stat().st_ino}"
 
 
 def _list_ipv4_addresses() -> list[str]:

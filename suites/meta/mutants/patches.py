@@ -133,8 +133,8 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "source-folder-not-synced",
         "gdrkit/tiers/migration.py",
-        "self._step(Phase.RETIRED, self._sync_source)",
-        "self._step(Phase.RETIRED, lambda: None)",
+        "self._run_step(Phase.RETIRED, self._sync_source)",
+        "self._run_step(Phase.RETIRED, lambda: None)",
         cases=(*CASES["gdrkit/tiers/migration.py"], "suites/tiers/test_power_cuts.py"),
     ),
     Patch(
