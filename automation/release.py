@@ -160,9 +160,9 @@ def print_table(wheels: Sequence[Wheel]) -> None:
         say(f"{name + ' ' + version:22} {tag:50} {wheel.path.stat().st_size / 1e6:6.2f} {debug}")
     for path in sorted(DIST.glob("*.tar.gz")):
         say(f"{path.name:73} {path.stat().st_size / 1e6:6.2f}")
-    large = [wheel.path.name for wheel in wheels if wheel.path.stat().st_size > WHEEL_BYTES_MAX]
-    if large:
-        stop(f"These wheels are larger than {WHEEL_BYTES_MAX / 1e6:g} MB: {', '.join(large)}")
+    oversized_wheels = [wheel.path.name for wheel in wheels if wheel.path.stat().st_size > WHEEL_BYTES_MAX]
+    if oversized_wheels:
+        stop(f"These wheels are larger than {WHEEL_BYTES_MAX / 1e6:g} MB: {', '.join(oversized_wheels)}")
 
 
 def check_wheels() -> list[int]:

@@ -20,7 +20,7 @@ from hardware.peers.programs import debian_programs
 from hardware.peers.python_programs import python_programs
 from hardware.peers.rdma_core import run_tests
 from hardware.peers.records import debian_version, format_table, new_record, program_record, pypi_version
-from hardware.peers.run import TIMEOUT_S, Target, run_program
+from hardware.peers.run import TIMEOUT_S, DeviceUnderTest, run_program
 from hardware.peers.speed import ProgramFailedError, measure_speed, speed_numbers, speed_record
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _compare_speed(options: argparse.Namespace) -> int:
     """Measure the speed of the twin, write one record, and return the exit code."""
     began_s, load_before = time.monotonic(), os.getloadavg()[0]
     try:
-        values = measure_speed(_choose_target(options), _say)
+        values = measure_speed(_choose_device(options), _say)
     except ProgramFailedError as error:
         _say(f"peers: {error}")
         return FAILED
@@ -80,7 +80,7 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     """Run the tests of cuda-python on the twin, join the results, write one record, and return the exit code."""
     began_s = time.monotonic()
     results = options.records.with_suffix(".cases")
-    run_cuda_python(options.python, options.tests, _choose_target(options), results)
+    run_cuda_python(options.python, options.tests, _choose_device(options), results)
     join = join_results(options.gpu_results, results)
     numbers = {"counted_count": float(len(join.counted)), "passed_count": float(join.passed_count)}
     numbers |= {"passed_percent": join.share_percent, "kinder_count": float(len(join.cases_passing_only_on_twin))}
@@ -106,14 +106,14 @@ def _compare_with_gpu(options: argparse.Namespace) -> int:
     return FAILED if join.failure else 0
 
 
-def _choose_target(options: argparse.Namespace) -> Target:
+def _choose_device(options: argparse.Namespace) -> DeviceUnderTest:
     launcher = () if options.here else (str(Path(sys.executable).with_name("gdrkit")), "run", "--software")
-    return Target(options.device, options.address, options.gid_index, launcher, options.timeout_s)
+    return DeviceUnderTest(options.device, options.address, options.gid_index, launcher, options.timeout_s)
 
 
 def _run_programs(options: argparse.Namespace) -> int:
     """Run all programs, print the table, write the records, and return how many failed."""
-    target = _choose_target(options)
+    device_under_test = _choose_device(options)
     substrate = "kernel_software" if options.here else "twin"
     programs = cuda_programs(options.python) if options.cuda else debian_programs()
     if options.python and not options.debian_only and not options.cuda:
@@ -124,7 +124,7 @@ def _run_programs(options: argparse.Namespace) -> int:
         if options.only not in program.name:
             continue
         version = debian_version(program.package) or pypi_version(options.python, program.package)
-        outcome = run_program(program, target)
+        outcome = run_program(program, device_under_test)
         record = program_record(program, outcome, version=version, substrate=substrate)
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
@@ -133,7 +133,7 @@ def _run_programs(options: argparse.Namespace) -> int:
         )
         _say("  ".join(rows[-1]))
     if options.tests is not None and options.only in "rdma-core's tests":
-        record, row = _run_rdma_core(options, target, substrate)
+        record, row = _run_rdma_core(options, device_under_test, substrate)
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
         rows.append(row)
@@ -180,11 +180,11 @@ def _parse_options() -> argparse.Namespace:
 
 
 def _run_rdma_core(
-    options: argparse.Namespace, target: Target, substrate: str
+    options: argparse.Namespace, device_under_test: DeviceUnderTest, substrate: str
 ) -> tuple[Record, tuple[str, str, str, str, str]]:
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder:
-        results = run_tests(options.python, options.tests, target, Path(folder))
+        results = run_tests(options.python, options.tests, device_under_test, Path(folder))
     wrong_outcomes = {
         test: text for test, text in results.outcomes.items() if text.startswith(("fail", "error", "started"))
     }

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hardware.peers.run import Target
+    from hardware.peers.run import DeviceUnderTest
 
 __all__ = ["CudaPythonJoin", "join_results", "run_cuda_python", "share_table"]
 
@@ -78,9 +78,9 @@ class CudaPythonJoin:
         return "; ".join(parts)
 
 
-def run_cuda_python(python: str, tests: Path, target: Target, results: Path) -> None:
+def run_cuda_python(python: str, tests: Path, device_under_test: DeviceUnderTest, results: Path) -> None:
     """Run the tests in the folder `tests` on the twin, and write their results."""
-    command = [*target.launcher, "--", python, str(_CHILD), str(tests), str(results)]
+    command = [*device_under_test.launcher, "--", python, str(_CHILD), str(tests), str(results)]
     # With one GPU, the same cases run as on a machine with one.
     subprocess.run(["env", "CUDA_VISIBLE_DEVICES=0", *command], check=True, timeout=TIMEOUT_S)
 
@@ -89,19 +89,19 @@ def join_results(gpu_file: Path, twin_file: Path) -> CudaPythonJoin:
     """Join the results of both machines."""
     gpu_machine, gpu = _read(gpu_file)
     twin_machine, twin = _read(twin_file)
-    absent: dict[str, Any] = {"outcome": "absent", "needs": []}
+    absent_result: dict[str, Any] = {"outcome": "absent", "needs": []}
     outcomes: dict[str, tuple[str, str]] = {}
     counted: set[str] = set()
     texts: dict[str, str] = {}
     for case in [*gpu, *(case for case in twin if case not in gpu)]:
-        on_gpu, on_twin = gpu.get(case, absent), twin.get(case, absent)
-        words = (_take_first_word(on_gpu), _take_first_word(on_twin))
-        outcomes[case] = words
+        on_gpu, on_twin = gpu.get(case, absent_result), twin.get(case, absent_result)
+        case_outcomes = (_take_first_word(on_gpu), _take_first_word(on_twin))
+        outcomes[case] = case_outcomes
         needs = {*on_gpu["needs"], *on_twin["needs"]}
-        if words[0] != _PASS or needs or _EXCLUDING_TEXT.search(on_twin["outcome"]):
+        if case_outcomes[0] != _PASS or needs or _EXCLUDING_TEXT.search(on_twin["outcome"]):
             continue
         counted.add(case)
-        if words[1] != _PASS:
+        if case_outcomes[1] != _PASS:
             texts[case] = " ".join(on_twin["outcome"].split())
     return CudaPythonJoin(gpu_machine, twin_machine, outcomes, frozenset(counted), texts)
 

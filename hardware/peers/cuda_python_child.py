@@ -133,13 +133,13 @@ def _find_needs(item: Any) -> list[str]:  # noqa: ANN401 - pytest's type.
 def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]:
     """Yield the functions, and the functions and methods of the tests' own modules that they refer to."""
     seen_functions: set[types.FunctionType] = set()
-    waiting = list(functions)
-    while waiting:
-        value = waiting.pop()
+    unvisited_objects = list(functions)
+    while unvisited_objects:
+        value = unvisited_objects.pop()
         value = inspect.unwrap(value) if callable(value) else value
         value = getattr(value, "__func__", value)
         if isinstance(value, type):
-            waiting += [entry for entry in vars(value).values() if isinstance(entry, types.FunctionType)]
+            unvisited_objects += [entry for entry in vars(value).values() if isinstance(entry, types.FunctionType)]
         elif (
             isinstance(value, types.FunctionType)
             and value not in seen_functions
@@ -148,7 +148,7 @@ def _find_called_functions(functions: list[Any]) -> Iterator[types.FunctionType]
             seen_functions.add(value)
             yield value
             named_objects = (value.__globals__.get(name) for name in _list_names(value.__code__))
-            waiting += [entry for entry in named_objects if isinstance(entry, types.FunctionType | type)]
+            unvisited_objects += [entry for entry in named_objects if isinstance(entry, types.FunctionType | type)]
 
 
 def _is_of_tests(file_name: str) -> bool:

@@ -21,7 +21,7 @@ from hardware.peers.twin_report import bytes_moved
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from hardware.peers.run import Target
+    from hardware.peers.run import DeviceUnderTest
 
 __all__ = ["RdmaCoreResults", "libraries_beside", "run_tests", "unpack_tests"]
 
@@ -70,8 +70,8 @@ def libraries_beside(tests: Path) -> Path:
     return tests.with_name("rdma-core") / "lib"
 
 
-def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCoreResults:
-    """Run the tests in the folder `tests` in a child process on `target`, and return the result of each.
+def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, folder: Path) -> RdmaCoreResults:
+    """Run the tests in the folder `tests` in a child process on `device_under_test`, and return the result of each.
 
     `python` is the interpreter of an environment that has pyverbs of the same version as the tests. The results are
     also kept in `folder`.
@@ -79,12 +79,20 @@ def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCor
     results, report = folder / "results.jsonl", folder / "rdma-core.json"
     environ = dict(os.environ)
     libraries = libraries_beside(tests)
-    if not target.launcher and libraries.exists():
+    if not device_under_test.launcher and libraries.exists():
         environ["LD_LIBRARY_PATH"] = str(libraries)
-    if target.launcher:
-        environ["PATH"] = f"{_make_link_program(folder, target.device)}{os.pathsep}{environ['PATH']}"
-    launcher = (*target.launcher, f"--report={report}", "--") if target.launcher else ()
-    command = [*launcher, python, str(_CHILD), str(tests), str(results), target.device, str(target.gid_index)]
+    if device_under_test.launcher:
+        environ["PATH"] = f"{_make_link_program(folder, device_under_test.device)}{os.pathsep}{environ['PATH']}"
+    launcher = (*device_under_test.launcher, f"--report={report}", "--") if device_under_test.launcher else ()
+    command = [
+        *launcher,
+        python,
+        str(_CHILD),
+        str(tests),
+        str(results),
+        device_under_test.device,
+        str(device_under_test.gid_index),
+    ]
     try:
         completed = subprocess.run(
             command,
@@ -103,7 +111,7 @@ def run_tests(python: str, tests: Path, target: Target, folder: Path) -> RdmaCor
     for line in results.read_text().splitlines() if results.exists() else []:
         result = json.loads(line)
         outcomes[result["test"]] = result["outcome"]
-    moved_bytes = bytes_moved(report) if target.counts_bytes else None
+    moved_bytes = bytes_moved(report) if device_under_test.counts_bytes else None
     return RdmaCoreResults(outcomes, moved_bytes, output[-2000:])
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from hardware.peers.programs import StockProgram
 
-__all__ = ["ProgramOutcome", "Target", "run_program"]
+__all__ = ["DeviceUnderTest", "ProgramOutcome", "run_program"]
 
 _PROJECT_ROOT = Path(__file__).resolve().parents[2]
 # A program that has not ended after this time is killed.
@@ -47,7 +47,7 @@ _LISTEN_STATE = "0A"
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class DeviceUnderTest:
     """The RDMA device on which programs run.
 
     Attributes
@@ -112,10 +112,10 @@ class _Process:
     If this process is killed, the kernel kills the child. `gdrkit run` then ends its program in the same way.
     """
 
-    def __init__(self, role: str, command: Sequence[str], target: Target, folder: Path) -> None:
+    def __init__(self, role: str, command: Sequence[str], device_under_test: DeviceUnderTest, folder: Path) -> None:
         self.report = folder / f"{role}.json"
         self._log = folder / f"{role}.log"
-        launcher = (*target.launcher, f"--report={self.report}", "--") if target.launcher else ()
+        launcher = (*device_under_test.launcher, f"--report={self.report}", "--") if device_under_test.launcher else ()
         # A client that is started again keeps the output of its first start.
         with self._log.open("a") as log:
             self.popen = subprocess.Popen(
@@ -155,24 +155,26 @@ class _Process:
                 self.popen.wait(timeout_s)
 
 
-def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
-    """Run `program` on `target` and return the outcome. Every process has ended when the function returns."""
+def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> ProgramOutcome:
+    """Run a program on a device and return the outcome. Every process has ended when the function returns."""
     with tempfile.TemporaryDirectory(prefix="gdrkit-peers-") as folder_name:
         folder = Path(folder_name)
         placeholders = {
-            "device": target.device,
-            "gid": str(target.gid_index),
-            "address": target.address,
+            "device": device_under_test.device,
+            "gid": str(device_under_test.gid_index),
+            "address": device_under_test.address,
             "port": str(_free_port()),
             "folder": folder_name,
         }
         content = _make_source(folder, program.sent_file_bytes)
         began_s = time.monotonic()
-        processes, failure = _run_processes(program, target, folder, placeholders)
+        processes, failure = _run_processes(program, device_under_test, folder, placeholders)
         duration_s = time.monotonic() - began_s
         client = processes[-1]
         moved_bytes = (
-            sum(bytes_moved(process.report, program.apis[0]) for process in processes) if target.counts_bytes else None
+            sum(bytes_moved(process.report, program.apis[0]) for process in processes)
+            if device_under_test.counts_bytes
+            else None
         )
         pattern = program.output.format_map(placeholders) if "{" in program.output else program.output
         if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
@@ -191,26 +193,28 @@ def run_program(program: StockProgram, target: Target) -> ProgramOutcome:
 
 
 def _run_processes(
-    program: StockProgram, target: Target, folder: Path, placeholders: Mapping[str, str]
+    program: StockProgram, device_under_test: DeviceUnderTest, folder: Path, placeholders: Mapping[str, str]
 ) -> tuple[list[_Process], str]:
     """Run the server and the client. Return the processes, the client last, and the failure or an empty string."""
-    timeout_s = max(target.timeout_s, program.timeout_s)
+    timeout_s = max(device_under_test.timeout_s, program.timeout_s)
     deadline_s = time.monotonic() + timeout_s
     expected_code = 0
-    if program.unused_api and target.launcher:
-        target = dataclasses.replace(target, launcher=(*target.launcher, f"--require={program.unused_api}"))
+    if program.unused_api and device_under_test.launcher:
+        device_under_test = dataclasses.replace(
+            device_under_test, launcher=(*device_under_test.launcher, f"--require={program.unused_api}")
+        )
         expected_code = EXIT_NOT_USED
     server_command, client_command = (
         [word.format_map(placeholders) for word in command] for command in (program.server, program.client)
     )
-    servers = [_Process("server", server_command, target, folder)] if program.server else []
+    servers = [_Process("server", server_command, device_under_test, folder)] if program.server else []
     client: _Process | None = None
     try:
         if servers:
             _await_listener(servers[0], int(placeholders["port"]))
         retry_until_s = time.monotonic() + _RETRY_S
         while True:
-            client = _Process("client", client_command, target, folder)
+            client = _Process("client", client_command, device_under_test, folder)
             if not client.wait_until(deadline_s):
                 return [*servers, client], f"the client did not end within {timeout_s:g} s"
             server_runs = bool(servers) and servers[0].is_running()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from hardware.peers.programs import StockProgram
 from hardware.peers.records import debian_version, new_record
-from hardware.peers.run import Target, run_program
+from hardware.peers.run import DeviceUnderTest, run_program
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -81,7 +81,7 @@ _GOALS = (
 )
 
 
-def measure_speed(target: Target, say: Callable[[str], None]) -> dict[str, list[float]]:
+def measure_speed(device_under_test: DeviceUnderTest, say: Callable[[str], None]) -> dict[str, list[float]]:
     """Return the values of every figure, one for each turn. Names end in the unit: ``us``, or ``gbps`` for 10^9 B/s.
 
     Raises
@@ -89,7 +89,7 @@ def measure_speed(target: Target, say: Callable[[str], None]) -> dict[str, list[
     ProgramFailedError
         A program did not print its figure.
     """
-    without_twins = dataclasses.replace(target, launcher=())
+    without_twins = dataclasses.replace(device_under_test, launcher=())
     put_options = ("-t", "ucp_put_bw", "-s", str(_LARGE_BYTES), "-n", "2000")
     # rc_v is rc_verbs, with ud_verbs to set up connections.
     verbs = ("UCX_TLS=rc_v,self", "UCX_NET_DEVICES={device}:1")
@@ -99,16 +99,16 @@ def measure_speed(target: Target, say: Callable[[str], None]) -> dict[str, list[
             _make_ucx_program(tcp, "-t", "tag_lat", "-s", "8", "-n", "20000"), without_twins, _UCX_MEDIAN_US
         ),
         "ib_write_lat_us": lambda: _run_and_parse(
-            _make_perftest_program("ib_write_lat", "-s", "8", "-n", "20000"), target, _PERFTEST_TYPICAL_US
+            _make_perftest_program("ib_write_lat", "-s", "8", "-n", "20000"), device_under_test, _PERFTEST_TYPICAL_US
         ),
         "memcpy_gbps": _measure_memcpy_gbps,
-        "ib_write_bw_gbps": lambda: _measure_bandwidth_gbps("ib_write_bw", target),
-        "ib_read_bw_gbps": lambda: _measure_bandwidth_gbps("ib_read_bw", target),
+        "ib_write_bw_gbps": lambda: _measure_bandwidth_gbps("ib_write_bw", device_under_test),
+        "ib_read_bw_gbps": lambda: _measure_bandwidth_gbps("ib_read_bw", device_under_test),
         "ucx_tcp_put_bw_gbps": lambda: (
             _run_and_parse(_make_ucx_program(tcp, *put_options), without_twins, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
         ),
         "ucx_verbs_put_bw_gbps": lambda: (
-            _run_and_parse(_make_ucx_program(verbs, *put_options), target, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
+            _run_and_parse(_make_ucx_program(verbs, *put_options), device_under_test, _UCX_OVERALL_MIBPS) / _MIB_PER_GB
         ),
     }
     values: dict[str, list[float]] = {name: [] for name in figures}
@@ -157,9 +157,9 @@ def _make_perftest_program(program: str, *options: str) -> StockProgram:
     return StockProgram(program, "perftest", (*command, "{address}"), command)
 
 
-def _measure_bandwidth_gbps(program: str, target: Target) -> float:
+def _measure_bandwidth_gbps(program: str, device_under_test: DeviceUnderTest) -> float:
     bandwidth_program = _make_perftest_program(program, "-s", str(_LARGE_BYTES), "-n", "5000", "--report_gbits")
-    return _run_and_parse(bandwidth_program, target, _PERFTEST_AVERAGE_GBITPS) / 8
+    return _run_and_parse(bandwidth_program, device_under_test, _PERFTEST_AVERAGE_GBITPS) / 8
 
 
 def _make_ucx_program(settings: tuple[str, ...], *options: str) -> StockProgram:
@@ -167,8 +167,8 @@ def _make_ucx_program(settings: tuple[str, ...], *options: str) -> StockProgram:
     return StockProgram(f"{settings[0]} ucx_perftest", "ucx-utils", (*command, *options, "{address}"), command)
 
 
-def _run_and_parse(program: StockProgram, target: Target, pattern: str) -> float:
-    outcome = run_program(program, target)
+def _run_and_parse(program: StockProgram, device_under_test: DeviceUnderTest, pattern: str) -> float:
+    outcome = run_program(program, device_under_test)
     match = re.search(pattern, outcome.client_output, re.MULTILINE)
     if outcome.failure or match is None:
         reason = outcome.failure or f"the output does not contain {pattern!r}"

@@ -26,19 +26,21 @@ from hardware.peers.cuda_python_child import run_module as run_cuda_python_modul
 from hardware.peers.lab import Difference, compare
 from hardware.peers.programs import StockProgram, debian_programs
 from hardware.peers.rdma_core import RdmaCoreResults
-from hardware.peers.run import Target, run_program
+from hardware.peers.run import DeviceUnderTest, run_program
 from hardware.peers.speed import speed_record
 
-TARGET_WITHOUT_TWINS = Target("rxe0", "127.0.0.1", 1, timeout_s=20)
-TARGET_ON_TWINS = Target("twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60)
+DEVICE_WITHOUT_TWINS = DeviceUnderTest("rxe0", "127.0.0.1", 1, timeout_s=20)
+DEVICE_ON_TWINS = DeviceUnderTest(
+    "twin0", "127.0.0.1", 1, (sys.executable, "-m", "gdrkit", "run", "--software"), timeout_s=60
+)
 
 # Each program writes its process ID to a file, and sleeps.
 RUN_SLEEPERS = """
 import sys
 from hardware.peers.programs import StockProgram
-from hardware.peers.run import Target, run_program
+from hardware.peers.run import DeviceUnderTest, run_program
 sleepers = (("sh", "-c", f"echo $$ > {sys.argv[1]}/{role}; exec sleep 1000") for role in ("client", "server"))
-run_program(StockProgram("sleepers", "a-package", *sleepers), Target("rxe0", "127.0.0.1", 1, timeout_s=100))
+run_program(StockProgram("sleepers", "a-package", *sleepers), DeviceUnderTest("rxe0", "127.0.0.1", 1, timeout_s=100))
 """
 
 
@@ -61,18 +63,18 @@ def make_program(client: str, server: str = "", **fields: object) -> StockProgra
     ],
 )
 def test_program_passes_only_with_code_output_and_data(stock_program: StockProgram, failure: str) -> None:
-    assert run_program(stock_program, TARGET_WITHOUT_TWINS).failure == failure
+    assert run_program(stock_program, DEVICE_WITHOUT_TWINS).failure == failure
 
 
 def test_program_that_hangs_is_killed() -> None:
-    outcome = run_program(make_program("sleep 1000"), dataclasses.replace(TARGET_WITHOUT_TWINS, timeout_s=1))
+    outcome = run_program(make_program("sleep 1000"), dataclasses.replace(DEVICE_WITHOUT_TWINS, timeout_s=1))
     assert outcome.failure == "the client did not end within 1 s"
     assert outcome.duration_s < 15
 
 
 def test_program_with_a_longer_limit_is_not_killed_before() -> None:
     stock_program = make_program("sleep 2", timeout_s=15.0)
-    assert run_program(stock_program, dataclasses.replace(TARGET_WITHOUT_TWINS, timeout_s=1)).failure == ""
+    assert run_program(stock_program, dataclasses.replace(DEVICE_WITHOUT_TWINS, timeout_s=1)).failure == ""
 
 
 def test_programs_end_with_a_killed_runner(tmp_path: Path) -> None:
@@ -92,22 +94,22 @@ def has_line(path: Path) -> bool:
 
 def test_client_is_started_again_while_its_server_runs() -> None:
     stock_program = make_program("test -e {folder}/listens", "sleep 3; touch {folder}/listens; sleep 30")
-    assert run_program(stock_program, TARGET_WITHOUT_TWINS).failure == ""
+    assert run_program(stock_program, DEVICE_WITHOUT_TWINS).failure == ""
 
 
 def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
-    outcome = run_program(make_program("true", moved_bytes_min=1), TARGET_ON_TWINS)
+    outcome = run_program(make_program("true", moved_bytes_min=1), DEVICE_ON_TWINS)
     assert outcome.failure == "0 bytes moved over the twin, at least 1 were expected"
 
 
 @pytest.mark.parametrize(("client", "failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")])
 def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure: str) -> None:
-    assert run_program(make_program(client, unused_api="verbs"), TARGET_ON_TWINS).failure == failure
+    assert run_program(make_program(client, unused_api="verbs"), DEVICE_ON_TWINS).failure == failure
 
 
 def test_command_of_a_record_has_no_path_of_this_tree() -> None:
     root = Path(run_module.__file__).resolve().parents[2]
-    outcome = run_program(make_program(f"true {root}/noxfile.py; PYTHONPATH={root} true"), TARGET_WITHOUT_TWINS)
+    outcome = run_program(make_program(f"true {root}/noxfile.py; PYTHONPATH={root} true"), DEVICE_WITHOUT_TWINS)
     assert outcome.command == "sh -c 'true noxfile.py; PYTHONPATH=. true'"
 
 
