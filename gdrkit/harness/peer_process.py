@@ -108,9 +108,9 @@ class _Server:
     def _reset(self) -> dict[str, Any]:
         self._objects.close_all()
         no_objects = OpenObjects(descriptors={}, handles={}, ledgers={})
-        remaining = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
+        open_objects = OpenObjects(descriptors={}, handles=handles.live(), ledgers=ledger_handles())
         return {
-            "leaked": count_new(no_objects, remaining),
+            "leaked": count_new(no_objects, open_objects),
             "libraries": to_json_data(list(identifying_libraries(evidence.libraries()))),
         }
 

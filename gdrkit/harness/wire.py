@@ -66,9 +66,9 @@ class Channel:
         """
         self._socket.settimeout(timeout_s)
         while True:
-            line, line_end, remaining = bytes(self._received_bytes).partition(b"\n")
+            line, line_end, remaining_bytes = bytes(self._received_bytes).partition(b"\n")
             if line_end:
-                self._received_bytes = bytearray(remaining)
+                self._received_bytes = bytearray(remaining_bytes)
                 message = json.loads(line)
                 if not isinstance(message, dict):
                     error_message = f"a message must be a JSON object, not {message!r}"

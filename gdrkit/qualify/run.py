@@ -126,13 +126,13 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
     """
     with exit_on_signals(), tempfile.TemporaryDirectory(prefix="gdrkit-plan-") as folder:
         options_with_output = replace(options, output=options.output or Path(folder))
-        prepared = _prepare(options_with_output, progress, dt.datetime.now(dt.UTC))
-        plan = prepared.runner.plan()
-        plan_data = json.loads(prepared.folder.plan.read_bytes())
+        prepared_run = _prepare(options_with_output, progress, dt.datetime.now(dt.UTC))
+        plan = prepared_run.runner.plan()
+        plan_data = json.loads(prepared_run.folder.plan.read_bytes())
     hardware = launch.present_hardware(HostTree())
     return {
         "profile": plan.profile,
-        "substrate": prepared.substrate,
+        "substrate": prepared_run.substrate,
         "hardware": {api.value: text for api, text in hardware.items()},
         "sessions": fitting_sessions(hardware, launch.twins_available()),
         "cases": plan_data["cases"],
@@ -142,25 +142,25 @@ def plan_only(options: Options, progress: Progress) -> dict[str, object]:
 def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     """Run the cases and write run.json, without a report; see :func:`qualify`."""
     started, clock_start = dt.datetime.now(dt.UTC), time.monotonic()
-    prepared = _prepare(options, progress, started)
+    prepared_run = _prepare(options, progress, started)
     commit, identity = install_paths().commit(), host_identity(HostTree())
     common = CommonFields(
-        facts_digest=prepared.facts.digest,
-        seed=prepared.seed,
+        facts_digest=prepared_run.facts.digest,
+        seed=prepared_run.seed,
         commit=commit,
         version=gdrkit.__version__,
         command=options.command,
     )
-    unfinished = Run(
+    unfinished_run = Run(
         schema_version=SCHEMA_VERSION,
         started=started.strftime("%Y-%m-%dT%H:%M:%SZ"),
         duration_s=0.0,
         command=options.command,
         profile=options.profile or "any",
         profile_about="",
-        substrate=prepared.substrate,
+        substrate=prepared_run.substrate,
         software_asked=options.software,
-        seed=prepared.seed,
+        seed=prepared_run.seed,
         commit=commit,
         version=gdrkit.__version__,
         exit_code=int(ExitCode.FAILED),
@@ -174,28 +174,28 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         selection=_describe_selection(options),
     )
     # run.json says "interrupted" until the outcome replaces it. So a report can be made even if this process is killed.
-    prepared.folder.write_run(unfinished)
+    prepared_run.folder.write_run(unfinished_run)
     try:
-        plan = prepared.runner.run(common, progress.begin_cases, progress.show_record)
+        plan = prepared_run.runner.run(common, progress.begin_cases, progress.show_record)
     except (KeyboardInterrupt, SystemExit):
-        path = shlex.quote(str(prepared.folder.path))
+        path = shlex.quote(str(prepared_run.folder.path))
         progress.print_line(f"The run was interrupted. To report the completed cases, run: gdrkit report {path}")
         raise
     finally:
         progress.close()
-        for line in prepared.runner.kill_failures:
+        for line in prepared_run.runner.kill_failures:
             progress.print_line(line)
     profile = load_profile(plan.profile)
-    records = read_records(prepared.folder.records) if prepared.folder.records.exists() else ()
+    records = read_records(prepared_run.folder.records) if prepared_run.folder.records.exists() else ()
     outcome = decide(
-        prepared.facts,
+        prepared_run.facts,
         profile,
         records,
         software_asked=options.software,
-        is_part=bool(unfinished.selection),
+        is_part=bool(unfinished_run.selection),
     )
     run = replace(
-        unfinished,
+        unfinished_run,
         duration_s=round(time.monotonic() - clock_start, 3),
         profile=profile.name,
         profile_about=profile.about,
@@ -206,8 +206,8 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         required=outcome.required,
         is_interrupted=False,
     )
-    prepared.folder.write_run(run)
-    return run, prepared.folder
+    prepared_run.folder.write_run(run)
+    return run, prepared_run.folder
 
 
 def _describe_selection(options: Options) -> str:

@@ -77,19 +77,21 @@ def check_numbers(
         The limits of the links, by the name of the rate without ``_gb_per_s_median``. A rate may have no limit.
     """
     checks = []
-    for name, measured in numbers.items():
+    for name, measured_value in numbers.items():
         limit = limits.get(name.removesuffix(_RATE_SUFFIX)) if name.endswith(_RATE_SUFFIX) else None
         if limit is not None:
             bound = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
-            text = f"{name} is {measured:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
-            checks.append(_make_check(name, measured, bound, text, is_maximum=True))
+            text = f"{name} is {measured_value:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
+            checks.append(_make_check(name, measured_value, bound, text, is_maximum=True))
         for expected in profile.expected:
             if fnmatchcase(case, expected.case) and fnmatchcase(name, expected.number):
-                checks += _check_expected(expected, name, measured, limit)
+                checks += _check_expected(expected, name, measured_value, limit)
     return tuple(checks)
 
 
-def _check_expected(expected: ExpectedNumber, name: str, measured: float, limit: Limit | None) -> list[NumberCheck]:
+def _check_expected(
+    expected: ExpectedNumber, name: str, measured_value: float, limit: Limit | None
+) -> list[NumberCheck]:
     if expected.value is not None:
         value, origin = expected.value, expected.source
     elif limit is not None:
@@ -100,12 +102,14 @@ def _check_expected(expected: ExpectedNumber, name: str, measured: float, limit:
     tolerance = expected.tolerance_percent / 100
     is_maximum = expected.better == "less"
     bound = value * (1 + tolerance if is_maximum else 1 - tolerance)
-    text = f"{name} is {measured:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
-    return [_make_check(name, measured, bound, text, is_maximum=is_maximum)]
+    text = (
+        f"{name} is {measured_value:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
+    )
+    return [_make_check(name, measured_value, bound, text, is_maximum=is_maximum)]
 
 
-def _make_check(name: str, measured: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
-    is_met = measured <= bound if is_maximum else measured >= bound
+def _make_check(name: str, measured_value: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
+    is_met = measured_value <= bound if is_maximum else measured_value >= bound
     return NumberCheck(
-        number=name, found=measured, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text
+        number=name, found=measured_value, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text
     )

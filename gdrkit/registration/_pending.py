@@ -112,7 +112,7 @@ class PendingDeregistrations:
     def __init__(self, condition: threading.Condition) -> None:
         self._condition = condition
         self.pending: set[CacheEntry] = set()
-        self.failed: list[CacheEntry] = []
+        self.failed_entries: list[CacheEntry] = []
         self.registered_bytes = 0
 
     def add(self, entry: CacheEntry) -> list[CacheEntry]:
@@ -136,12 +136,14 @@ class PendingDeregistrations:
         Return the claimed entries, which the caller has to deregister.
         """
         self._condition.wait_for(lambda: not any(entry.is_claimed for entry in self.find_overlapping(begin, end)))
-        failed = [entry for entry in self.failed if overlaps(entry.key, begin, end)]
-        self.failed = [entry for entry in self.failed if entry not in failed]
-        self.pending.update(failed)
+        retried_entries = [entry for entry in self.failed_entries if overlaps(entry.key, begin, end)]
+        self.failed_entries = [entry for entry in self.failed_entries if entry not in retried_entries]
+        self.pending.update(retried_entries)
         # The last lease of a pending entry may have ended in another thread, which still waits for the lock. Then this
         # thread claims the entry.
-        return failed + [claimed for entry in self.find_overlapping(begin, end) for claimed in self.claim(entry)]
+        return retried_entries + [
+            claimed for entry in self.find_overlapping(begin, end) for claimed in self.claim(entry)
+        ]
 
     def find_overlapping(self, begin: int, end: int) -> list[CacheEntry]:
         """Return the pending entries that overlap [begin, end). Entries that failed are not among them."""
@@ -154,9 +156,9 @@ class PendingDeregistrations:
         errors of unrelated entries.
         """
         first_error: GdrkitError | None = None
-        remaining = dict.fromkeys(entries)
+        unreleased_entries = dict.fromkeys(entries)
         try:
-            for entry in tuple(remaining):
+            for entry in tuple(unreleased_entries):
                 try:
                     entry.memory.close()
                 except GdrkitError as error:
@@ -165,7 +167,7 @@ class PendingDeregistrations:
                     else:
                         first_error.add_note(f"then also: {error}")
                 else:
-                    del remaining[entry]
+                    del unreleased_entries[entry]
                     with self._condition:
                         self.pending.discard(entry)
                         self.registered_bytes -= entry.length_bytes
@@ -173,8 +175,8 @@ class PendingDeregistrations:
         finally:
             # If a signal handler raised an exception in this thread, some entries were not tried yet.
             with self._condition:
-                self.pending.difference_update(remaining)
-                self.failed += remaining
+                self.pending.difference_update(unreleased_entries)
+                self.failed_entries += unreleased_entries
                 self._condition.notify_all()
         if first_error is not None and raise_errors:
             raise first_error

@@ -118,7 +118,7 @@ class RegionCache:
                 leases=self._count_leases(),
                 in_flight=len(self._pending_registrations),
                 waiting=self._pending_registrations.waiter_count,
-                not_deregistered=len(self._pending_deregistrations.failed),
+                not_deregistered=len(self._pending_deregistrations.failed_entries),
             )
 
     def lease(self, memory: DeviceBuffer, *, offset_bytes: int = 0, length_bytes: int | None = None) -> Lease:

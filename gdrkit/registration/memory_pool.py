@@ -137,7 +137,7 @@ class MemoryPool(Closeable):
                 idle_blocks=len(self._idle),
                 idle_bytes=self._count_idle_bytes(),
                 in_use_blocks=len(self._in_use),
-                in_use_bytes=sum(pooled.memory.length_bytes for pooled in self._in_use),
+                in_use_bytes=sum(pooled_memory.memory.length_bytes for pooled_memory in self._in_use),
                 hits=self._hits,
                 misses=self._misses,
                 trimmed_blocks=self._trimmed,
@@ -224,16 +224,16 @@ class MemoryPool(Closeable):
         return memory
 
     def _add(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
-        pooled = PooledMemory(memory, length_bytes, self._take_back)
-        self._in_use[pooled] = None
-        return pooled
+        pooled_memory = PooledMemory(memory, length_bytes, self._take_back)
+        self._in_use[pooled_memory] = None
+        return pooled_memory
 
-    def _take_back(self, pooled: PooledMemory) -> None:
+    def _take_back(self, pooled_memory: PooledMemory) -> None:
         with self._lock:
-            if pooled not in self._in_use:  # It was closed before.
+            if pooled_memory not in self._in_use:  # It was closed before.
                 return
-            del self._in_use[pooled]
-            self._idle[pooled.memory] = time.monotonic()
+            del self._in_use[pooled_memory]
+            self._idle[pooled_memory.memory] = time.monotonic()
         self._free_idle(self._idle_bytes_max, self._idle_s_max)
 
     def _free_idle(self, bytes_max: int, idle_s_max: float | None) -> None:

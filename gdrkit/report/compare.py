@@ -98,10 +98,10 @@ def compare(before: Contents, after: Contents, *, noise_percent: float) -> Compa
     noise_percent : float
         A change of a number by at most this many percent is noise, even if the rounds of the number differ less.
     """
-    earlier, later = _group_by_case(before), _group_by_case(after)
+    earlier_records, later_records = _group_by_case(before), _group_by_case(after)
     changes = [
-        *_compare_verdicts(earlier, later),
-        *_compare_numbers(earlier, later, noise_percent),
+        *_compare_verdicts(earlier_records, later_records),
+        *_compare_numbers(earlier_records, later_records, noise_percent),
         *_compare_routes(before, after),
     ]
     return Comparison(
@@ -148,20 +148,20 @@ def _group_by_case(contents: Contents) -> dict[str, list[tuple[Record, str]]]:
 
 
 def _compare_verdicts(
-    earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]]
+    earlier_records: dict[str, list[tuple[Record, str]]], later_records: dict[str, list[tuple[Record, str]]]
 ) -> Iterator[Change]:
-    for case, records_before in earlier.items():
+    for case, records_before in earlier_records.items():
         before = _find_worst_verdict(record.verdict for record, _ in records_before)
         origins = tuple(origin for _, origin in records_before)
-        if case not in later:
+        if case not in later_records:
             # A case that did not run before has no result that could be gone.
             if before is not Verdict.NOT_RUN:
                 yield Change("verdict", case, "gone", before.value, "", origins=origins)
             continue
-        after = _find_worst_verdict(record.verdict for record, _ in later[case])
+        after = _find_worst_verdict(record.verdict for record, _ in later_records[case])
         if before is not after:
             outcome = "worse" if _VERDICTS_BEST_FIRST.index(after) > _VERDICTS_BEST_FIRST.index(before) else "better"
-            origins += tuple(origin for _, origin in later[case])
+            origins += tuple(origin for _, origin in later_records[case])
             yield Change("verdict", case, outcome, before.value, after.value, origins=origins)
 
 
@@ -170,10 +170,12 @@ def _find_worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
 
 
 def _compare_numbers(
-    earlier: dict[str, list[tuple[Record, str]]], later: dict[str, list[tuple[Record, str]]], noise_percent: float
+    earlier_records: dict[str, list[tuple[Record, str]]],
+    later_records: dict[str, list[tuple[Record, str]]],
+    noise_percent: float,
 ) -> Iterator[Change]:
-    for case in [case for case in earlier if case in later]:
-        before, after = earlier[case], later[case]
+    for case in [case for case in earlier_records if case in later_records]:
+        before, after = earlier_records[case], later_records[case]
         names = dict.fromkeys(name for record, _ in before for name in record.numbers)
         for name in names:
             number = split_number(name)
@@ -225,9 +227,9 @@ def _compare_routes(before: Contents, after: Contents) -> Iterator[Change]:
         statuses += file_statuses(contents.facts, contents.records)
         return {status.name: status.state for status in statuses}
 
-    later = states_by_name(after)
+    later_states = states_by_name(after)
     for name, earlier_state in states_by_name(before).items():
-        later_state = later.get(name)
+        later_state = later_states.get(name)
         if later_state is None:
             if earlier_state is RouteOutcome.PROVEN:
                 yield Change("route", name, "gone", earlier_state.value, "")

@@ -150,5 +150,7 @@ def _choose_axis_step(highest: float) -> float:
     if highest <= 0:
         return 1.0
     step_min = highest / _AXIS_STEPS
-    power = 10.0 ** math.floor(math.log10(step_min))
-    return next((factor * power for factor in (1, 2, 2.5, 5) if factor * power >= step_min), 10 * power)
+    power_of_ten = 10.0 ** math.floor(math.log10(step_min))
+    return next(
+        (factor * power_of_ten for factor in (1, 2, 2.5, 5) if factor * power_of_ten >= step_min), 10 * power_of_ten
+    )

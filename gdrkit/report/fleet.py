@@ -234,7 +234,7 @@ def _select_latest(host_runs: Sequence[_HostRun]) -> tuple[list[_HostRun], tuple
     latest_runs: list[_HostRun] = []
     older_folders: list[str] = []
     for host_run in sorted(host_runs, key=lambda candidate: candidate.contents.run.started, reverse=True):
-        if any(_is_same_host(host_run.contents, newer.contents) for newer in latest_runs):
+        if any(_is_same_host(host_run.contents, newer_run.contents) for newer_run in latest_runs):
             older_folders.append(host_run.folder)
         else:
             latest_runs.append(host_run)

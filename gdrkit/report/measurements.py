@@ -49,8 +49,8 @@ class Bound:
     used_share: float
 
 
-def _make_bound(relation: str, bound: float, source: str, measured: float, *, is_met: bool) -> Bound:
-    part, whole = (measured, bound) if relation == "at most" else (bound, measured)
+def _make_bound(relation: str, bound: float, source: str, measured_value: float, *, is_met: bool) -> Bound:
+    part, whole = (measured_value, bound) if relation == "at most" else (bound, measured_value)
     used_share = part / whole if whole > 0 else float(not is_met)
     return Bound(relation, format_three_digits(bound), source, is_met, used_share)
 
@@ -103,14 +103,17 @@ def measurements(records: Iterable[Record], facts: Facts) -> tuple[Measurement, 
     The rows are in three parts: rows that miss a bound, rows that meet their bounds, and rows without a bound. Within a
     part, the rows of a group are adjacent, and the group that is nearest to a bound comes first.
     """
-    best: dict[tuple[str, str, str], _Candidate] = {}
+    best_candidates: dict[tuple[str, str, str], _Candidate] = {}
     for record in records:
         for group, quantity, candidate in _list_candidates(record) if describes_hardware(record) else ():
             number = split_number(candidate.name)
-            best_candidate = best.get((group, quantity, number.unit))
+            best_candidate = best_candidates.get((group, quantity, number.unit))
             if best_candidate is None or (candidate.value - best_candidate.value) * number.better > 0:
-                best[group, quantity, number.unit] = candidate
-    rows = [_make_measurement(group, quantity, candidate, facts) for (group, quantity, _), candidate in best.items()]
+                best_candidates[group, quantity, number.unit] = candidate
+    rows = [
+        _make_measurement(group, quantity, candidate, facts)
+        for (group, quantity, _), candidate in best_candidates.items()
+    ]
     share_of_group: dict[tuple[int, str], float] = {}
     for row in rows:
         key = (_rank(row), row.group)
@@ -152,8 +155,8 @@ def number_words(case: str, name: str) -> tuple[str, str]:
 
 def _make_measurement(group: str, quantity: str, candidate: _Candidate, facts: Facts) -> Measurement:
     numbers, name = candidate.record.numbers, candidate.name
-    stem = name.removesuffix(f"_{split_number(name).statistic}")
-    lowest, highest = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
+    base_name = name.removesuffix(f"_{split_number(name).statistic}")
+    lowest, highest = numbers.get(f"{base_name}_min"), numbers.get(f"{base_name}_max")
     range_text = ""
     if lowest is not None and highest is not None:
         range_text = f"{format_three_digits(lowest)} to {format_three_digits(highest)}"

@@ -137,8 +137,8 @@ def _draw_line(
 def _choose_axis_step(highest: float) -> float:
     """Return the distance of the ticks: 1, 2, 5 or 10 times a power of ten, so that the axis has at most six steps."""
     step_min = highest / _STEPS_MAX
-    power: float = 10.0 ** math.floor(math.log10(step_min))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= step_min)
+    power_of_ten: float = 10.0 ** math.floor(math.log10(step_min))
+    return next(factor * power_of_ten for factor in (1, 2, 5, 10) if factor * power_of_ten >= step_min)
 
 
 def _draw_text(x: float, y: float, text: str, css_class: str = "", *, anchor: str = "start") -> str:

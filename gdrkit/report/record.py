@@ -258,9 +258,9 @@ def append_record(path: str | os.PathLike[str], record: Record) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        remaining = line.encode("utf-8", "backslashreplace")
-        while remaining:
-            remaining = remaining[os.write(descriptor, remaining) :]
+        unwritten_bytes = line.encode("utf-8", "backslashreplace")
+        while unwritten_bytes:
+            unwritten_bytes = unwritten_bytes[os.write(descriptor, unwritten_bytes) :]
     finally:
         os.close(descriptor)
 

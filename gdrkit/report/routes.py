@@ -190,18 +190,18 @@ def _find_shortest_mounts(facts: Facts) -> list[str]:
 
 def unmet_requirements(profile: Profile, statuses: Sequence[RouteStatus]) -> tuple[str, ...]:
     """Return one sentence for each route that the profile requires and that was not proven."""
-    unmet = []
+    unmet_texts = []
     for required in profile.routes:
         matching = [status for status in statuses if _matches_requirement(required, status)]
         if not matching:
-            unmet.append(f"there is no route GPU {required.device} <- NIC {required.nic} by {required.way}")
+            unmet_texts.append(f"there is no route GPU {required.device} <- NIC {required.nic} by {required.way}")
         elif required.enough == "each":
-            unmet += [
+            unmet_texts += [
                 f"{status.name}: {status.cause}" for status in matching if status.state is not RouteOutcome.PROVEN
             ]
         else:
-            unmet += _list_devices_without_proven_route(matching)
-    return tuple(unmet)
+            unmet_texts += _list_devices_without_proven_route(matching)
+    return tuple(unmet_texts)
 
 
 def _list_devices_without_proven_route(statuses: Sequence[RouteStatus]) -> list[str]:

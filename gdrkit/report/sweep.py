@@ -141,11 +141,11 @@ class Sweep:
 def split_number(name: str) -> Number:
     """Return the parts of the name of a number."""
     match = _STATISTIC.search(name)
-    stem, statistic = (name[: match.start()], match[1]) if match else (name, "")
+    base_name, statistic = (name[: match.start()], match[1]) if match else (name, "")
     for unit, _ in _UNITS:
-        if stem == unit or stem.endswith(f"_{unit}"):
-            return Number(stem.removesuffix(unit).rstrip("_"), unit, statistic)
-    return Number(stem, "", statistic)
+        if base_name == unit or base_name.endswith(f"_{unit}"):
+            return Number(base_name.removesuffix(unit).rstrip("_"), unit, statistic)
+    return Number(base_name, "", statistic)
 
 
 def measured_apis(record: Record) -> tuple[str, ...]:

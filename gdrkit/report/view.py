@@ -240,10 +240,10 @@ def _format_numbers(numbers: Mapping[str, float]) -> Iterator[tuple[str, str]]:
     """
     for name, value in numbers.items():
         number = split_number(name)
-        stem = name.removesuffix(f"_{number.statistic}")
-        if number.statistic in ("min", "max") and f"{stem}_median" in numbers:
+        base_name = name.removesuffix(f"_{number.statistic}")
+        if number.statistic in ("min", "max") and f"{base_name}_median" in numbers:
             continue
-        lowest, highest = numbers.get(f"{stem}_min"), numbers.get(f"{stem}_max")
+        lowest, highest = numbers.get(f"{base_name}_min"), numbers.get(f"{base_name}_max")
         is_median = number.statistic == "median"
         words = " ".join(filter(None, (number.base, "" if is_median else number.statistic))).replace("_", " ")
         text = f"{format_number(value)} {number.unit_words}".strip()

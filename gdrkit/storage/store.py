@@ -168,8 +168,8 @@ class FileStore:
             with os.scandir(folder) as entries:
                 by_name = {os.fsencode(each.name): each for each in entries}
             after_bytes = b"" if after is None else os.fsencode(after)
-            hidden = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
-            names = sorted(name for name in by_name if name > after_bytes and name not in hidden)
+            hidden_names = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
+            names = sorted(name for name in by_name if name > after_bytes and name not in hidden_names)
             reply_entries, bytes_left = [], _ENTRIES_BYTES_MAX
             for name in names:
                 entry = by_name[name]

@@ -59,14 +59,14 @@ class Transfers:
         index_by_tag: dict[int, int] = {}
         results: list[Result | None] = [None] * len(operations)
         unsent_operations = deque(enumerate(operations))
-        unsent = bytearray()
+        unsent_bytes = bytearray()
         deadline_s = time.monotonic() + timeout_s
-        while unsent_operations or index_by_tag or unsent:
-            if unsent_operations and not unsent and len(index_by_tag) < self._outstanding_max:
-                unsent += self._pack_next_frame(unsent_operations, index_by_tag)
-            self._wait(deadline_s, is_sending=bool(unsent))
-            if unsent:
-                unsent = self._send(unsent)
+        while unsent_operations or index_by_tag or unsent_bytes:
+            if unsent_operations and not unsent_bytes and len(index_by_tag) < self._outstanding_max:
+                unsent_bytes += self._pack_next_frame(unsent_operations, index_by_tag)
+            self._wait(deadline_s, is_sending=bool(unsent_bytes))
+            if unsent_bytes:
+                unsent_bytes = self._send(unsent_bytes)
             for result in self._receive_results():
                 if result.tag not in index_by_tag:
                     self._fail("the server sent the result of an operation that was not requested")
@@ -100,12 +100,12 @@ class Transfers:
             self._socket.close()
             raise storage_error("transfer", errno.ETIMEDOUT, detail=self._failure)
 
-    def _send(self, unsent: bytearray) -> bytearray:
+    def _send(self, unsent_bytes: bytearray) -> bytearray:
         """Send as many bytes as possible without waiting, and return the rest."""
         try:
-            return unsent[self._socket.send(unsent) :]
+            return unsent_bytes[self._socket.send(unsent_bytes) :]
         except BlockingIOError:
-            return unsent
+            return unsent_bytes
         except OSError as error:
             self._fail(f"the connection ended: {error}", error)
 

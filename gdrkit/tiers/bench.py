@@ -126,18 +126,18 @@ def _open_unnamed(folder: TierFolder) -> tuple[int, int]:
 
     If the file system does not support O_DIRECT, both are the same descriptor.
     """
-    name, incoming = f"bench-{uuid.uuid4().hex}", folder.own_folder("incoming")
+    name, incoming_folder = f"bench-{uuid.uuid4().hex}", folder.own_folder("incoming")
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-    buffered_fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming)
+    buffered_fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=incoming_folder)
     try:
-        direct_fd = os.open(name, flags | os.O_DIRECT, dir_fd=incoming)
+        direct_fd = os.open(name, flags | os.O_DIRECT, dir_fd=incoming_folder)
     except OSError as error:
         if error.errno != errno.EINVAL:
             os.close(buffered_fd)
             raise
         direct_fd = buffered_fd
     finally:
-        os.unlink(name, dir_fd=incoming)
+        os.unlink(name, dir_fd=incoming_folder)
     return buffered_fd, direct_fd
 
 

@@ -126,8 +126,8 @@ def _compare_file(
     copies = {tier: info for tier, folder in folders.items() if (info := _stat_regular_file(folder, name)) is not None}
     if len(copies) > 1 and not _is_migration_in_progress(folders):
         reported_tier = entry.tier if entry is not None and entry.tier in copies else next(iter(copies))
-        others = ", ".join(tier for tier in copies if tier != reported_tier)
-        yield TierFinding(FindingKind.TWICE, name, reported_tier, f"also in {others}")
+        other_tiers = ", ".join(tier for tier in copies if tier != reported_tier)
+        yield TierFinding(FindingKind.TWICE, name, reported_tier, f"also in {other_tiers}")
     if entry is None:
         if copies:
             tier, info = next(iter(copies.items()))

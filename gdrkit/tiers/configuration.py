@@ -7,6 +7,7 @@ in the output of ``gdrkit tiers bench``, beside the measured ones.
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
@@ -365,7 +366,7 @@ def _check_configuration(configuration: Configuration) -> None:
         message = f"accesses_min must decrease from tier to tier and be 0 for the last tier, not {thresholds}"
         raise UsageError(message)
     folders = [tier.directory.resolve() for tier in configuration.tiers]
-    if any(a == b or a in b.parents for i, a in enumerate(folders) for j, b in enumerate(folders) if i != j):
+    if any(first == second or first in second.parents for first, second in itertools.permutations(folders, 2)):
         message = "the directory of a tier must not be the directory of another tier, or inside that directory"
         raise UsageError(message, what_to_do="configure a separate directory for each tier")
     catalogue = configuration.catalogue.resolve()

@@ -241,8 +241,8 @@ class Database(ABC):
             return
         with transaction(connection):
             now_s = self.read_clock(connection, store=True) * self._half_life_s
-            shift = now_s / self._half_life_s - now_s / old_half_life_s
-            connection.execute("UPDATE files SET score = score + ?", (shift,))
+            score_shift = now_s / self._half_life_s - now_s / old_half_life_s
+            connection.execute("UPDATE files SET score = score + ?", (score_shift,))
             connection.execute("UPDATE meta SET value = ? WHERE key = 'half_life_s'", (self._half_life_s,))
 
     def read_clock(self, connection: Connection, *, store: bool) -> float:

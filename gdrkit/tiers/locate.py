@@ -97,8 +97,8 @@ def _find_entry(name: str, catalogue: Catalogue) -> Entry | None:
 
 
 def _order_search(entry: Entry | None, folders: Mapping[str, TierFolder]) -> list[TierFolder]:
-    first = [folders[entry.tier]] if entry is not None and entry.tier in folders else []
-    return [*first, *(folder for folder in folders.values() if folder not in first)]
+    first_folders = [folders[entry.tier]] if entry is not None and entry.tier in folders else []
+    return [*first_folders, *(folder for folder in folders.values() if folder not in first_folders)]
 
 
 def _search_and_open(

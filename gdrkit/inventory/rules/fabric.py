@@ -43,7 +43,7 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
     bridges = dict.fromkeys(
         address for gpu, device in near_pairs for address in context.bridges_between(gpu.address, device.address)
     )
-    unreadable, redirecting = [], []
+    unreadable, redirecting_bridges = [], []
     for address in bridges:
         # Parts of the path that are not PCI functions, such as a host bridge (pci0000:00), have no config space.
         if not address[:1].isalnum() or address.startswith("pci"):
@@ -53,9 +53,9 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
             unreadable.append(address)
         elif space.acs is not None:
             context.record(f"ACSCtl of {address}", space.acs)
-            redirecting += [address] if space.acs.redirects else []
-    if redirecting:
-        return context.fails(f"traffic between GPU and NIC or NVMe is redirected by {', '.join(redirecting)}")
+            redirecting_bridges += [address] if space.acs.redirects else []
+    if redirecting_bridges:
+        return context.fails(f"traffic between GPU and NIC or NVMe is redirected by {', '.join(redirecting_bridges)}")
     if unreadable:
         return context.not_run(f"config space of {len(unreadable)} bridges cannot be read: {', '.join(unreadable[:4])}")
     return context.passes(f"none of {len(bridges)} bridges between GPUs and NICs or NVMe redirects")
@@ -180,22 +180,22 @@ def _check_far_apart(context: RuleContext) -> RuleResult:
 )
 def _check_link_downgraded(context: RuleContext) -> RuleResult:
     narrow_links, slow_links, known_count = [], [], 0
-    for upper, lower in _list_links(context):
-        width_max, speed_max = _link_maximum(upper, lower)
-        width, speed = _parse_number(lower.link_width), _parse_number(lower.link_speed)
+    for upper_device, lower_device in _list_links(context):
+        width_max, speed_max = _find_link_maximum(upper_device, lower_device)
+        width, speed = _parse_number(lower_device.link_width), _parse_number(lower_device.link_speed)
         if not (width_max and width in _LINK_WIDTHS) and not (speed_max and speed):
             continue
         known_count += 1
         context.record(
-            f"link of {lower.address}",
-            f"{lower.link_speed} x{lower.link_width} of {speed_max} GT/s x{width_max:g}"
+            f"link of {lower_device.address}",
+            f"{lower_device.link_speed} x{lower_device.link_width} of {speed_max} GT/s x{width_max:g}"
             if speed_max and width_max
             else "partly known",
         )
         if width_max and width in _LINK_WIDTHS and width < width_max:
-            narrow_links.append(f"{lower.address} has x{width:g} of x{width_max:g}")
+            narrow_links.append(f"{lower_device.address} has x{width:g} of x{width_max:g}")
         elif speed_max and speed and speed < speed_max:
-            slow_links.append((lower, speed_max))
+            slow_links.append((lower_device, speed_max))
     if context.facts.virtual_machine is not None and (narrow_links or slow_links):
         links = "; ".join(
             [
@@ -252,20 +252,20 @@ def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]
         # From the device up, each pair of functions is the lower and the upper end of a link. There is no link between
         # the two ports of a switch. The registers of the lower end describe the link.
         for index in range(len(path) - 1, -1, -2):
-            lower = path[index]
-            if lower is not None and (index > 0 or lower is end or lower.address == end.address):
-                links[lower.address] = (path[index - 1] if index > 0 else None, lower)
+            lower_device = path[index]
+            if lower_device is not None and (index > 0 or lower_device is end or lower_device.address == end.address):
+                links[lower_device.address] = (path[index - 1] if index > 0 else None, lower_device)
     return list(links.values())
 
 
-def _link_maximum(upper: PciDevice | None, lower: PciDevice) -> tuple[float | None, float | None]:
+def _find_link_maximum(upper_device: PciDevice | None, lower_device: PciDevice) -> tuple[float | None, float | None]:
     """Return the largest width and speed that both ends support. Each is None if the lower end does not report it."""
-    ends = [lower] if upper is None else [upper, lower]
+    ends = [lower_device] if upper_device is None else [upper_device, lower_device]
     widths = [width for end in ends if (width := _parse_number(end.link_width_max)) in _LINK_WIDTHS]
     speeds = [speed for end in ends if (speed := _parse_number(end.link_speed_max))]
     has_width, has_speed = (
-        _parse_number(lower.link_width_max) in _LINK_WIDTHS,
-        bool(_parse_number(lower.link_speed_max)),
+        _parse_number(lower_device.link_width_max) in _LINK_WIDTHS,
+        bool(_parse_number(lower_device.link_speed_max)),
     )
     return (min(widths) if widths and has_width else None), (min(speeds) if speeds and has_speed else None)
 
