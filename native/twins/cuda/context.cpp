@@ -3,6 +3,7 @@
 #include "cuda/context.hpp"
 
 #include <algorithm>
+#include <condition_variable>
 #include <map>
 #include <mutex>
 #include <set>
@@ -28,10 +29,12 @@ struct Primary {
     ContextRef context;
     std::uint64_t reference_count = 0;
     std::uint32_t flags = 0;
+    bool is_ending = false; // a thread destroys the contents of the context, so no other thread may retain it
 };
 
 struct Contexts {
     std::mutex mutex;
+    std::condition_variable ended; // notified when the end of a primary context is complete
     std::map<Handle, ContextRef> live;
     std::map<Device, Primary> primaries;
     std::set<std::pair<Handle, Handle>> peers; // {context, peer context that it may access}
@@ -118,8 +121,9 @@ Result create_context(Handle* handle, std::uint32_t flags, Device device) {
 
 ContextRef retain_primary(Device device) {
     Contexts& state = contexts();
-    std::lock_guard lock(state.mutex);
+    std::unique_lock lock(state.mutex);
     Primary& primary = state.primaries[device];
+    state.ended.wait(lock, [&] { return !primary.is_ending; });
     if (!primary.context) {
         primary.context = make_context_locked(&state, device, primary.flags);
         primary.context->is_primary = true;
@@ -134,7 +138,7 @@ ContextRef retain_primary(Device device) {
 }
 
 // Drop one reference of the device's primary context, or all references (cuDevicePrimaryCtxReset). When no reference is
-// left, destroy the contents of the context.
+// left, destroy the contents of the context. Meanwhile, calls that retain the context wait.
 Result release_primary(Device device, bool drops_all_references) {
     if (!device_exists(device)) {
         return invalid_device;
@@ -142,13 +146,15 @@ Result release_primary(Device device, bool drops_all_references) {
     Contexts& state = contexts();
     ContextRef last_released;
     {
-        std::lock_guard lock(state.mutex);
+        std::unique_lock lock(state.mutex);
         Primary& primary = state.primaries[device];
+        state.ended.wait(lock, [&] { return !primary.is_ending; });
         if (primary.reference_count == 0) {
             return drops_all_references ? success : invalid_context;
         }
         primary.reference_count = drops_all_references ? 0 : primary.reference_count - 1;
         if (primary.reference_count == 0) {
+            primary.is_ending = true;
             last_released = primary.context;
             last_released->is_alive = false;
             state.live.erase(last_released->handle);
@@ -156,9 +162,11 @@ Result release_primary(Device device, bool drops_all_references) {
     }
     if (last_released) {
         destroy_contents(last_released);
-        if (!ledger_remove(primary_ledger_kind, last_released->handle)) {
-            return invalid_context;
-        }
+        const bool is_removed = ledger_remove(primary_ledger_kind, last_released->handle);
+        std::lock_guard lock(state.mutex);
+        state.primaries[device].is_ending = false;
+        state.ended.notify_all();
+        return is_removed ? success : invalid_context;
     }
     return success;
 }

@@ -1,11 +1,13 @@
 // The device and the primary context of a thread, cudaSetDevice and related functions.
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <atomic>
 #include <mutex>
-#include <vector>
 
 #include "cudart/entry.hpp"
+#include "model/gpu.hpp"
 #include "model/note.hpp"
 #include "model/usage.hpp"
 
@@ -24,17 +26,14 @@ thread_local Device selected_device = 0;
 // A primary context that the twin has retained. Its handle stays the same if a reset destroys it and a later call
 // creates it again. Only the driver knows whether it exists, because the program may reset it by the driver.
 struct Primary {
-    Handle context = 0;
+    std::mutex mutex; // of this device only, because a call waits with it until a reset of the device is done
+    std::atomic<Handle> context{0};
     bool is_retained = false; // by the twin, since its last reset
 };
 
-struct Primaries {
-    std::mutex mutex;
-    std::vector<Primary> of_device; // by ordinal
-};
-
-Primaries& primaries() {
-    static auto* const instance = new Primaries;
+// The primary contexts by ordinal.
+std::array<Primary, max_gpu_count>& primaries() {
+    static auto* const instance = new std::array<Primary, max_gpu_count>;
     return *instance;
 }
 
@@ -61,19 +60,14 @@ bool is_active(Device device) {
 
 // Return whether the context is a primary context that was reset, by any thread, and store its device.
 bool was_reset(Handle context, Device* device) {
-    Primaries& state = primaries();
-    std::lock_guard lock(state.mutex);
-    for (std::size_t ordinal = 0; ordinal < state.of_device.size(); ++ordinal) {
-        if (state.of_device[ordinal].context == context) {
-            const auto found = static_cast<Device>(ordinal);
-            if (is_active(found)) {
-                return false;
-            }
-            *device = found;
-            return true;
-        }
+    const auto found =
+        std::ranges::find_if(primaries(), [=](const Primary& primary) { return primary.context.load() == context; });
+    const auto ordinal = static_cast<Device>(found - primaries().begin());
+    if (found == primaries().end() || is_active(ordinal)) {
+        return false;
     }
-    return false;
+    *device = ordinal;
+    return true;
 }
 
 // Return whether the context is the primary context of the device, which exists.
@@ -98,14 +92,13 @@ Error reset_device() {
     if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !is_primary(context, device)) {
         return success;
     }
-    // The reset waits for host functions of the program, so it must not hold the lock.
-    const Error error = call(&Driver::cuDevicePrimaryCtxReset_v2, device);
-    Primaries& state = primaries();
-    std::lock_guard lock(state.mutex);
-    if (error == success && static_cast<std::size_t>(device) < state.of_device.size()) {
-        state.of_device[static_cast<std::size_t>(device)].is_retained = false;
+    // If another thread retains the context again before the reset, it notices the reset at its next call.
+    {
+        Primary& primary = primaries().at(static_cast<std::size_t>(device));
+        std::lock_guard lock(primary.mutex);
+        primary.is_retained = false;
     }
-    return error;
+    return call(&Driver::cuDevicePrimaryCtxReset_v2, device);
 }
 
 } // namespace
@@ -133,17 +126,14 @@ Error check_device(Device device) {
 }
 
 Error primary_context_of(Device device, Handle* context) {
-    Primaries& state = primaries();
-    std::lock_guard lock(state.mutex);
-    const auto ordinal = static_cast<std::size_t>(device);
-    if (ordinal >= state.of_device.size()) {
-        state.of_device.resize(ordinal + 1);
-    }
-    Primary& primary = state.of_device[ordinal];
+    Primary& primary = primaries().at(static_cast<std::size_t>(device));
+    std::lock_guard lock(primary.mutex);
     if (!primary.is_retained || !is_active(device)) {
-        if (const Error error = call(&Driver::cuDevicePrimaryCtxRetain, &primary.context, device); error != success) {
+        Handle retained = 0;
+        if (const Error error = call(&Driver::cuDevicePrimaryCtxRetain, &retained, device); error != success) {
             return error;
         }
+        primary.context = retained;
         primary.is_retained = true;
     }
     *context = primary.context;

@@ -14,6 +14,7 @@
 #include <random>
 #include <string_view>
 
+#include "model/gpu.hpp"
 #include "model/sockets.hpp"
 
 namespace gdrkit::twin {
@@ -125,7 +126,8 @@ Config read_config() {
     config.nic_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_NICS",
                                                          address_count > 0 ? address_count : config.nic_count,
                                                          address_count > 0 ? address_count : max_nic_count));
-    config.gpu_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, 16));
+    config.gpu_count =
+        static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GPUS", config.gpu_count, max_gpu_count));
     config.gaudi_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GAUDIS", config.gaudi_count, 16));
     config.gaudi_generation = read_gaudi_generation(&config);
     config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);

@@ -16,6 +16,8 @@ inline constexpr int gpu_compute_major = 9, gpu_compute_minor = 0;
 inline constexpr int first_gpu_pci_bus = 0xa0;
 inline constexpr int cuda_driver_version = 13000; // 1000 * major + 10 * minor
 
+inline constexpr unsigned max_gpu_count = 16;
+
 using GpuUuid = std::array<char, 16>;
 
 // Return the UUID of a GPU by its number in the machine. It is the same in every process of a domain

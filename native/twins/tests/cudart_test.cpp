@@ -453,6 +453,35 @@ void test_reset_does_not_block_other_threads() {
     EXPECT_OK("cudaSetDevice", 0);
 }
 
+// A call for a device that another thread resets waits for the end of the reset. So the reset does not destroy what the
+// call allocates.
+void test_call_waits_for_a_reset_of_its_device() {
+    EXPECT_OK("cudaSetDevice", 1);
+    u64 stream = 0;
+    EXPECT_OK("cudaStreamCreate", &stream);
+    Gate gate("cudaLaunchHostFunc", stream);
+    std::thread resetter([] {
+        EXPECT_OK("cudaSetDevice", 1);
+        EXPECT_OK("cudaDeviceReset");
+    });
+    while (is_active(1)) {
+        std::this_thread::yield();
+    }
+    std::promise<void*> allocated;
+    std::future<void*> memory = allocated.get_future();
+    std::thread user([&] {
+        EXPECT_OK("cudaSetDevice", 1);
+        allocated.set_value(allocate(100));
+    });
+    CHECK(memory.wait_for(std::chrono::milliseconds(50)) == std::future_status::timeout);
+    EXPECT_OK("cudaSetDevice", 0); // other devices can be used meanwhile
+    EXPECT_OK("cudaFree", allocate(100));
+    gate.open();
+    resetter.join();
+    user.join();
+    EXPECT_OK("cudaFree", memory.get());
+}
+
 // The runtime asks the driver whether a primary context exists, because the program may reset it by the driver.
 void test_reset_by_the_driver_is_noticed() {
     EXPECT_OK("cudaSetDevice", 1);
@@ -570,6 +599,7 @@ int main(int argument_count, char** arguments) {
     test_launch_is_refused();
     test_reset_destroys_the_context();
     test_reset_does_not_block_other_threads();
+    test_call_waits_for_a_reset_of_its_device();
     test_reset_by_the_driver_is_noticed();
     test_reset_keeps_other_contexts();
     test_current_context_is_used();
