@@ -9,7 +9,8 @@
 
 namespace gdrkit::twin::cufile {
 
-inline constexpr int library_version = 1200; // version 1.20 in the encoding of cuFileGetVersion
+// The first version with vectored calls and their statistics, in the form of cuFileGetVersion.
+inline constexpr int first_version_with_vectors = 1190;
 
 // CUfileOpError codes that the twin returns.
 enum Status : int {

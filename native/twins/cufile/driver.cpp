@@ -10,6 +10,7 @@
 #include "cufile/entry.hpp"
 #include "cufile/files.hpp"
 #include "cufile/parameters.hpp"
+#include "model/config.hpp"
 #include "model/fault.hpp"
 
 namespace gdrkit::twin::cufile {
@@ -158,7 +159,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
         if (version == nullptr) {
             throw CufileError{invalid_value};
         }
-        *version = library_version;
+        *version = config().cufile_version;
     });
 }
 

@@ -9,6 +9,7 @@
 
 #include "cufile/driver.hpp"
 #include "cufile/entry.hpp"
+#include "model/config.hpp"
 
 namespace gdrkit::twin::cufile {
 namespace {
@@ -107,6 +108,19 @@ GpuStats* gpu_counters_of(Statistics* state, int device) {
     return device < 0 || device >= max_gpus ? nullptr : &state->counters.gpus[device];
 }
 
+// Copy the first `size_bytes` bytes of the level 3 structure. In a version without vectored calls, the level 1
+// structure ends before their counters, and the rest follows there.
+void copy_layout_of_version(const StatsLevel3& counters, void* destination, std::size_t size_bytes) {
+    constexpr std::size_t vectors_begin = offsetof(StatsLevel1, readv_ops), vectors_end = sizeof(StatsLevel1);
+    if (config().cufile_version >= first_version_with_vectors) {
+        std::memcpy(destination, &counters, size_bytes);
+        return;
+    }
+    std::memcpy(destination, &counters, vectors_begin);
+    std::memcpy(static_cast<std::byte*>(destination) + vectors_begin,
+                reinterpret_cast<const std::byte*>(&counters) + vectors_end, size_bytes - vectors_end);
+}
+
 // Copy the statistics of a level. The level 3 structure begins with the level 2 structure, which begins with the level
 // 1 structure. So every level is the first `size_bytes` bytes of the level 3 structure.
 Error copy_statistics(std::string_view symbol, int level, void* destination, std::size_t size_bytes) {
@@ -122,7 +136,7 @@ Error copy_statistics(std::string_view symbol, int level, void* destination, std
         for (std::uint32_t gpu = 0; gpu < state.counters.gpu_count; ++gpu) {
             std::memcpy(state.counters.gpus[gpu].uuid, uuids[gpu].data(), uuids[gpu].size());
         }
-        std::memcpy(destination, &state.counters, size_bytes);
+        copy_layout_of_version(state.counters, destination, size_bytes);
     });
 }
 

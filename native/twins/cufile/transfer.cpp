@@ -181,6 +181,9 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
 ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file, const IoVector* vectors,
                          std::size_t count, off_t file_offset, unsigned flags) {
     return data_entry(symbol, [&]() -> ssize_t {
+        if (config().cufile_version < first_version_with_vectors) {
+            throw CufileError{platform_not_supported};
+        }
         if (vectors == nullptr || count == 0 || flags != 0) {
             throw CufileError{invalid_value};
         }

@@ -70,6 +70,15 @@ GaudiGeneration read_gaudi_generation(Config* config) {
                            : (name == "gaudi3" ? GaudiGeneration::gaudi3 : GaudiGeneration::gaudi2);
 }
 
+int read_cufile_version(Config* config) {
+    const char* text = std::getenv("GDRKIT_TWINS_CUFILE");
+    const std::string_view version = text == nullptr ? "1.20" : text;
+    if (version != "1.15" && version != "1.20") {
+        report_malformed(config, "GDRKIT_TWINS_CUFILE", version, "1.15 or 1.20");
+    }
+    return version == "1.15" ? 1150 : 1200;
+}
+
 // Return the secret of the fabric, from the variable or from the file that it names; an empty text if there is none.
 std::string read_secret() {
     const char* const text = std::getenv("GDRKIT_TWINS_FABRIC_SECRET");
@@ -131,6 +140,7 @@ Config read_config() {
     config.gaudi_count = static_cast<unsigned>(read_number(&config, "GDRKIT_TWINS_GAUDIS", config.gaudi_count, 16));
     config.gaudi_generation = read_gaudi_generation(&config);
     config.gaudi_bar_mib = read_number(&config, "GDRKIT_TWINS_GAUDI_BAR_MIB", 0, 1 << 20);
+    config.cufile_version = read_cufile_version(&config);
     config.peermem = read_number(&config, "GDRKIT_TWINS_PEERMEM", 1, 1) != 0;
     config.udev_knows_all_disks = read_number(&config, "GDRKIT_TWINS_UDEV", 1, 1) != 0;
     config.max_delay_us =

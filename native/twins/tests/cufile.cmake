@@ -18,7 +18,7 @@ function(gdrkit_cufile_test name)
     ENVIRONMENT "GDRKIT_TWINS_DOMAIN=cufile-${name};TSAN_OPTIONS=die_after_fork=0")
 endfunction()
 
-foreach(name IN ITEMS symbols transfer statistics batch stream)
+foreach(name IN ITEMS symbols transfer statistics batch stream version)
   gdrkit_cufile_test(${name})
 endforeach()
 
