@@ -22,8 +22,7 @@ PROGRAM = str(Path(__file__).with_name("cuda_runtime_program.py"))
 RUNTIMES = ["libcudart.so.12", "libcudart.so.13"]
 CALLS = Path(__file__).with_name("cuda_runtime_calls.py")
 GRAPH_CALLS = Path(__file__).with_name("cuda_runtime_graph_calls.py")
-# A file with the titles of the calls that were not yet made on an H200.
-NOT_RECORDED_FILE = GRAPH_CALLS.with_name("cuda_runtime_graph_calls_not_recorded.json")
+SUITES = CALLS.parents[1]
 # Calls that have another result on the twin than on an H200, each with the reason.
 DIFFERENCES = {
     "cudaGetDeviceCount: one device": "the machine of the twins has two GPUs",
@@ -46,29 +45,19 @@ def run(*command: str, environment: dict[str, str] | None = None) -> subprocess.
     )
 
 
+@pytest.mark.parametrize(("program", "differences"), [(CALLS, DIFFERENCES), (GRAPH_CALLS, {})])
 @pytest.mark.parametrize("runtime", RUNTIMES)
-def test_results_and_errors_are_those_of_a_real_runtime(runtime: str) -> None:
-    process = run(str(CALLS), runtime)
+def test_results_and_errors_are_those_of_a_real_runtime(
+    runtime: str, program: Path, differences: dict[str, str]
+) -> None:
+    process = run(str(program), runtime, environment={**os.environ, "PYTHONPATH": str(SUITES)})
     assert process.returncode == 0, process.stderr
-    twin_results, gpu_results = json.loads(process.stdout), json.loads(CALLS.with_suffix(".json").read_text())
+    twin_results, gpu_results = json.loads(process.stdout), json.loads(program.with_suffix(".json").read_text())
     assert twin_results.keys() == gpu_results.keys()
     different_titles = {title for title, result in gpu_results.items() if twin_results[title] != result}
-    assert different_titles == DIFFERENCES.keys(), {
+    assert different_titles == differences.keys(), {
         title: (twin_results[title], gpu_results[title]) for title in different_titles
     }
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-def test_results_for_graphs_are_recorded_or_listed(runtime: str) -> None:
-    """The twin makes all calls of the program. A call without a result from an H200 must be in NOT_RECORDED_FILE."""
-    environment = {**os.environ, "PYTHONPATH": str(GRAPH_CALLS.parents[1])}
-    process = run(str(GRAPH_CALLS), runtime, environment=environment)
-    assert process.returncode == 0, process.stderr
-    twin_results, gpu_results = json.loads(process.stdout), json.loads(GRAPH_CALLS.with_suffix(".json").read_text())
-    titles_not_recorded = set(json.loads(NOT_RECORDED_FILE.read_text()))
-    assert not gpu_results.keys() & titles_not_recorded
-    assert twin_results.keys() == gpu_results.keys() | titles_not_recorded
-    assert {title for title, result in gpu_results.items() if twin_results[title] != result} == set()
 
 
 def copy_twin(name: str, target: Path) -> Path:

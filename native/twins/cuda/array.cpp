@@ -72,6 +72,9 @@ Result check(const ArrayDescription* description) {
     if (description == nullptr || element_bytes_of(description->format, description->channels) == 0) {
         return invalid_value;
     }
+    if ((description->flags & ~array_flags_mask) != 0) {
+        return invalid_value;
+    }
     if ((description->flags & ~(array_layered | array_surface | array_cubemap | array_gather)) != 0) {
         return not_supported;
     }

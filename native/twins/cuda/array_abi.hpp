@@ -20,7 +20,13 @@ enum ArrayFormat : std::int32_t {
 };
 
 // CUDA_ARRAY3D_*
-enum ArrayFlags : std::uint32_t { array_layered = 1, array_surface = 2, array_cubemap = 4, array_gather = 8 };
+enum ArrayFlags : std::uint32_t {
+    array_layered = 1,
+    array_surface = 2,
+    array_cubemap = 4,
+    array_gather = 8,
+    array_flags_mask = 0x1ff
+};
 
 struct PlaneDescription { // CUDA_ARRAY_DESCRIPTOR
     std::size_t width, height;

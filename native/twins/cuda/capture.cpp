@@ -139,9 +139,7 @@ Result capture_node_locked(const StreamRef& stream, NodeParameters parameters) {
     if (!capture || capture->is_invalidated) {
         return stream_capture_invalidated;
     }
-    const Result result = check_parameters(parameters);
-    if (result != success) {
-        capture->is_invalidated = true;
+    if (const Result result = check_parameters(parameters); result != success) {
         return result;
     }
     stream->capture_nodes = {add_node(capture->graph, std::move(parameters), stream->capture_nodes)};
@@ -213,11 +211,14 @@ Result capture_wait(const ContextRef& context, const StreamRef& stream, const st
     return success;
 }
 
-void invalidate_capture_of(const CapturedEvent& event) {
+Result refuse_captured_event(const CapturedEvent& event) {
     std::lock_guard lock(graph_mutex());
-    if (const CaptureRef capture = event.capture.lock()) {
-        capture->is_invalidated = true;
+    const CaptureRef capture = event.capture.lock();
+    if (!capture) {
+        return invalid_value;
     }
+    capture->is_invalidated = true;
+    return captured_event;
 }
 
 Result check_legacy_stream(const ContextRef& context, bool only_queries) {

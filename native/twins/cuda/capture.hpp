@@ -46,7 +46,8 @@ bool is_captured(const StreamRef& stream);
 // Fail with stream_capture_unsupported, and invalidate the capture, if the stream is captured.
 Result refuse_captured(const StreamRef& stream);
 
-// Add a node for work that is queued in a captured stream. Fails if the capture was invalidated, or invalidates it.
+// Add a node for work that is queued in a captured stream. Fails if the capture was invalidated. Wrong parameters do
+// not invalidate the capture.
 Result capture_node(const StreamRef& stream, NodeParameters parameters);
 // Do the same while graph_mutex() is held.
 Result capture_node_locked(const StreamRef& stream, NodeParameters parameters);
@@ -61,8 +62,9 @@ std::shared_ptr<CapturedEvent> capture_record(const StreamRef& stream);
 // joins the capture of the event.
 Result capture_wait(const ContextRef& context, const StreamRef& stream, const std::shared_ptr<CapturedEvent>& event);
 
-// Invalidate the capture of an event, which the program used in a way that no capture allows.
-void invalidate_capture_of(const CapturedEvent& event);
+// Refuse a call that no capture allows for an event that was last recorded in a captured stream. Fail with
+// captured_event and invalidate the capture, or fail with invalid_value if the capture has ended.
+Result refuse_captured_event(const CapturedEvent& event);
 
 // Fail with stream_capture_implicit if a blocking stream of the context is captured, because the legacy stream would
 // wait for it. Also invalidate its capture, unless the call only queries.

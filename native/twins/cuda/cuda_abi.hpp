@@ -210,7 +210,7 @@ enum FlushScope : int { flush_to_owner = 100, flush_to_all_devices = 200 };
 // CUmemAllocationType, CUmemAllocationHandleType, CUmemLocationType, CUmemAccess_flags,
 // CUmemAllocationGranularity_flags
 enum AllocationType : int { allocation_pinned = 1, allocation_managed = 2 };
-enum HandleType : int { handle_none = 0, handle_posix_fd = 1, handle_fabric = 8 };
+enum HandleType : int { handle_none = 0, handle_posix_fd = 1, handle_fabric = 8, handle_types_mask = 15 };
 enum LocationType : int {
     location_none = 0,
     location_device = 1,

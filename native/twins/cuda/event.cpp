@@ -79,12 +79,6 @@ Result record_event(const ContextRef& context, Handle handle, Handle stream_hand
     return success;
 }
 
-// Refuse a call for an event that was last recorded in a captured stream.
-Result refuse_captured_event(const CapturedEvent& captured) {
-    invalidate_capture_of(captured);
-    return captured_event;
-}
-
 Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_handle) {
     if (milliseconds == nullptr) {
         return invalid_value;

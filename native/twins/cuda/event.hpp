@@ -18,6 +18,8 @@ struct EventRecord {
     std::shared_ptr<SharedEvent> shared;     // null unless the event is an interprocess event
     std::uint32_t number = 0;                // of the record, in `shared`
     std::shared_ptr<CapturedEvent> captured; // null unless the event was last recorded in a captured stream
+
+    [[nodiscard]] bool exists() const { return marker != nullptr || number != 0 || captured != nullptr; }
 };
 
 // Find the last record of the event with this handle. Fails with invalid_handle.

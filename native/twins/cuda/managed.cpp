@@ -133,8 +133,8 @@ Result advise(DevicePointer pointer, std::uint64_t length_bytes, int advice, Loc
         return invalid_value;
     }
     if (is_about_access || advice == advise_set_preferred_location) {
-        if (const Result result = check_location(&location); result != success) {
-            return result;
+        if (check_location(&location) != success) {
+            return invalid_value; // also for a device that does not exist
         }
     }
     Pages pages;
@@ -289,8 +289,10 @@ GDRKIT_CUDA_ENTRY Result cuStreamAttachMemAsync(Handle stream_handle, DevicePoin
             return result;
         }
         const RangeRef range = find_range_by_base(pointer);
-        const bool is_known_flag = flags == attach_global || flags == attach_host || flags == attach_single;
-        if (!range || range->kind != MemoryKind::managed || !is_known_flag ||
+        // Memory cannot be attached to the default stream alone.
+        const bool is_valid_flag = flags == attach_global || flags == attach_host ||
+                                   (flags == attach_single && stream != legacy_stream(context));
+        if (!range || range->kind != MemoryKind::managed || !is_valid_flag ||
             (length_bytes != 0 && length_bytes != range->length_bytes)) {
             return invalid_value;
         }

@@ -129,11 +129,11 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
 
 GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
     return entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
-        if (pointer == 0) {
-            return success;
-        }
         if (const Result result = check_unobserved_call(); result != success) {
             return result;
+        }
+        if (pointer == 0) {
+            return success;
         }
         if (const RangeRef range = find_range_by_base(pointer)) {
             synchronise_users_of(*range, context);

@@ -329,7 +329,8 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
 GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* properties) {
     return entry("cuMemPoolCreate", [&] {
         if (handle == nullptr || properties == nullptr ||
-            (properties->allocation_type != allocation_pinned && properties->allocation_type != allocation_managed)) {
+            (properties->allocation_type != allocation_pinned && properties->allocation_type != allocation_managed) ||
+            (properties->handle_types & ~handle_types_mask) != 0) {
             return invalid_value;
         }
         // An H200 has no pools of managed memory. The twin's machine has no fabric.

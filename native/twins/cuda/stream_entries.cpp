@@ -147,6 +147,9 @@ GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
     return stream_entry("cuStreamSynchronize", handle, Capturing::refused, [](const StreamRef& stream) {
+        if (const Result result = check_unobserved_call(); result != success) {
+            return result;
+        }
         wait_until_done(unfinished_markers(stream));
         return success;
     });
@@ -170,6 +173,9 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
         if (is_external) {
             return capture_node(stream, WaitNode{event});
         }
+        if (!record.exists()) {
+            return success; // also in a captured stream, as on an H200
+        }
         if (record.captured || is_captured_stream) {
             return capture_wait(context, stream, record.captured);
         }
@@ -185,8 +191,10 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
 
 GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Handle, Result, void*), void* user,
                                              unsigned flags) {
-    return stream_entry("cuStreamAddCallback", handle, Capturing::refused, [&](const StreamRef& stream) {
-        if (callback == nullptr || flags != 0) {
+    // Wrong arguments do not invalidate a capture, so they are checked before the stream.
+    const Capturing capturing = callback == nullptr || flags != 0 ? Capturing::allowed : Capturing::refused;
+    return stream_entry("cuStreamAddCallback", handle, capturing, [&](const StreamRef& stream) {
+        if (capturing == Capturing::allowed) {
             return invalid_value;
         }
         auto work = [=] { run_host_function([&] { callback(handle, success, user); }); };

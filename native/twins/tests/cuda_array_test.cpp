@@ -118,6 +118,7 @@ void test_wrong_descriptions_are_refused() {
     expect(invalid_value, {131073, 1, 0, format_float, 1, 0});
     expect(invalid_value, {8, 8, 5, format_float, 1, array_cubemap});
     expect(not_supported, {8, 8, 0, format_float, 1, 0x40});
+    expect(invalid_value, {8, 8, 0, format_float, 1, 0x4000});
     EXPECT_RESULT(invalid_value, "cuArray3DCreate_v2", &array, static_cast<const ArrayDescription*>(nullptr));
     EXPECT_RESULT(invalid_handle, "cuArrayDestroy", Handle{5});
 }

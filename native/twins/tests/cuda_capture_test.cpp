@@ -111,8 +111,9 @@ void test_event_lets_a_stream_join() {
     CHECK(status == capture_none);
     launch(graph, stream);
     CHECK(read_device(result, length_bytes)[length_bytes - 1] == 2);
-    // The event stands for captured work, also after the end of the capture.
-    EXPECT_RESULT(captured_event, "cuEventQuery", joined);
+    // The event stands for work of a capture that has ended.
+    EXPECT_RESULT(invalid_value, "cuEventQuery", joined);
+    EXPECT_RESULT(invalid_value, "cuEventSynchronize", joined);
     EXPECT_SUCCESS("cuEventRecord", joined, stream);
     EXPECT_SUCCESS("cuEventSynchronize", joined);
     begin(stream);
@@ -184,9 +185,11 @@ void test_calls_that_a_capture_forbids() {
         end_invalidated(stream);
     };
     expect_invalidated(stream_capture_unsupported, [&] { return cu("cuStreamSynchronize", stream); });
+    expect_invalidated(stream_capture_unsupported, [&] { return cu("cuStreamSynchronize", other); });
     expect_invalidated(stream_capture_unsupported, [&] { return cu("cuStreamQuery", stream); });
     expect_invalidated(stream_capture_unsupported, [&] { return cu("cuCtxSynchronize"); });
     expect_invalidated(stream_capture_unsupported, [&] { return cu("cuMemAlloc_v2", &pointer, u64{100}); });
+    expect_invalidated(stream_capture_unsupported, [&] { return cu("cuMemFree_v2", u64{0}); });
     // The event was recorded outside of the capture.
     EXPECT_SUCCESS("cuEventRecord", event, other);
     expect_invalidated(stream_capture_isolation, [&] { return cu("cuStreamWaitEvent", stream, event, 0U); });
@@ -203,6 +206,25 @@ void test_calls_that_a_capture_forbids() {
     for (const Handle used : {stream, other}) {
         EXPECT_SUCCESS("cuStreamDestroy_v2", used);
     }
+}
+
+// Wrong arguments do not invalidate a capture, and a wait for an event that was never recorded does nothing.
+void test_calls_that_leave_a_capture_valid() {
+    const Handle stream = create_stream(), event = create_event();
+    const u64 memory = allocate(length_bytes), no_memory = 0x1000;
+    void (*const no_callback)(Handle, int, void*) = nullptr;
+    void (*const callback)(Handle, int, void*) = [](Handle, int, void*) {};
+    begin(stream);
+    EXPECT_RESULT(invalid_value, "cuStreamAddCallback", stream, no_callback, static_cast<void*>(nullptr), 0U);
+    EXPECT_RESULT(invalid_value, "cuStreamAddCallback", stream, callback, static_cast<void*>(nullptr), 1U);
+    EXPECT_RESULT(invalid_value, "cuMemcpyDtoDAsync_v2", memory, no_memory, length_bytes, stream);
+    EXPECT_SUCCESS("cuStreamWaitEvent", stream, event, 0U);
+    const Handle graph = end(stream);
+    CHECK(node_count(graph) == 0);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuMemFree_v2", memory);
+    EXPECT_SUCCESS("cuEventDestroy_v2", event);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
 // The default stream would wait for a blocking stream, so it cannot be used while that is captured.
@@ -282,6 +304,7 @@ int main() {
     test_captured_allocations_become_nodes();
     test_graphs_are_nested_and_extended();
     test_calls_that_a_capture_forbids();
+    test_calls_that_leave_a_capture_valid();
     test_default_stream_is_unusable_meanwhile();
     test_modes_decide_about_allocations();
 }

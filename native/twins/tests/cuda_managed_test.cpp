@@ -93,7 +93,7 @@ void test_wrong_arguments_are_refused() {
     EXPECT_RESULT(invalid_handle, "cuMemPrefetchAsync", memory, page_bytes, 0, Handle{5});
     EXPECT_RESULT(invalid_value, "cuMemAdvise", memory, page_bytes, 7, 0);
     EXPECT_RESULT(invalid_value, "cuMemAdvise", device_memory, page_bytes, int{advise_set_read_mostly}, 0);
-    EXPECT_RESULT(invalid_device, "cuMemAdvise", memory, page_bytes, int{advise_set_preferred_location}, 2);
+    EXPECT_RESULT(invalid_value, "cuMemAdvise", memory, page_bytes, int{advise_set_preferred_location}, 2);
     EXPECT_RESULT(invalid_value, "cuMemAdvise_v2", memory, page_bytes, int{advise_set_accessed_by},
                   Location{location_host_numa, 0});
     int value = 0;
@@ -102,9 +102,12 @@ void test_wrong_arguments_are_refused() {
     EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&value), u64{0}, int{range_accessed_by},
                   memory, page_bytes);
     EXPECT_RESULT(invalid_value, "cuMemRangeGetAttribute", static_cast<void*>(&value), u64{4}, 9, memory, page_bytes);
-    EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, memory, page_bytes, unsigned{attach_single});
+    EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, memory, page_bytes, unsigned{attach_host});
     EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, memory, u64{0}, 3U);
-    EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, device_memory, u64{0}, unsigned{attach_single});
+    EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", stream, device_memory, u64{0}, unsigned{attach_host});
+    for (const Handle default_stream : {Handle{0}, Handle{legacy_stream_handle}}) {
+        EXPECT_RESULT(invalid_value, "cuStreamAttachMemAsync", default_stream, memory, u64{0}, unsigned{attach_single});
+    }
     EXPECT_SUCCESS("cuMemFree_v2", device_memory);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }

@@ -104,6 +104,8 @@ void test_created_pool_has_size_limit_and_access() {
     CHECK(current != pool);
     properties.handle_types = handle_fabric;
     EXPECT_RESULT(not_supported, "cuMemPoolCreate", &pool, &properties);
+    properties.handle_types = 0x40;
+    EXPECT_RESULT(invalid_value, "cuMemPoolCreate", &pool, &properties);
     properties.handle_types = handle_none;
     properties.allocation_type = allocation_managed;
     EXPECT_RESULT(not_supported, "cuMemPoolCreate", &pool, &properties);

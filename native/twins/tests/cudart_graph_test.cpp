@@ -208,7 +208,7 @@ void test_managed_memory_is_prefetched() {
         EXPECT_OK("cudaMemRangeGetAttribute", static_cast<void*>(&location), u64{4}, attribute, constant, length_bytes);
         CHECK(location == 1);
     }
-    EXPECT_OK("cudaStreamAttachMemAsync", Handle{0}, memory, u64{0}, 4U);
+    EXPECT_OK("cudaStreamAttachMemAsync", Handle{0}, memory, u64{0}, 2U);
     EXPECT_OK("cudaDeviceSynchronize");
     EXPECT_OK("cudaFree", memory);
 }
