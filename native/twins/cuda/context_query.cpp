@@ -73,6 +73,15 @@ GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
     });
 }
 
+// No profiler observes the twin, so there is nothing to start and to stop.
+GDRKIT_CUDA_ENTRY Result cuProfilerStart() {
+    return entry_in_context("cuProfilerStart", [](const ContextRef&) { return success; });
+}
+
+GDRKIT_CUDA_ENTRY Result cuProfilerStop() {
+    return entry_in_context("cuProfilerStop", [](const ContextRef&) { return success; });
+}
+
 GDRKIT_CUDA_ENTRY Result cuCtxGetFlags(unsigned* flags) {
     return entry_in_context("cuCtxGetFlags", [&](const ContextRef& context) {
         if (flags == nullptr) {

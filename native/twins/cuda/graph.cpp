@@ -95,6 +95,17 @@ bool is_graph_memory(DevicePointer address) {
         graphs().memory, [=](const GraphMemory* memory) { return address - memory->slot.base < memory->length_bytes; });
 }
 
+std::uint64_t graph_memory_bytes(Device device) {
+    std::lock_guard lock(graphs().memory_mutex);
+    std::uint64_t sum = 0;
+    for (const GraphMemory* memory : graphs().memory) {
+        if (memory->device == device && find_range_by_base(memory->slot.base)) {
+            sum += memory->length_bytes;
+        }
+    }
+    return sum;
+}
+
 NodeType type_of(const Node& node) {
     constexpr NodeType types[] = {node_empty,        node_copy,       node_fill,     node_host, node_graph,
                                   node_record_event, node_wait_event, node_allocate, node_free, node_conditional};

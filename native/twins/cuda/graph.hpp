@@ -145,6 +145,9 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node);
 
 // Return whether the memory of an allocation node has this address.
 bool is_graph_memory(DevicePointer address);
+// Return how many bytes of a device allocation nodes have allocated now, and raise the high marks to that number.
+std::uint64_t graph_memory_bytes(Device device);
+void record_graph_memory_use(Device device);
 
 // Run the body of an exported function that uses graphs.
 template <typename Body> Result graph_entry(std::string_view symbol, Body&& body) {

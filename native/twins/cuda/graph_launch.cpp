@@ -124,6 +124,7 @@ private:
         range->slot = {};
         range->owner = std::static_pointer_cast<Pool>(node.memory);
         add_range(range);
+        record_graph_memory_use(range->device);
         allocated_.push_back(range);
         return success;
     }

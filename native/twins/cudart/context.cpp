@@ -273,4 +273,12 @@ GDRKIT_CUDART_ENTRY Error cudaThreadGetLimit(std::size_t* value, int limit) {
 }
 #endif
 
+GDRKIT_CUDART_ENTRY Error cudaProfilerStart() {
+    return call_in_context(&Driver::cuProfilerStart);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaProfilerStop() {
+    return call_in_context(&Driver::cuProfilerStop);
+}
+
 } // namespace gdrkit::twin::cudart

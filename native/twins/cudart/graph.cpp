@@ -120,6 +120,11 @@ Error add_node(Handle* node, Handle graph, const Handle* dependencies, std::size
         return call_in_context(&Driver::driver_name, __VA_ARGS__);                                                     \
     }
 
+PASS(cudaDeviceGetGraphMemAttribute, cuDeviceGetGraphMemAttribute, (Device device, int attribute, void* value), device,
+     attribute, value)
+PASS(cudaDeviceSetGraphMemAttribute, cuDeviceSetGraphMemAttribute, (Device device, int attribute, void* value), device,
+     attribute, value)
+PASS(cudaDeviceGraphMemTrim, cuDeviceGraphMemTrim, (Device device), device)
 PASS(cudaGraphCreate, cuGraphCreate, (Handle * graph, unsigned flags), graph, flags)
 PASS(cudaGraphDestroy, cuGraphDestroy, (Handle graph), graph)
 PASS(cudaGraphClone, cuGraphClone, (Handle * clone, Handle original), clone, original)

@@ -185,6 +185,20 @@ GDRKIT_CUDART_ENTRY Error cudaMemPoolCreate(Handle* pool, const void* properties
     return call_in_context(&Driver::cuMemPoolCreate, pool, properties);
 }
 
+#if GDRKIT_CUDART_MAJOR == 13
+GDRKIT_CUDART_ENTRY Error cudaMemGetDefaultMemPool(Handle* pool, const cuda::Location* location, int type) {
+    return call_in_context(&Driver::cuMemGetDefaultMemPool, pool, location, type);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemGetMemPool(Handle* pool, const cuda::Location* location, int type) {
+    return call_in_context(&Driver::cuMemGetMemPool, pool, location, type);
+}
+
+GDRKIT_CUDART_ENTRY Error cudaMemSetMemPool(const cuda::Location* location, int type, Handle pool) {
+    return call_in_context(&Driver::cuMemSetMemPool, location, type, pool);
+}
+#endif
+
 GDRKIT_CUDART_ENTRY Error cudaMemPoolDestroy(Handle pool) {
     return call_in_context(&Driver::cuMemPoolDestroy, pool);
 }

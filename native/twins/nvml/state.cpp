@@ -106,6 +106,10 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieThroughput(const Gpu* gpu, unsigned count
     });
 }
 
+GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieReplayCounter(const Gpu* gpu, unsigned* count) {
+    return constant_of(gpu, count, 0U);
+}
+
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCurrPcieLinkGeneration(const Gpu* gpu, unsigned* generation) {
     return constant_of(gpu, generation, pcie_generation);
 }

@@ -199,6 +199,40 @@ void test_memory_nodes_allocate_at_each_launch() {
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
 }
 
+// The current use counts memory that graphs have allocated, and the high mark also memory that they have freed.
+void test_memory_of_graphs_is_counted() {
+    const Handle graph = create_graph(), stream = create_stream();
+    AllocateParameters parameters{};
+    parameters.pool.allocation_type = allocation_pinned;
+    parameters.pool.location = {location_device, 0};
+    parameters.length_bytes = length_bytes;
+    Handle node = 0;
+    const auto attribute = [](int number) {
+        u64 value = 9;
+        EXPECT_SUCCESS("cuDeviceGetGraphMemAttribute", 0, number, &value);
+        return value;
+    };
+    u64 zero = 0;
+    EXPECT_SUCCESS("cuDeviceSetGraphMemAttribute", 0, 1, &zero);
+    CHECK(attribute(0) == 0 && attribute(1) == 0);
+    EXPECT_SUCCESS("cuGraphAddMemAllocNode", &node, graph, no_nodes, u64{0}, &parameters);
+    const Handle executable = instantiate(graph);
+    CHECK(attribute(0) == 0);
+    launch(executable, stream);
+    CHECK(attribute(0) == length_bytes && attribute(1) == length_bytes && attribute(2) == length_bytes);
+    EXPECT_SUCCESS("cuMemFree_v2", parameters.pointer);
+    CHECK(attribute(0) == 0 && attribute(1) == length_bytes && attribute(3) >= length_bytes);
+    EXPECT_RESULT(invalid_value, "cuDeviceSetGraphMemAttribute", 0, 0, &zero);
+    EXPECT_SUCCESS("cuDeviceSetGraphMemAttribute", 0, 1, &zero);
+    CHECK(attribute(1) == 0);
+    EXPECT_RESULT(invalid_value, "cuDeviceGetGraphMemAttribute", 0, 4, &zero);
+    EXPECT_RESULT(invalid_device, "cuDeviceGetGraphMemAttribute", 99, 0, &zero);
+    EXPECT_SUCCESS("cuDeviceGraphMemTrim", 0);
+    EXPECT_SUCCESS("cuGraphExecDestroy", executable);
+    EXPECT_SUCCESS("cuGraphDestroy", graph);
+    EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
+}
+
 // Memory that the graph does not free stays allocated, and is freed by the program or at the next launch.
 void test_unfreed_memory_prevents_a_launch() {
     const Handle stream = create_stream();
@@ -440,6 +474,7 @@ int main() {
     test_executable_graph_is_updated();
     test_child_graph_and_clone_are_copies();
     test_memory_nodes_allocate_at_each_launch();
+    test_memory_of_graphs_is_counted();
     test_unfreed_memory_prevents_a_launch();
     test_event_nodes_record_and_wait();
     test_conditional_node_runs_one_graph();

@@ -189,6 +189,23 @@ void test_arrays_are_copied() {
     EXPECT_OK("cudaFreeArray", Handle{0});
 }
 
+void test_pools_of_the_host_and_memory_of_graphs() {
+    u64 used = 9;
+    EXPECT_OK("cudaDeviceGetGraphMemAttribute", 0, 0, static_cast<void*>(&used));
+    CHECK(used == 0);
+    EXPECT_OK("cudaDeviceGraphMemTrim", 0);
+    EXPECT_OK("cudaProfilerStart");
+    EXPECT_OK("cudaProfilerStop");
+#if GDRKIT_CUDART_MAJOR == 13
+    const cuda::Location host{cuda::location_host, 0};
+    Handle pool = 0, current = 0;
+    EXPECT_OK("cudaMemGetDefaultMemPool", &pool, &host, int{cuda::allocation_pinned});
+    EXPECT_OK("cudaMemGetMemPool", &current, &host, int{cuda::allocation_pinned});
+    CHECK(pool != 0 && pool == current);
+    EXPECT_OK("cudaMemSetMemPool", &host, int{cuda::allocation_pinned}, pool);
+#endif
+}
+
 void test_managed_memory_is_prefetched() {
     void* memory = nullptr;
     const cuda::Location device{cuda::location_device, 1};
@@ -221,5 +238,6 @@ int main() {
     test_graphs_are_built_by_nodes();
     test_conditional_node_runs_one_graph();
     test_arrays_are_copied();
+    test_pools_of_the_host_and_memory_of_graphs();
     test_managed_memory_is_prefetched();
 }

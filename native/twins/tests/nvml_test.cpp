@@ -151,7 +151,7 @@ void test_gpu_is_idle() {
     int states[3] = {9, 9, 9};
     for (const char* symbol :
          {"nvmlDeviceGetVirtualizationMode", "nvmlDeviceGetMaxMigDeviceCount", "nvmlDeviceGetC2cModeInfoV",
-          "nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerUsage"}) {
+          "nvmlDeviceGetPerformanceState", "nvmlDeviceGetPowerUsage", "nvmlDeviceGetPcieReplayCounter"}) {
         value = 9;
         CHECK(call(symbol, gpu(0), &value) == nvml::success && value == 0);
         CHECK(call(symbol, gpu(0), static_cast<unsigned*>(nullptr)) == nvml::invalid_argument);

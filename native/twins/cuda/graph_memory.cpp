@@ -1,0 +1,64 @@
+// How much memory of a device the graphs have allocated. The twin keeps no memory that a graph has freed, so the
+// reserved memory is the used memory.
+#include <algorithm>
+#include <array>
+#include <map>
+
+#include "cuda/device.hpp"
+#include "cuda/graph.hpp"
+
+namespace gdrkit::twin::cuda {
+namespace {
+
+// CUgraphMem_attribute
+enum GraphMemoryAttribute : int { graph_used = 0, graph_used_high = 1, graph_reserved = 2, graph_reserved_high = 3 };
+
+// The largest use of each device since the program has reset it: of used, and of reserved memory. Guarded by
+// graph_mutex().
+std::map<Device, std::array<std::uint64_t, 2>>& high_marks() {
+    static auto* const instance = new std::map<Device, std::array<std::uint64_t, 2>>;
+    return *instance;
+}
+
+} // namespace
+
+void record_graph_memory_use(Device device) {
+    const std::uint64_t used_bytes = graph_memory_bytes(device);
+    for (std::uint64_t& mark : high_marks()[device]) {
+        mark = std::max(mark, used_bytes);
+    }
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribute, std::uint64_t* value) {
+    return graph_entry("cuDeviceGetGraphMemAttribute", [&] {
+        if (!device_exists(device)) {
+            return invalid_device;
+        }
+        if (value == nullptr || attribute < graph_used || attribute > graph_reserved_high) {
+            return invalid_value;
+        }
+        const bool is_current = attribute == graph_used || attribute == graph_reserved;
+        *value = is_current ? graph_memory_bytes(device) : high_marks()[device][attribute == graph_used_high ? 0 : 1];
+        return success;
+    });
+}
+
+// A program can only reset a high mark, by writing 0.
+GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribute, const std::uint64_t* value) {
+    return graph_entry("cuDeviceSetGraphMemAttribute", [&] {
+        if (!device_exists(device)) {
+            return invalid_device;
+        }
+        if (value == nullptr || *value != 0 || (attribute != graph_used_high && attribute != graph_reserved_high)) {
+            return invalid_value;
+        }
+        high_marks()[device][attribute == graph_used_high ? 0 : 1] = graph_memory_bytes(device);
+        return success;
+    });
+}
+
+GDRKIT_CUDA_ENTRY Result cuDeviceGraphMemTrim(Device device) {
+    return graph_entry("cuDeviceGraphMemTrim", [&] { return device_exists(device) ? success : invalid_device; });
+}
+
+} // namespace gdrkit::twin::cuda
