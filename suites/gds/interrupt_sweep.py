@@ -164,6 +164,16 @@ def _sweep(scenario: str, path: Path, faulty_file: FaultyFile | None, device_mem
     raise AssertionError
 
 
+def _block_first_read(faulty_file: FaultyFile) -> None:
+    """Block a read once, because the file system reports its first blocked read, at any time between two commands."""
+    faulty_file.send(f"gate 0 {LENGTH_BYTES}")
+    with gds.File(faulty_file.path, direct="never") as file:
+        transfer = file.start_read_into(bytearray(LENGTH_BYTES))
+        faulty_file.expect_line("waiting")
+        faulty_file.send("open")
+        transfer.result()
+
+
 def main() -> None:
     """Run the scenario of the arguments."""
     scenario, path = sys.argv[1], Path(sys.argv[2])
@@ -174,6 +184,7 @@ def main() -> None:
         if len(sys.argv) > 3:
             faulty_file = stack.enter_context(FaultyFile(Path(sys.argv[3]), length_bytes=LENGTH_BYTES, seed=1))
             path = faulty_file.path
+            _block_first_read(faulty_file)
         device_memory = None
         if scenario == "direct":
             device_memory = stack.enter_context(stack.enter_context(cuda.Device(0)).allocate(LENGTH_BYTES))
