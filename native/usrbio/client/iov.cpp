@@ -117,19 +117,6 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
 
 namespace {
 
-// Publishes new memory. The agent records the owner first and then gives the memory its name. So whenever this process
-// is killed, no file without an owner stays in /dev/shm.
-int publish_new_memory(const char* mount, const std::string& name, SharedMemory& memory, const std::string& target) {
-    std::shared_ptr<AgentConnection> agent;
-    if (const int fd = memory.unnamed_fd(); fd >= 0 && agent_connection(mount, agent) == 0) {
-        const int status = publish(mount, name, target, {}, {&fd, 1});
-        memory.adopt_name(); // Even after an error, because the agent may have died between naming and replying.
-        return status;
-    }
-    const int status = memory.unnamed_fd() >= 0 ? memory.create_name() : 0;
-    return status != 0 ? status : publish(mount, name, target);
-}
-
 // Publishes memory that an earlier iov has left, after filling it with zeros. Returns -ENOENT if there is none, or the
 // error of the publication.
 int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name, std::size_t size, int numa) {
@@ -158,7 +145,10 @@ int allocate_and_publish(HostIov& iov, const char* mount, const std::string& nam
         log_line(LogLevel::error, "allocate %zu bytes of shared memory failed: %s", size, ErrnoText(-status).c_str());
         return -EIO;
     }
-    return publish_new_memory(mount, name, *iov.memory, shared_memory_folder + shared_name);
+    const std::string target = shared_memory_folder + shared_name;
+    // A kernel without O_TMPFILE has given the memory its name.
+    return iov.memory->unnamed_fd() >= 0 ? publish_unnamed(mount, name, target, *iov.memory)
+                                         : publish(mount, name, target);
 }
 
 } // namespace

@@ -6,6 +6,7 @@
 #include "usrbio/client/library_mutex.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/names.hpp"
+#include "usrbio/client/shared_memory.hpp"
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -220,20 +221,30 @@ int unpublish_from(const char* mount, std::string_view name,
 
 } // namespace
 
-int publish(const char* mount, std::string_view name, std::string_view target, std::span<const std::byte> share_handle,
-            std::span<const int> descriptors) noexcept {
+namespace {
+
+// Implements publish() and publish_unnamed(). `memory`: the memory if it has no name yet, or null.
+int publish_memory(const char* mount, std::string_view name, std::string_view target,
+                   std::span<const std::byte> share_handle, std::span<const int> descriptors,
+                   SharedMemory* memory) noexcept {
     try {
         std::shared_ptr<AgentConnection> agent;
         int status = agent_connection(mount, agent);
         if (status == 0) {
             status = publish_to_agent(*agent, name, target, share_handle, descriptors);
+            if (memory != nullptr) {
+                memory->adopt_name(); // Even after an error: the agent may have died between naming and replying.
+            }
             if (status == 0) {
                 log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptors",
                          static_cast<int>(name.size()), name.data(), mount, descriptors.size());
                 store_connection(mount, name, std::move(agent));
             }
         } else if (status == -ENOENT) {
-            status = publish_by_link(mount, name, target);
+            status = memory == nullptr ? 0 : memory->create_name();
+            if (status == 0) {
+                status = publish_by_link(mount, name, target);
+            }
             if (status == 0) {
                 log_line(LogLevel::info, "published %.*s by a link only: %s has no agent",
                          static_cast<int>(name.size()), name.data(), mount);
@@ -247,6 +258,18 @@ int publish(const char* mount, std::string_view name, std::string_view target, s
     } catch (const std::bad_alloc&) {
         return -ENOMEM;
     }
+}
+
+} // namespace
+
+int publish(const char* mount, std::string_view name, std::string_view target, std::span<const std::byte> share_handle,
+            std::span<const int> descriptors) noexcept {
+    return publish_memory(mount, name, target, share_handle, descriptors, nullptr);
+}
+
+int publish_unnamed(const char* mount, std::string_view name, std::string_view target, SharedMemory& memory) noexcept {
+    const int fd = memory.unnamed_fd();
+    return publish_memory(mount, name, target, {}, {&fd, 1}, &memory);
 }
 
 int unpublish(const char* mount, std::string_view name) noexcept {

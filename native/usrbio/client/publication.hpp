@@ -10,6 +10,7 @@
 namespace gdrkit::usrbio {
 
 class AgentConnection;
+class SharedMemory;
 
 // Publishes `name` with the link target `target`. If an agent listens, the agent decides and creates the link.
 // Otherwise this function creates the link by symlink(2), which ignores the share handle and the descriptors. The
@@ -17,6 +18,11 @@ class AgentConnection;
 // -ENOENT: `mount` is not a mount of 3FS; -EREMOTEIO: the agent has ended; or -ENOMEM.
 int publish(const char* mount, std::string_view name, std::string_view target,
             std::span<const std::byte> share_handle = {}, std::span<const int> descriptors = {}) noexcept;
+
+// Like publish(), for memory that SharedMemory::create_unnamed() has created without a name. The agent records the
+// owner first and then gives the memory its name. So whenever this process is killed, no file without an owner stays in
+// /dev/shm. Without an agent, this function gives the memory its name.
+int publish_unnamed(const char* mount, std::string_view name, std::string_view target, SharedMemory& memory) noexcept;
 
 // Withdraws a publication. After 0 or -EREMOTEIO no NIC can access the memory, because the agent has deregistered the
 // memory or has died. Other results: -ENOENT: the name is not published; -EBUSY or -ETIMEDOUT: operations may be in

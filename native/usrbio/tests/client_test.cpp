@@ -344,6 +344,17 @@ void test_mount_without_agent_has_links() {
     CHECK(mount.links().empty());
 }
 
+void test_memory_gets_no_name_if_the_agent_has_ended() {
+    Mount mount;
+    {
+        Agent agent(mount); // Its socket stays.
+    }
+    const std::size_t before = created_names.size();
+    hf3fs_iov iov{};
+    CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
+    CHECK_EQUAL(created_names.size(), before);
+}
+
 void test_link_without_agent_is_removed_when_next_agent_dies() {
     Mount mount;
     hf3fs_iov iov{};
@@ -368,6 +379,7 @@ int main() {
     test_other_process_borrows_memory();
 #endif
     test_mount_without_agent_has_links();
+    test_memory_gets_no_name_if_the_agent_has_ended();
     test_link_without_agent_is_removed_when_next_agent_dies();
     return 0;
 }
