@@ -1,17 +1,19 @@
 // The idle memory of the pool, its limits, and the thread that frees memory that is idle for too long.
 #include "usrbio/client/host_pool.hpp"
 
-#include "common/descriptor.hpp"
 #include "usrbio/client/agent_protocol.hpp"
 #include "usrbio/client/library_mutex.hpp"
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/pools.hpp"
 #include "usrbio/include/hf3fs_usrbio_gdr.h"
 
-#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
 
+#include <atomic>
 #include <chrono>
+#include <cstdlib>
 #include <list>
 #include <mutex>
 #include <new>
@@ -30,7 +32,7 @@ constexpr std::chrono::seconds idle_time_max{3};
 constexpr std::chrono::milliseconds host_check_interval{500}; // How often the thread checks the idle memory.
 
 struct IdleMemory {
-    std::shared_ptr<SharedMemory> memory;
+    KeptMemory kept;
     std::shared_ptr<AgentConnection> agent;
     int numa;
     Clock::time_point idle_since;
@@ -38,11 +40,15 @@ struct IdleMemory {
 
 using IdleList = std::list<IdleMemory>;
 
-// All members are guarded by library_mutex(), which fork() locks.
 struct HostPool {
+    // These members are guarded by library_mutex(), which fork() locks.
     IdleList idle; // The memory that has been idle longest is the first.
     std::size_t idle_bytes = 0;
     bool has_thread = false;
+
+    // A thread that frees memory holds this mutex until the memory is free. It locks library_mutex() later.
+    std::mutex freeing;
+    std::atomic<std::uint64_t> frees{0};
 };
 
 // Returns the pool. It is never destroyed, because other threads may still use iovs when the process exits.
@@ -53,9 +59,20 @@ HostPool& host_pool() {
         // them from being freed, and abandons its objects.
         add_fork_handler([] {
             for (const IdleMemory& entry : host_pool().idle) {
-                munmap(entry.memory->base(), entry.memory->bytes());
+                munmap(entry.kept.memory->base(), entry.kept.memory->bytes());
+                close(entry.kept.file.get());
             }
             new (&host_pool()) HostPool;
+        });
+        // The agent removes the names when the process exits, unless the agent was killed before. A signal handler may
+        // exit the process while its thread holds the mutex.
+        std::atexit([] {
+            const std::unique_lock lock(library_mutex(), std::try_to_lock);
+            if (lock.owns_lock()) {
+                for (const IdleMemory& entry : host_pool().idle) {
+                    entry.kept.memory->remove_name();
+                }
+            }
         });
         return new_pool;
     }();
@@ -68,41 +85,43 @@ std::size_t idle_bytes_max() noexcept {
     return bytes_max;
 }
 
-// Moves idle memory to `removed`, the longest idle first, while `is_removed` returns true. The caller has locked
-// library_mutex().
-template <typename Condition> void move_idle(HostPool& all, IdleList& removed, const Condition& is_removed) {
-    while (!all.idle.empty() && is_removed(all.idle.front())) {
-        all.idle_bytes -= all.idle.front().memory->bytes();
-        removed.splice(removed.end(), all.idle, all.idle.begin());
+// Frees the idle memory for which `is_removed` returns true. Asks for the memory in the list's order.
+template <typename Condition> void free_idle_memory(HostPool& all, const Condition& is_removed) noexcept {
+    const std::lock_guard freeing(all.freeing);
+    IdleList removed;
+    {
+        const std::lock_guard lock(library_mutex());
+        for (auto entry = all.idle.begin(); entry != all.idle.end();) {
+            const auto next = std::next(entry);
+            if (is_removed(*entry)) {
+                all.idle_bytes -= entry->kept.memory->bytes();
+                removed.splice(removed.end(), all.idle, entry);
+            }
+            entry = next;
+        }
     }
-}
-
-void drop_registrations(const IdleList& removed) noexcept {
     for (const IdleMemory& entry : removed) {
-        drop_registration(*entry.memory, *entry.agent);
-        log_line(LogLevel::info, "host pool: frees %zu idle bytes", entry.memory->bytes());
+        drop_registration(entry.kept, *entry.agent);
+        log_line(LogLevel::info, "host pool: frees %zu idle bytes", entry.kept.memory->bytes());
     }
+    const std::size_t count = removed.size();
+    removed.clear();
+    all.frees += count;
 }
 
-// Frees memory that has been idle for too long. Runs in a thread while there is idle memory.
+// Frees memory that has been idle for too long, and memory that no later iov can use. Runs in a thread while there is
+// idle memory.
 void free_expired_memory() {
     HostPool& all = host_pool();
-    std::unique_lock lock(library_mutex());
-    while (!all.idle.empty()) {
-        lock.unlock();
+    for (bool has_memory = true; has_memory;) {
         std::this_thread::sleep_for(host_check_interval);
-        lock.lock();
-        IdleList removed;
         const Clock::time_point expiry = Clock::now() - idle_time_max;
-        move_idle(all, removed, [&](const IdleMemory& entry) {
-            return entry.idle_since <= expiry || entry.memory->may_be_mapped_by_child();
+        free_idle_memory(all, [&](const IdleMemory& entry) {
+            return entry.idle_since <= expiry || entry.kept.memory->may_be_mapped_by_child() || !has_name(entry.kept);
         });
-        lock.unlock();
-        drop_registrations(removed);
-        removed.clear();
-        lock.lock();
+        const std::lock_guard lock(library_mutex());
+        has_memory = all.has_thread = !all.idle.empty();
     }
-    all.has_thread = false;
 }
 
 } // namespace
@@ -111,61 +130,73 @@ bool may_keep_host_memory(std::size_t size_bytes) noexcept {
     return size_bytes >= size_bytes_min && size_bytes <= idle_bytes_max();
 }
 
-std::shared_ptr<SharedMemory> take_host_memory(const AgentConnection& agent, std::size_t size_bytes,
-                                               int numa) noexcept {
+bool has_room_for_host_memory(int file, std::size_t size_bytes) noexcept {
+    struct statvfs file_system {};
+    if (fstatvfs(file, &file_system) != 0) {
+        return false;
+    }
+    const HostPool& all = host_pool();
+    const std::lock_guard lock(library_mutex());
+    const bool has_limit = file_system.f_blocks != 0;
+    return !has_limit || (all.idle_bytes + size_bytes) / file_system.f_frsize <= file_system.f_bavail;
+}
+
+bool has_name(const KeptMemory& kept) noexcept {
+    struct stat attributes {};
+    return fstat(kept.file.get(), &attributes) == 0 && attributes.st_nlink != 0;
+}
+
+KeptMemory take_host_memory(const AgentConnection& agent, std::size_t size_bytes, int numa) noexcept {
     HostPool& all = host_pool();
     IdleList taken;
     const std::lock_guard lock(library_mutex());
     for (auto entry = all.idle.begin(); entry != all.idle.end(); ++entry) {
-        if (entry->agent.get() == &agent && entry->memory->bytes() == size_bytes && entry->numa == numa &&
-            !entry->memory->may_be_mapped_by_child()) {
+        if (entry->agent.get() == &agent && entry->kept.memory->bytes() == size_bytes && entry->numa == numa &&
+            !entry->kept.memory->may_be_mapped_by_child()) {
             all.idle_bytes -= size_bytes;
             taken.splice(taken.end(), all.idle, entry);
-            return std::move(taken.front().memory);
+            return std::move(taken.front().kept);
         }
     }
-    return nullptr;
+    return {};
 }
 
-void keep_host_memory(std::shared_ptr<SharedMemory> memory, std::shared_ptr<AgentConnection> agent, int numa) noexcept {
+void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, int numa) noexcept {
     HostPool& all = host_pool();
-    IdleList removed;
+    std::size_t bytes_max = idle_bytes_max();
     try {
         IdleList added;
-        added.push_back({std::move(memory), std::move(agent), numa, Clock::now()});
+        added.push_back({std::move(kept), std::move(agent), numa, Clock::now()});
         const std::lock_guard lock(library_mutex());
-        all.idle_bytes += added.front().memory->bytes();
+        all.idle_bytes += added.front().kept.memory->bytes();
         all.idle.splice(all.idle.end(), added);
         all.has_thread = all.has_thread || start_pool_thread("hf3fs-iov-pool", free_expired_memory);
         // Without the thread, no memory may stay idle.
-        const std::size_t bytes_max = all.has_thread ? idle_bytes_max() : 0;
-        move_idle(all, removed, [&](const IdleMemory&) { return all.idle_bytes > bytes_max; });
+        bytes_max = all.has_thread ? bytes_max : 0;
+        if (all.idle_bytes <= bytes_max) {
+            return;
+        }
     } catch (const std::bad_alloc&) {
-        // The agent ends the registration with the connection.
+        return; // The agent ends the registration with the connection.
     }
-    drop_registrations(removed);
+    trim_host_pool(bytes_max);
 }
 
-void drop_registration(const SharedMemory& memory, AgentConnection& agent) noexcept {
-    // The agent removes the name of memory whose registration it ends by itself.
-    const Descriptor file(shm_open(memory.name().c_str(), O_RDWR, 0));
+void drop_registration(const KeptMemory& kept, AgentConnection& agent) noexcept {
     std::uint64_t flags = 0;
     const iovec payload{&flags, sizeof(flags)};
-    if (const int fd = file.get(); fd >= 0) {
-        // After an error, the agent ends the registration with the connection.
-        static_cast<void>(agent.call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {}));
-    }
+    const int fd = kept.file.get();
+    // After an error, the agent ends the registration with the connection, unless it has ended it before.
+    static_cast<void>(agent.call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {}));
 }
 
-bool trim_host_pool(std::size_t bytes_max) noexcept {
+void trim_host_pool(std::size_t bytes_max) noexcept {
     HostPool& all = host_pool();
-    IdleList removed;
-    {
-        const std::lock_guard lock(library_mutex());
-        move_idle(all, removed, [&](const IdleMemory&) { return all.idle_bytes > bytes_max; });
-    }
-    drop_registrations(removed);
-    return !removed.empty();
+    free_idle_memory(all, [&](const IdleMemory&) { return all.idle_bytes > bytes_max; });
+}
+
+std::uint64_t host_pool_frees() noexcept {
+    return host_pool().frees;
 }
 
 } // namespace gdrkit::usrbio

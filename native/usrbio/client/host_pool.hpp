@@ -3,10 +3,12 @@
 // docs/decisions/0016-host-memory-pool.md has the reasons.
 #pragma once
 
+#include "common/descriptor.hpp"
 #include "usrbio/client/agent_connection.hpp"
 #include "usrbio/client/shared_memory.hpp"
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 
 namespace gdrkit::usrbio {
@@ -14,18 +16,37 @@ namespace gdrkit::usrbio {
 // Returns whether an iov of `size_bytes` may leave its memory to the pool.
 bool may_keep_host_memory(std::size_t size_bytes) noexcept;
 
+// Returns whether idle memory, with `size_bytes` more, takes no more of the file system of `file` than it leaves free.
+// Other processes cannot free the idle memory of this process.
+bool has_room_for_host_memory(int file, std::size_t size_bytes) noexcept;
+
+// Memory that no iov uses, and that the agent has registered. The descriptor of its file identifies it to the agent,
+// also when its name was removed.
+struct KeptMemory {
+    std::shared_ptr<SharedMemory> memory;
+    Descriptor file;
+};
+
+// Returns whether the file of the memory still has a name. The agent removes the name of memory whose registration it
+// ends by itself.
+bool has_name(const KeptMemory& kept) noexcept;
+
 // Returns idle memory of exactly this size and NUMA node that `agent` has registered, or null. It still has the
 // contents of the earlier iov.
-std::shared_ptr<SharedMemory> take_host_memory(const AgentConnection& agent, std::size_t size_bytes, int numa) noexcept;
+KeptMemory take_host_memory(const AgentConnection& agent, std::size_t size_bytes, int numa) noexcept;
 
 // Keeps memory for later iovs. `agent` keeps its registration. If the limit of idle bytes is exceeded, frees the memory
 // that has been idle longest.
-void keep_host_memory(std::shared_ptr<SharedMemory> memory, std::shared_ptr<AgentConnection> agent, int numa) noexcept;
+void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, int numa) noexcept;
 
 // Asks `agent` to end the registration that it keeps for idle memory.
-void drop_registration(const SharedMemory& memory, AgentConnection& agent) noexcept;
+void drop_registration(const KeptMemory& kept, AgentConnection& agent) noexcept;
 
-// Frees the memory that has been idle longest, until at most `bytes_max` are idle. Returns whether it freed any.
-bool trim_host_pool(std::size_t bytes_max) noexcept;
+// Frees the memory that has been idle longest, until at most `bytes_max` are idle. If another thread is freeing memory,
+// waits until that memory is free, too.
+void trim_host_pool(std::size_t bytes_max) noexcept;
+
+// Returns how often the pool has freed memory in this process.
+std::uint64_t host_pool_frees() noexcept;
 
 } // namespace gdrkit::usrbio

@@ -17,6 +17,7 @@
 #include <charconv>
 #include <climits>
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <new>
@@ -85,9 +86,11 @@ void HostIov::unlink(hf3fs_iov&) noexcept {
 
 bool HostIov::destroy(hf3fs_iov& iov) noexcept {
     const bool is_publisher = is_creator_ && creator_pid_ == getpid();
-    // The memory of a later iov must not be mapped by a child.
-    const bool asks_to_keep =
-        is_publisher && may_keep_memory && !memory->name().empty() && !memory->may_be_mapped_by_child();
+    // The memory of a later iov must not be mapped by a child, and the library fills it with zeros.
+    Descriptor file = is_publisher && may_keep_memory && !memory->may_be_mapped_by_child() && memory->make_writable()
+                          ? memory->reopen()
+                          : Descriptor();
+    const bool asks_to_keep = file && has_room_for_host_memory(file.get(), memory->bytes());
     // Remove the name while the memory is still published. If this process is killed between the two steps, the agent
     // cleans up. If the agent shall keep the memory, the name stays, and the agent removes it unless it keeps the
     // memory.
@@ -102,7 +105,7 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
             log_line(LogLevel::info, "unpublish %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
         }
         if (registering_agent != nullptr) {
-            keep_host_memory(memory, std::move(registering_agent), numa);
+            keep_host_memory({memory, std::move(file)}, std::move(registering_agent), numa);
         } else {
             memory->remove_name();
         }
@@ -124,17 +127,20 @@ int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name
     if (agent_connection(mount, agent) != 0) {
         return -ENOENT;
     }
-    std::shared_ptr<SharedMemory> memory = take_host_memory(*agent, size, numa);
-    // If the user needs the memory for another publication, the agent ends the registration and removes the name.
-    if (memory == nullptr || !memory->has_name()) {
+    KeptMemory kept = take_host_memory(*agent, size, numa);
+    if (kept.memory == nullptr) {
         return -ENOENT;
     }
-    std::memset(memory->base(), 0, memory->bytes());
-    if (const int status = publish(mount, name, shared_memory_folder + memory->name()); status != 0) {
-        drop_registration(*memory, *agent);
+    int status = -ENOENT;
+    if (has_name(kept)) {
+        std::memset(kept.memory->base(), 0, kept.memory->bytes());
+        status = publish(mount, name, shared_memory_folder + kept.memory->name());
+    }
+    if (status != 0) {
+        drop_registration(kept, *agent);
         return status;
     }
-    iov.memory = std::move(memory);
+    iov.memory = std::move(kept.memory);
     return 0;
 }
 
@@ -163,13 +169,17 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
         new_iov->may_keep_memory = ring == nullptr && may_keep_host_memory(size);
         new_iov->numa = numa;
         hf3fs_iov_handle handle = register_iov(new_iov);
+        const std::uint64_t frees_before = host_pool_frees();
         int status = new_iov->may_keep_memory ? publish_kept_memory(*new_iov, mount, name, size, numa) : -ENOENT;
         if (status != 0) {
             status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
             // Idle memory of this process may have used up /dev/shm, the quota of the user, or the memory that the
             // agent may pin.
-            if ((status == -EIO || status == -EDQUOT || status == -ENOMEM) && trim_host_pool(0)) {
-                status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
+            if (status == -EIO || status == -EDQUOT || status == -ENOMEM) {
+                trim_host_pool(0);
+                if (host_pool_frees() != frees_before) {
+                    status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
+                }
             }
         }
         if (status != 0) {

@@ -56,8 +56,12 @@ void SharedMemory::remove_name() noexcept {
     name_.clear();
 }
 
-bool SharedMemory::has_name() const noexcept {
-    return access((shared_memory_folder + name_).c_str(), F_OK) == 0;
+Descriptor SharedMemory::reopen() const noexcept {
+    return Descriptor(name_.empty() ? -1 : shm_open(name_.c_str(), O_RDWR, 0));
+}
+
+bool SharedMemory::make_writable() noexcept {
+    return mprotect(base_, bytes_, PROT_READ | PROT_WRITE) == 0;
 }
 
 bool SharedMemory::may_be_mapped_by_child() const noexcept {

@@ -38,8 +38,12 @@ public:
     // name.
     const std::string& name() const noexcept { return name_; }
 
-    // Returns whether a file with this name exists.
-    bool has_name() const noexcept;
+    // Opens the file by its name. Returns no descriptor if that fails, or if this process is not responsible for a
+    // name.
+    Descriptor reopen() const noexcept;
+
+    // Undoes what the application has done to the mapping by mprotect(). Returns false if it has unmapped a part.
+    bool make_writable() noexcept;
 
     std::uint8_t* base() const noexcept { return base_; }
     std::size_t bytes() const noexcept { return bytes_; }

@@ -2,6 +2,7 @@
 #include "client_fixture.hpp"
 #include "usrbio/include/hf3fs_usrbio_gdr.h"
 
+#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -26,7 +27,8 @@ constexpr char pool_bytes[] = "16777216";  // 16 MiB
 hf3fs_iov create(const Mount& mount, std::size_t bytes = iov_bytes, int numa = -1) {
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), bytes, 0, numa), 0);
-    CHECK(std::all_of(iov.base, iov.base + bytes, [](std::uint8_t byte) { return byte == 0; }));
+    // memcmp is fast in an instrumented build, too. A slow test would wait until idle memory is freed.
+    CHECK(iov.base[0] == 0 && std::memcmp(iov.base, iov.base + 1, bytes - 1) == 0);
     std::memset(iov.base, 'x', bytes);
     return iov;
 }
@@ -36,16 +38,6 @@ std::string file_of(const Mount& mount, const hf3fs_iov& iov) {
     Uuid id;
     std::memcpy(id.data(), iov.id, id.size());
     return std::filesystem::read_symlink(mount.link(to_string(id)));
-}
-
-// Destroys an iov, and returns the file of the next one with the same size.
-std::string next_file(const Mount& mount, hf3fs_iov& iov) {
-    hf3fs_iovdestroy(&iov);
-    hf3fs_iov next = create(mount);
-    const std::string file = file_of(mount, next);
-    hf3fs_iovunlink(&next); // So its memory is not kept.
-    hf3fs_iovdestroy(&next);
-    return file;
 }
 
 void test_next_iov_gets_the_memory_with_zeros() {
@@ -146,10 +138,89 @@ void test_memory_of_an_ended_agent_is_not_used() {
     CHECK(std::filesystem::remove(removed));
     iov = create(mount);
     CHECK(file_of(mount, iov) != removed);
+    CHECK_EQUAL(agent.kept.load(), 0);
     hf3fs_iovdestroy(&iov);
 }
 
+void test_registration_ends_although_the_name_was_removed() {
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    for (const bool is_trimmed : {true, false}) {
+        hf3fs_iov iov = create(mount);
+        const std::string file = file_of(mount, iov);
+        hf3fs_iovdestroy(&iov);
+        CHECK_EQUAL(agent.kept.load(), 1);
+        CHECK(std::filesystem::remove(file));
+        if (is_trimmed) {
+            CHECK_EQUAL(gdrkit_host_pool_trim(0), 0);
+            CHECK_EQUAL(agent.kept.load(), 0);
+        }
+    }
+    wait_until_true([&] { return agent.kept == 0; });
+}
+
+void test_protection_and_holes_of_the_application() {
+    Mount mount;
+    Agent agent(mount);
+    agent.keeps_registrations = true;
+    hf3fs_iov iov = create(mount);
+    const std::string file = file_of(mount, iov);
+    CHECK_EQUAL(mprotect(iov.base, iov_bytes, PROT_READ), 0);
+    hf3fs_iovdestroy(&iov);
+    iov = create(mount);
+    CHECK(file_of(mount, iov) == file);
+    CHECK_EQUAL(munmap(iov.base + mib, mib), 0);
+    hf3fs_iovdestroy(&iov);
+    CHECK_EQUAL(agent.kept.load(), 1); // The publication that the second iov took.
+    iov = create(mount);
+    CHECK(file_of(mount, iov) != file);
+    hf3fs_iovdestroy(&iov);
+}
+
+void test_threads_wait_for_memory_that_is_being_freed() {
+    // Each mount has its own connection, so that the requests of the threads do not wait for each other.
+    Mount mounts[2];
+    Agent agents[2] = {Agent(mounts[0]), Agent(mounts[1])};
+    for (Agent& agent : agents) {
+        agent.keeps_registrations = true;
+    }
+    for (int round = 0; round < 5; ++round) {
+        for (Agent& agent : agents) {
+            agent.refuses_while_kept = false;
+        }
+        std::vector<hf3fs_iov> iovs = {create(mounts[0]), create(mounts[0]), create(mounts[0]), create(mounts[1])};
+        for (hf3fs_iov& iov : iovs) {
+            hf3fs_iovdestroy(&iov);
+        }
+        for (Agent& agent : agents) {
+            agent.refuses_while_kept = true;
+        }
+        std::vector<std::thread> threads;
+        for (const Mount& mount : mounts) {
+            threads.emplace_back([&mount] {
+                hf3fs_iov iov{};
+                CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), mib, 0, -1), 0);
+                hf3fs_iovdestroy(&iov);
+            });
+        }
+        for (std::thread& thread : threads) {
+            thread.join();
+        }
+    }
+}
+
 #ifndef __SANITIZE_THREAD__ // It does not support threads in a child of a process with threads.
+
+// Destroys an iov, and returns the file of the next one with the same size.
+std::string next_file(const Mount& mount, hf3fs_iov& iov) {
+    hf3fs_iovdestroy(&iov);
+    hf3fs_iov next = create(mount);
+    const std::string file = file_of(mount, next);
+    hf3fs_iovunlink(&next); // So its memory is not kept.
+    hf3fs_iovdestroy(&next);
+    return file;
+}
 
 // Runs `function` in a forked child while the parent runs `meanwhile`.
 template <typename Function, typename Meanwhile> void run_in_child(Function function, Meanwhile meanwhile) {
@@ -243,6 +314,9 @@ int main() {
     test_memory_is_not_kept_without_name_or_agent();
     test_longest_idle_memory_is_freed_at_the_limit();
     test_memory_of_an_ended_agent_is_not_used();
+    test_registration_ends_although_the_name_was_removed();
+    test_protection_and_holes_of_the_application();
+    test_threads_wait_for_memory_that_is_being_freed();
 #ifndef __SANITIZE_THREAD__
     test_memory_that_a_child_has_mapped_is_not_used();
     test_child_does_not_map_idle_memory();

@@ -182,6 +182,9 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         value = keeps_registrations ? agent_feature_keep : 0;
         return header.length == sizeof(AgentHello) ? 0 : EINVAL;
     case AgentRequest::publish:
+        if (refuses_while_kept && kept > 0) {
+            return EDQUOT;
+        }
         return refuse != 0 ? refuse.load() : publish(client, payload, header.length, fds[0]);
     case AgentRequest::unpublish:
         if (!client.published.contains(name)) {
@@ -251,6 +254,9 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         return 0;
     case AgentRequest::drop_kept:
         CHECK(keeps_registrations && fds[0] >= 0);
+        if (refuses_while_kept) {
+            usleep(5000);
+        }
         --kept;
         return 0;
     }

@@ -56,6 +56,7 @@ public:
     // Whether the agent reports agent_feature_keep. It then counts the publications that it keeps.
     std::atomic<bool> keeps_registrations{false};
     std::atomic<int> kept{0};
+    std::atomic<bool> refuses_while_kept{false}; // EDQUOT, until the registrations have ended, each after 5 ms.
     std::atomic<bool> reply_malformed{false};    // The replies have a wrong sequence.
     std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
     std::atomic<int> files{0};                   // Number of registered files.
