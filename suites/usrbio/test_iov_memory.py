@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from support.faults import inject_faults
 from support.processes import open_files, wait_until
 from support.python_child import module_command, suites_environ
 from support.raw_usrbio import AgentProcess, RawClient, RawIov, RawRing, Refusal
 
 from gdrkit import pattern, usrbio
-from gdrkit.errors import UsageError
-from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.errors import Api, UsageError
+from gdrkit.harness.needs import host, needs, software, verbs
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio.agent import protocol
+from gdrkit.usrbio.agent.agent import plain_agent
 from gdrkit.usrbio.agent.protocol import AgentRequest
 
 if TYPE_CHECKING:
@@ -49,35 +51,33 @@ def test_read_file_leaves_little_memory_mapped(tmp_path: Path, evidence: Evidenc
         before_bytes = {process: mapped_bytes(process) for process in ("self", agent.process.pid)}
         for _ in range(8):
             assert usrbio.read_file(path, str(tmp_path), block_size=64 * MIB, cb=ignore_block) is None
-
-        def added_bytes() -> int:
-            added = [mapped_bytes(process) - size_bytes for process, size_bytes in before_bytes.items()]
-            evidence["added_bytes"] = added
-            return max(added)
-
-        wait_until(lambda: added_bytes() < 64 * MIB, "client and agent unmap the memory", timeout_s=10)
+        added = [mapped_bytes(process) - size_bytes for process, size_bytes in before_bytes.items()]
+        evidence["added_bytes"] = added
+        assert max(added) < 64 * MIB
         assert agent.terminate() == 0, agent.error_output
 
 
-@needs(host.program("unshare", "--user", "--map-root-user", "--mount", "echo", "allowed"))
+OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
+
+
+def run_with_own_mounts(module: str, *arguments: object) -> str:
+    """Run a module as a program in a mount namespace of its own, and return its output."""
+    command = [*OWN_MOUNTS, *module_command(module, *arguments)]
+    completed = subprocess.run(command, env=suites_environ(), capture_output=True, text=True, check=False, timeout=100)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+@needs(host.program(*OWN_MOUNTS, "echo", "allowed"))
 def test_huge_pages_of_the_file_system_are_used(tmp_path: Path) -> None:
     length_bytes = 64 * MIB
-    completed = subprocess.run(
-        [
-            "unshare",
-            "--user",
-            "--map-root-user",
-            "--mount",
-            *module_command("usrbio.huge_page_iov", tmp_path, length_bytes),
-        ],
-        env=suites_environ(),
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert json.loads(completed.stdout) == {"client": length_bytes, "agent": length_bytes}
+    output = run_with_own_mounts("usrbio.huge_page_iov", tmp_path, length_bytes)
+    assert json.loads(output) == {"client": length_bytes, "agent": length_bytes}
+
+
+@needs(host.program(*OWN_MOUNTS, "echo", "allowed"))
+def test_idle_memory_leaves_room_in_shared_memory(tmp_path: Path) -> None:
+    run_with_own_mounts("usrbio.small_shared_memory", tmp_path)
 
 
 POOLED_BYTES = 8 * MIB
@@ -156,9 +156,6 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         client.publish_ring(ring)
         inode = client.register_file(file.fileno())
 
-        def keep(name: str) -> int:
-            return protocol.parse_number(client.request(AgentRequest.UNPUBLISH_AND_KEEP, protocol.pack_name(name)))
-
         def result_of(iov_id: bytes) -> int:
             ring.prepare(iov_id, inode=inode, length=4 * KIB)
             ring.submit()
@@ -166,7 +163,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
 
         for _ in range(2):
             client.publish_iov(iov)
-            assert keep(iov.name()) == 1
+            assert keep(client, iov.name()) == 1
             assert {path.name for path in records.iterdir()} == {ring.link, iov.name()}
         next_id = uuid.uuid4()
         client.publish(str(next_id), str(iov.path))
@@ -177,11 +174,11 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
             request = protocol.PublishRequest(str(next_id), str(iov.path), b"")
             borrower.request(AgentRequest.BORROW, protocol.pack_publish(request))
         # Memory that was borrowed is not kept, and loses its name.
-        assert keep(str(next_id)) == 0
+        assert keep(client, str(next_id)) == 0
         assert not iov.path.exists()
         with contextlib.closing(RawIov(MIB)) as second:
             client.publish_iov(second)
-            assert keep(second.name()) == 1
+            assert keep(client, second.name()) == 1
             client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [second.fd])
             assert not second.path.exists()
             with pytest.raises(Refusal, check=lambda error: error.errno == errno.ENOENT):
@@ -190,10 +187,82 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
             client.publish_iov(third)
             client.publish(str(uuid.uuid4()), str(third.path))
             # Memory that has a second publication is not kept.
-            assert keep(third.name()) == 0
+            assert keep(client, third.name()) == 0
         assert len(list(records.iterdir())) == 2  # The ring, and the second publication.
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] == 4
+
+
+def keep(client: RawClient, name: str) -> int:
+    """Remove a publication, and return 1 if the agent keeps its registration."""
+    return protocol.parse_number(client.request(AgentRequest.UNPUBLISH_AND_KEEP, protocol.pack_name(name)))
+
+
+@needs(software(Api.VERBS))
+def test_kept_memory_ends_before_the_agent_refuses_memory(tmp_path: Path) -> None:
+    with (
+        plain_agent(tmp_path, tmp_path),
+        RawClient(tmp_path) as first_client,
+        RawClient(tmp_path) as second_client,
+        contextlib.closing(RawIov(MIB)) as first,
+        contextlib.closing(RawIov(MIB)) as second,
+    ):
+        first_client.publish_iov(first)
+        assert keep(first_client, first.name()) == 1
+        # RLIMIT_MEMLOCK is exceeded.
+        with inject_faults(Api.VERBS, "ibv_reg_mr call=1 errno=ENOMEM"):
+            second_client.publish_iov(second)
+        assert not first.path.exists()
+
+
+def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
+    reads, length_bytes = 32, 128 * KIB
+    (tmp_path / "input").write_bytes(b"x" * reads * length_bytes)
+    with (
+        AgentProcess(tmp_path) as agent,
+        RawClient(tmp_path) as client,
+        contextlib.closing(RawIov(reads * length_bytes)) as iov,
+        contextlib.closing(RawRing(reads, for_read=True)) as ring,
+        (tmp_path / "input").open("rb") as file,
+    ):
+        client.publish_ring(ring)
+        inode = client.register_file(file.fileno())
+        zeros = bytes(len(iov.memory))
+        results = set()
+        for _ in range(20):
+            iov_id = uuid.uuid4()
+            client.publish(str(iov_id), str(iov.path))
+            for offset_bytes in range(0, reads * length_bytes, length_bytes):
+                ring.prepare(
+                    iov_id.bytes,
+                    inode=inode,
+                    length=length_bytes,
+                    buffer_offset=offset_bytes,
+                    file_offset=offset_bytes,
+                )
+            ring.submit()
+            # After the first read, others are in flight or have not begun.
+            completions = ring.wait(1)
+            assert keep(client, str(iov_id)) == 1
+            iov.memory[:] = zeros
+            completions += ring.wait(reads - 1)
+            assert iov.memory[:] == zeros
+            results |= {result for _, result, _ in completions}
+        assert results <= {length_bytes, -errno.EACCES}
+        assert agent.terminate() == 0, agent.error_output
+
+
+def test_memory_is_removed_at_exit_after_the_agent_was_killed(tmp_path: Path) -> None:
+    with AgentProcess(tmp_path) as agent, pooled_process(tmp_path, POOLED_BYTES, 64 * KIB) as process:
+        (name, _, _), _ = read_lines(process, 2)  # The first iov is destroyed before the second is created.
+        path = Path("/dev/shm", name)  # noqa: S108 - the folder of shm_open(3).
+        process.send_signal(signal.SIGSTOP)  # So it frees no memory while the agent ends.
+        agent.kill()
+        assert path.exists()
+        process.send_signal(signal.SIGCONT)
+        process.communicate("")
+        assert process.returncode == 0
+        assert not path.exists()
 
 
 def shared_memory_of(agent: AgentProcess) -> int:

@@ -11,8 +11,9 @@ import errno
 import os
 from typing import TYPE_CHECKING, Protocol
 
+from gdrkit.errors import GdrkitError
 from gdrkit.handles import ReleaseStack
-from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.agent_error import AgentError, as_agent_error
 from gdrkit.usrbio.agent.borrowers import Borrowers
 from gdrkit.usrbio.agent.kept import HostPages, host_key, memory_key
 from gdrkit.usrbio.agent.link_names import parse_device_target
@@ -110,7 +111,9 @@ class Publication:
             if name.ring is not None:
                 publication._add_ring(client, loop, drain)
             else:
-                publication._add_buffer(client, uid, nics, loop, drain)
+                if publication.registered is None:
+                    publication._register_host(nics, quota)
+                publication._add_buffer(client, uid, loop, drain)
             links.add(name.text, target, owner=owner, shared=publication.shared)
             publication._on_close.push(lambda: publication._remove_link(links))
             if publication._pages is not None:
@@ -232,14 +235,23 @@ class Publication:
         )
         self._on_close.push(lambda: drain(lambda timeout_ms: loop.remove_ring(client, ring_id, timeout_ms=timeout_ms)))
 
-    def _add_buffer(self, client: int, uid: int, nics: Nics, loop: AgentLoop, drain: Drain) -> None:
-        """Register the memory if it is host memory, and add it to the loop."""
-        if self.registered is None:
-            assert self.shared is not None  # noqa: S101 - an iov that is not in device memory is in shared memory.
-            assert self._pages is not None  # noqa: S101
+    def _register_host(self, nics: Nics, quota: MemoryQuota) -> None:
+        """Register host memory. If the agent cannot pin more, first end the registrations that clients only keep."""
+        assert self.shared is not None  # noqa: S101 - set by _open_shared().
+        assert self._pages is not None  # noqa: S101 - as above.
+        try:
             self.registered = nics.register_host(self.shared)
-            self._length_bytes = self.registered.length_bytes
-            self._pages.on_close.push(self.registered.close)
+        except GdrkitError as error:
+            if as_agent_error(error).errno != errno.ENOMEM:
+                raise
+            quota.free_idle_memory(None)
+            self.registered = nics.register_host(self.shared)
+        self._length_bytes = self.registered.length_bytes
+        self._pages.on_close.push(self.registered.close)
+
+    def _add_buffer(self, client: int, uid: int, loop: AgentLoop, drain: Drain) -> None:
+        """Add the registered memory to the loop."""
+        assert self.registered is not None  # noqa: S101 - the caller has registered the memory.
         registered = self.registered
 
         def add_to_client(client: int) -> None:

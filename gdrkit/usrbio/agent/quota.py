@@ -28,12 +28,12 @@ class MemoryQuota:
     Attributes
     ----------
     free_idle_memory : callable
-        Called with a user who would exceed the limit. It ends the registrations that clients of this user only keep for
-        later iovs.
+        Called with a user who would exceed the limit, or with None if the agent cannot pin more memory. It ends the
+        registrations that clients of this user, or all clients, only keep for later iovs.
     """
 
     def __init__(self, user_bytes_max: int | None = None) -> None:
-        self.free_idle_memory: Callable[[int], None] = lambda _uid: None
+        self.free_idle_memory: Callable[[int | None], None] = lambda _uid: None
         self._user_bytes_max = user_bytes_max
         self._lock = threading.Lock()
         self._bytes_by_user: dict[int, int] = {}

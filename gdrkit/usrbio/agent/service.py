@@ -87,10 +87,10 @@ class Service:
             close_actions.push(lambda client=client: self._close(client))  # type: ignore[misc]
         close_actions.run()
 
-    def _free_idle_memory(self, uid: int) -> None:
-        """End the registrations of host memory that the clients of a user keep for later iovs."""
+    def _free_idle_memory(self, uid: int | None) -> None:
+        """End the registrations of host memory that the clients of a user, or all clients, keep for later iovs."""
         for client in tuple(self.clients.values()):
-            if client.process.uid == uid:
+            if uid in {None, client.process.uid}:
                 try:
                     client.drop_kept_host_memory()
                 except GdrkitError as error:
