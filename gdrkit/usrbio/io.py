@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from gdrkit.errors import UsageError
 from gdrkit.handles import Handle
-from gdrkit.usrbio._library import capabilities, native
+from gdrkit.units import MIB
+from gdrkit.usrbio._library import UsrbioUnsupported, capabilities, native
 from gdrkit.usrbio.virtual import FSYNC
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ __all__ = [
     "register_fd",
     "trim_host_pool",
 ]
+
+
+# Longest block of read_file() whose memory may stay mapped for later iovecs.
+_READ_FILE_IDLE_BYTES_MAX = 32 * MIB
 
 
 class IorPriority:
@@ -331,6 +336,8 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
         stack.callback(deregister_fd, fd)
         # One byte more than the rest of the file, so that the last read is short. A short read ends the loop.
         length_bytes = max(1, min(block_size, os.fstat(fd).st_size - off + 1))
+        if length_bytes > _READ_FILE_IDLE_BYTES_MAX:
+            stack.callback(_limit_idle_memory)
         iov = stack.enter_context(closing(create_iovec(mount_point, length_bytes=length_bytes)))
         ring = stack.enter_context(make_ioring(mount_point, 1, priority=priority))
         blocks = _read_blocks(iov, ring, fd, off, cb)
@@ -339,6 +346,12 @@ def read_file(  # noqa: PLR0917 - the signature of 3FS.
         for _ in blocks:
             pass
     return None
+
+
+def _limit_idle_memory() -> None:
+    """Free the memory of a large block, because the program may not read another file."""
+    with suppress(UsrbioUnsupported):
+        trim_host_pool(idle_bytes_max=_READ_FILE_IDLE_BYTES_MAX)
 
 
 def _read_blocks(
