@@ -76,7 +76,7 @@ def test_huge_pages_of_the_file_system_are_used(tmp_path: Path) -> None:
 
 
 @needs(host.program(*OWN_MOUNTS, "echo", "allowed"))
-def test_idle_memory_leaves_room_in_shared_memory(tmp_path: Path) -> None:
+def test_idle_memory_leaves_half_of_shared_memory(tmp_path: Path) -> None:
     run_with_own_mounts("usrbio.small_shared_memory", tmp_path)
 
 

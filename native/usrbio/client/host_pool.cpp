@@ -130,7 +130,7 @@ bool may_keep_host_memory(std::size_t size_bytes) noexcept {
     return size_bytes >= size_bytes_min && size_bytes <= idle_bytes_max();
 }
 
-bool has_room_for_host_memory(int file, std::size_t size_bytes) noexcept {
+bool leaves_shared_memory_free(int file, std::size_t size_bytes) noexcept {
     struct statvfs file_system {};
     if (fstatvfs(file, &file_system) != 0) {
         return false;

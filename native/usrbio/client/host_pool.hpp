@@ -18,7 +18,7 @@ bool may_keep_host_memory(std::size_t size_bytes) noexcept;
 
 // Returns whether idle memory, with `size_bytes` more, takes no more of the file system of `file` than it leaves free.
 // Other processes cannot free the idle memory of this process.
-bool has_room_for_host_memory(int file, std::size_t size_bytes) noexcept;
+bool leaves_shared_memory_free(int file, std::size_t size_bytes) noexcept;
 
 // Memory that no iov uses, and that the agent has registered. The descriptor of its file identifies it to the agent,
 // also when its name was removed.

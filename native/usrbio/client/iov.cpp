@@ -90,7 +90,7 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
     Descriptor file = is_publisher && may_keep_memory && !memory->may_be_mapped_by_child() && memory->make_writable()
                           ? memory->reopen()
                           : Descriptor();
-    const bool asks_to_keep = file && has_room_for_host_memory(file.get(), memory->bytes());
+    const bool asks_to_keep = file && leaves_shared_memory_free(file.get(), memory->bytes());
     // Remove the name while the memory is still published. If this process is killed between the two steps, the agent
     // cleans up. If the agent shall keep the memory, the name stays, and the agent removes it unless it keeps the
     // memory.
