@@ -30,6 +30,9 @@ def residency(fd: int, offset: int, length: int) -> tuple[int, int]:
 
 def keep_forever(object: object) -> None: ...
 
+def ignore_leaks() -> None:
+    """Report no objects that still exist at the end of the interpreter."""
+
 def totals() -> tuple[int, int]:
     """
     Return the number of transfers of this process that are over, and the number of bytes that they moved.
@@ -57,9 +60,9 @@ class OpenFile:
         Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.
         """
 
-    def close(self, end_transfers: object | None = None) -> None:
+    def close(self, end_transfers: object | None = None, waits: bool = True) -> None:
         """
-        Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors.
+        Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without a wait, the last use closes them.
         """
 
     @property
@@ -93,11 +96,25 @@ class CompletionQueue:
 
     def __init__(self, *, has_event: bool) -> None: ...
 
-    def push(self, token: int) -> None: ...
-
     def take(self) -> list[int]: ...
 
     def fileno(self) -> int: ...
+
+class Completion:
+    """The end of a job of Python code."""
+
+    def __init__(self) -> None: ...
+
+    def wait(self, timeout_us: int = -1) -> bool: ...
+
+    def is_over(self) -> bool: ...
+
+    def notify(self, queue: CompletionQueue, token: int) -> None:
+        """
+        Add the token to the queue when the job is over; at once if it is over already.
+        """
+
+    def end(self) -> None: ...
 
 class Job:
     """The transfer of the ranges of one call."""

@@ -12,10 +12,10 @@ import bisect
 import threading
 import time
 from collections import deque
-from concurrent import futures
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gdrkit import cufile
+from gdrkit.gds._native import native
 from gdrkit.gds.totals import count_transfer
 from gdrkit.units import MIB
 
@@ -70,8 +70,6 @@ class CufileJob:
         Whether a write is synced to the disk before the job is over.
     memory : TransferBuffer or None
         The memory of the extents. None: the memory is not registered with cuFile.
-    future : concurrent.futures.Future
-        Future of the execution.
     proof : Proof
         The route that the counters showed. It is valid when the job is over.
     moved_bytes : int
@@ -86,7 +84,6 @@ class CufileJob:
         self.write = write
         self.durable = durable
         self.memory = memory
-        self.future: futures.Future[None] = futures.Future()
         self.proof = cufile.Proof(cufile.Route.UNKNOWN, cufile.RouteState.UNPROVEN)
         self.moved_bytes = 0
         self.failure: Failure | None = None
@@ -106,6 +103,9 @@ class CufileJob:
         self._is_cancelled = False
         self._began_s = time.monotonic()
         self._duration_s = 0.0
+        # An interrupt of a wait must not leave a lock of Python held, so this object is native.
+        self._completion = native.Completion()
+        self._error: BaseException | None = None
 
     @property
     def route(self) -> cufile.Route:
@@ -134,22 +134,19 @@ class CufileJob:
 
     def wait(self, timeout_us: int) -> bool:
         """Wait at most `timeout_us`, or without limit if it is negative. Return whether the transfer is over."""
-        futures.wait([self.future], None if timeout_us < 0 else timeout_us / 1e6)
-        return self.future.done()
+        return self._completion.wait(timeout_us)
 
     def notify(self, queue: Any, token: int) -> None:  # noqa: ANN401 - native object.
         """Add the token to a native completion queue when the transfer is over; at once if it is over already."""
-        self.future.add_done_callback(lambda _: queue.push(token))
+        self._completion.notify(queue, token)
 
     def end(self, error: BaseException | None = None) -> None:
         """End the transfer. With an error, :meth:`progress` raises it."""
         self._duration_s = time.monotonic() - self._began_s
         if self.memory is not None:  # A probe has no memory of a caller.
             count_transfer(self.route, sum(self.arrived()))
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+        self._error = error
+        self._completion.end()
 
     def cancel(self) -> None:
         """Start no further call of cuFile. The job counts as cancelled only if it has parts that were not started."""
@@ -158,8 +155,8 @@ class CufileJob:
 
     def progress(self) -> dict[str, Any]:
         """Return the progress. If an unexpected exception (not an ApiError) ended the transfer, raise it."""
-        if self.future.done():
-            self.future.result()
+        if self._error is not None and self._completion.is_over():
+            raise self._error
         return {
             "bytes": self.moved_bytes,
             "direct_bytes": self.moved_bytes,
@@ -284,6 +281,11 @@ class PartSource:
                     return self._jobs[0], part
                 self._jobs.popleft()
             return None
+
+    def stop(self) -> None:
+        """Give no more parts."""
+        with self._lock:
+            self._jobs.clear()
 
     def fail(self, error: ApiError) -> None:
         """Store an error in every job."""

@@ -111,7 +111,14 @@ class CufilePath:
         self._driver = driver
         self._options = options or driver.options
         self._device_index = device_index
-        self._file = cufile.FileHandle(driver.driver, file.fileno())
+        # The driver keeps the file open as long as its descriptor is registered, also if this object is dropped without
+        # close(): otherwise another file would get the same number.
+        self._remove_from_driver = driver.driver.on_close(file.close)
+        try:
+            self._file = cufile.FileHandle(driver.driver, file.fileno())
+        except ApiError:
+            self._remove_from_driver()
+            raise
         self._fd = file.fileno()
         self._open_file = file
         # Why a transfer after the probe was not direct. Empty as long as all transfers were direct.
@@ -156,6 +163,7 @@ class CufilePath:
         with contextlib.ExitStack() as stack:
             stack.callback(call, self._open_file.close)
             self._file.close()
+            self._remove_from_driver()
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:
         """Run jobs of one direction, and store the route that the counters showed. The thread of the queue calls this.
@@ -238,13 +246,36 @@ class CufilePath:
     def _run_calls(self, source: PartSource, registered: _RegisteredRanges) -> None:
         """Transfer all parts by single calls of several threads, one of which is this thread."""
         others_count = min(self._options.workers_count, source.parts_count) - 1
-        others = [self._driver.workers.submit(self._run_worker, source, registered) for _ in range(others_count)]
+        # If no thread can be started, submit() raises RuntimeError, but the call stays in the queue of the pool. So the
+        # pool gets futures that can be cancelled, instead of returning them.
+        others: list[futures.Future[None]] = [futures.Future() for _ in range(others_count)]
+        try:
+            with contextlib.suppress(RuntimeError):  # Fewer threads transfer the parts.
+                for other in others:
+                    self._driver.workers.submit(self._run_other_worker, other, source, registered)
+            self._run_worker(source, registered)
+        except BaseException:
+            source.stop()
+            raise
+        finally:
+            started = [other for other in others if not other.cancel()]
+            futures.wait(started)
+        for other in started:
+            other.result()
+
+    def _run_other_worker(
+        self, future: futures.Future[None], source: PartSource, registered: _RegisteredRanges
+    ) -> None:
+        """Transfer parts until there are none left, unless the future was cancelled."""
+        if not future.set_running_or_notify_cancel():
+            return
         try:
             self._run_worker(source, registered)
-        finally:
-            futures.wait(others)
-        for other in others:
-            other.result()
+        except BaseException as error:
+            source.stop()
+            future.set_exception(error)
+            raise
+        future.set_result(None)
 
     def _run_worker(self, source: PartSource, registered: _RegisteredRanges) -> None:
         """Transfer parts until there are none left."""

@@ -7,6 +7,7 @@ If no probe proves a path, the copy engine moves the bytes through host memory, 
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -122,7 +123,7 @@ class FileDirectPaths:
     def __init__(self, use: str) -> None:
         self._use = use
         self._results: dict[int, DirectPathResult] = {}  # By device index.
-        self._probe_lock = forks.ForkSafeLock()
+        self._probe_lock = threading.Lock()
         forks.register(self)
 
     def why_engine(self, memory: TransferBuffer) -> str | None:
@@ -159,6 +160,7 @@ class FileDirectPaths:
         """Abandon the paths in a forked child. Their threads and their driver are in the parent."""
         native.keep_forever(self._results)
         self._results = {}
+        self._probe_lock = threading.Lock()
 
 
 def report_fallback(why: str, path: str, *, required: bool) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import threading
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -237,4 +239,16 @@ def close_engines() -> None:
         _engines_by_node.clear()
 
 
-atexit.register(close_engines)
+def _end_at_exit() -> None:
+    """Close every engine, and release the memory of the transfers whose futures the program has dropped."""
+    close_engines()
+    if "gdrkit.gds._engine" not in sys.modules:
+        return
+    for transfer in tuple(native.in_progress.values()):
+        transfer.discard()
+    if threading.active_count() > 1:
+        # The end of the interpreter stops a daemon thread for ever, with the objects that it uses.
+        native.ignore_leaks()
+
+
+atexit.register(_end_at_exit)

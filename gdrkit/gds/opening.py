@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import stat
+import sys
 import threading
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gdrkit import forks
 from gdrkit.errors import Api, ApiError, ClosedResource, UsageError, errno_name
-from gdrkit.gds._native import call, native, reason_of
+from gdrkit.gds._native import api_error, native, reason_of
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
@@ -90,9 +91,16 @@ class OpenDescriptor:
         A second close does nothing. A close during another close waits for the first.
         """
         with self._close_lock:
-            if not self.closed:
-                call(self.native.close, end_transfers)
-            self._handle.release()
+            try:
+                # A forked child of a signal handler has another native file.
+                while not self.closed:
+                    # The uses of the threads that the end of the interpreter has stopped do not end.
+                    self.native.close(end_transfers, not sys.is_finalizing())
+            except native.EngineError as error:
+                raise api_error(error.args, arguments={"path": self.path}) from error
+            finally:
+                if self.closed:
+                    self._handle.release()
 
     def after_fork_in_child(self) -> None:
         """Forget the uses by threads of the parent, which never end in a forked child."""

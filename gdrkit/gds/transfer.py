@@ -339,7 +339,11 @@ class Transfer:
         Several threads may do this at the same time without a lock, because they get the same values.
         """
         if self._outcome is None:
-            progress, parts = self.job.progress(), tuple(self.job.arrived())
+            try:
+                progress, parts = self.job.progress(), tuple(self.job.arrived())
+            except BaseException:
+                self.release()
+                raise
             # The parts do not contain bytes after a gap, so the total does not count them either.
             total_bytes = sum(parts)
             result = Transferred(

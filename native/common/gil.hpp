@@ -1,32 +1,46 @@
-// A block without the global interpreter lock of Python (GIL).
+// Blocks without the global interpreter lock of Python (GIL), and calls of Python code.
 #pragma once
 
 #include <Python.h>
+#include <cxxabi.h>
 #include <unistd.h>
 
 namespace gdrkit {
 
-// Releases the GIL until the end of the block.
+// Calls a function that may take the GIL.
 //
 // A thread that takes the GIL while the interpreter ends must end: Python before 3.14 calls pthread_exit(3). That
-// unwinds the stack, and C++ aborts the process at the first function that is noexcept, such as a destructor. Here the
-// thread sleeps until the process has ended, as with Python 3.14.
+// unwinds the stack, and C++ aborts the process at the first function that is noexcept, such as a destructor, or that
+// catches all exceptions. Here the thread sleeps until the process has ended, as with Python 3.14.
+template <typename Function> auto sleep_if_interpreter_ends(const Function& function) {
+    try {
+        return function();
+    } catch (const abi::__forced_unwind&) { // The C library throws this exception for pthread_exit().
+        for (;;) {
+            pause();
+        }
+    }
+}
+
+// Releases the GIL until the end of the block.
 class GilRelease {
 public:
-    GilRelease() : state_(PyEval_SaveThread()) {}
+    GilRelease() : state_(PyEval_SaveThread()) { is_released = true; }
     GilRelease(const GilRelease&) = delete;
     GilRelease& operator=(const GilRelease&) = delete;
     ~GilRelease() {
-        try {
-            PyEval_RestoreThread(state_);
-        } catch (...) { // The C library reports pthread_exit() as an exception without a type.
-            for (;;) {
-                pause();
-            }
-        }
+        sleep_if_interpreter_ends([&] { PyEval_RestoreThread(state_); });
+        is_released = false;
+    }
+
+    // Returns whether this thread has the GIL. Only threads of Python have it, and in native code only outside of the
+    // blocks of this class.
+    static bool has_gil() noexcept {
+        return Py_IsInitialized() != 0 && PyGILState_GetThisThreadState() != nullptr && !is_released;
     }
 
 private:
+    static inline thread_local bool is_released = false;
     PyThreadState* const state_;
 };
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 
+#include "common/futex.hpp"
 #include "engine/failure.hpp"
 
 namespace gdrkit::engine {
@@ -54,6 +55,40 @@ std::vector<std::uint64_t> CompletionQueue::take_entries() {
     }
     std::reverse(tokens.begin(), tokens.end());
     return tokens;
+}
+
+bool Completion::wait(std::chrono::nanoseconds timeout) noexcept {
+    // A wait for 0 ns would still sleep in the kernel, by default for 50 us.
+    if (timeout <= std::chrono::nanoseconds::zero()) {
+        return is_over();
+    }
+    return wait_for_word(state_, timeout, [&](std::uint32_t state) {
+        if (state == running) {
+            state_.compare_exchange_strong(state, awaited); // A sleep until `running` changes then ends at once.
+        }
+        return state == over;
+    });
+}
+
+void Completion::notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
+    auto entry = std::make_unique<CompletionQueue::Entry>(CompletionQueue::Entry{.token = token, .next = nullptr});
+    const std::lock_guard lock(mutex_);
+    if (is_over()) {
+        queue->push(std::move(entry));
+    } else {
+        notifications_.push_back({std::move(queue), std::move(entry)});
+    }
+}
+
+void Completion::end() noexcept {
+    const std::lock_guard lock(mutex_);
+    if (state_.exchange(over, std::memory_order_acq_rel) == awaited) {
+        futex_wake_all(state_);
+    }
+    for (Notification& notification : notifications_) {
+        notification.queue->push(std::move(notification.entry));
+    }
+    notifications_.clear();
 }
 
 } // namespace gdrkit::engine

@@ -1,9 +1,11 @@
-// The tokens of ended jobs, which any thread adds and one reader takes in batches.
+// The end of a job, and the tokens of ended jobs, which any thread adds and one reader takes in batches.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "common/descriptor.hpp"
@@ -38,6 +40,30 @@ private:
 
     std::atomic<Entry*> newest_{nullptr};
     Descriptor event_;
+};
+
+// The end of a job, for which threads wait and which completion queues report.
+class Completion {
+public:
+    bool is_over() const noexcept { return state_.load(std::memory_order_acquire) == over; }
+    // Waits at most `timeout`. Returns whether the job is over.
+    bool wait(std::chrono::nanoseconds timeout) noexcept;
+    // Adds the token to the queue when the job is over; at once if it is over already.
+    void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
+    // Reports the end of the job. Further calls have no effect.
+    void end() noexcept;
+
+private:
+    struct Notification {
+        std::shared_ptr<CompletionQueue> queue;
+        std::unique_ptr<CompletionQueue::Entry> entry;
+    };
+    // `awaited` means that a thread sleeps until the job is over.
+    enum State : std::uint32_t { running, awaited, over };
+
+    std::atomic<std::uint32_t> state_{running};
+    std::mutex mutex_; // Protects notifications_. No thread has it during a system call.
+    std::vector<Notification> notifications_;
 };
 
 } // namespace gdrkit::engine

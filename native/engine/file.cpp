@@ -117,6 +117,9 @@ bool File::wait_for_uses(std::chrono::nanoseconds timeout) noexcept {
 void File::close() {
     const std::lock_guard lock(open_mutex_);
     is_closed_.store(true);
+    if (users_count_.load() != 0) {
+        return;
+    }
     direct_fd_.store(-1, std::memory_order_relaxed);
     fd_.store(-1, std::memory_order_relaxed);
     owned_direct_descriptor_.reset();
@@ -128,17 +131,24 @@ void File::close() {
 
 std::shared_ptr<File> File::replace_after_fork() {
     owned_direct_descriptor_.reset();
-    return std::make_shared<File>(std::move(owned_descriptor_));
+    const bool is_closed = is_closed_.load() || !owned_descriptor_;
+    auto file = std::make_shared<File>(std::move(owned_descriptor_));
+    file->is_closing_.store(is_closed);
+    file->is_closed_.store(is_closed);
+    fd_.store(-1, std::memory_order_relaxed);
+    direct_fd_.store(-1, std::memory_order_relaxed);
+    return file;
 }
 
 void File::end() noexcept {
-    const std::lock_guard lock(open_mutex_);
-    if (!path_.empty()) {
-        direct_fd_.store(-1, std::memory_order_relaxed);
-        fd_.store(-1, std::memory_order_relaxed);
-        owned_direct_descriptor_.reset();
-        owned_descriptor_.reset();
+    if (path_.empty()) {
+        return; // Without the lock, which a worker may have during a system call.
     }
+    const std::lock_guard lock(open_mutex_);
+    direct_fd_.store(-1, std::memory_order_relaxed);
+    fd_.store(-1, std::memory_order_relaxed);
+    owned_direct_descriptor_.reset();
+    owned_descriptor_.reset();
 }
 
 } // namespace gdrkit::engine

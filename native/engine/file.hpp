@@ -56,8 +56,8 @@ public:
     void end_use() noexcept;
     // Waits until there are no uses, at most `timeout`. Returns whether there are none.
     bool wait_for_uses(std::chrono::nanoseconds timeout) noexcept;
-    // Closes the descriptors of a file without uses. Throws Error: the error of close(2), after which the file is
-    // closed too.
+    // Closes the descriptors. If the file still has uses, the destructor closes them. Throws Error: the error of
+    // close(2), after which the file is closed too.
     void close();
     bool is_closed() const noexcept { return is_closed_.load(); }
     // Returns a file with the descriptor of this one, for a forked child. Threads of the parent may have used this one,

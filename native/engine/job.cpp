@@ -318,37 +318,11 @@ void Job::end_locked() {
         bytes += std::min(extent.first_missing_offset, extent.length);
     }
     totals.add(bytes);
-    if (state_.exchange(over, std::memory_order_acq_rel) == awaited) {
-        futex_wake_all(state_);
-    }
-    for (Notification& notification : notifications_) {
-        notification.queue->push(std::move(notification.entry));
-    }
-    notifications_.clear();
+    completion_.end();
 }
 
 bool Job::wait(std::int64_t timeout_us) {
-    // A wait for 0 us would still sleep in the kernel, by default for 50 us.
-    if (timeout_us == 0) {
-        return is_over();
-    }
-    const auto timeout = timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us);
-    return wait_for_word(state_, timeout, [&](std::uint32_t state) {
-        if (state == running) {
-            state_.compare_exchange_strong(state, awaited); // A sleep until `running` changes then ends at once.
-        }
-        return state == over;
-    });
-}
-
-void Job::notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
-    auto entry = std::make_unique<CompletionQueue::Entry>(CompletionQueue::Entry{.token = token, .next = nullptr});
-    const std::lock_guard lock(mutex_);
-    if (is_over()) {
-        queue->push(std::move(entry));
-    } else {
-        notifications_.push_back({std::move(queue), std::move(entry)});
-    }
+    return completion_.wait(timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us));
 }
 
 std::unique_lock<std::mutex> Job::lock_unless_over() {

@@ -147,23 +147,21 @@ public:
     // Starts no further chunks. Chunks in progress complete.
     void cancel();
 
+    Completion& completion() noexcept { return completion_; }
     // Waits at most `timeout_us`, or without limit if it is negative. Returns whether the job is over.
     bool wait(std::int64_t timeout_us);
     // This and the functions below take no lock when the job is over.
-    bool is_over() const noexcept { return state_.load(std::memory_order_acquire) == over; }
+    bool is_over() const noexcept { return completion_.is_over(); }
     // Adds the token to the queue when the job is over; at once if it is over already.
-    void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token);
+    void notify(std::shared_ptr<CompletionQueue> queue, std::uint64_t token) {
+        completion_.notify(std::move(queue), token);
+    }
     Progress progress();
     // Returns for each extent the number of bytes that arrived from its beginning without a gap. Valid when the job is
     // over.
     std::vector<std::uint64_t> arrived_bytes();
 
 private:
-    struct Notification {
-        std::shared_ptr<CompletionQueue> queue;
-        std::unique_ptr<CompletionQueue::Entry> entry;
-    };
-
     // All of these functions require mutex_, except make_durable(), which is called without it.
     bool is_next_direct(Extent& extent);
     TakeResult take_from_large_extent(Chunk& chunk, Extent& extent, std::atomic<bool>& is_copy_opening);
@@ -201,10 +199,7 @@ private:
     std::size_t chunks_in_flight_ = 0;
     std::size_t reservations_count_ = 0;
     bool is_stopped_ = false;
-    // `awaited` means that a thread sleeps until the job is over.
-    enum State : std::uint32_t { running, awaited, over };
-    std::atomic<std::uint32_t> state_{running};
-    std::vector<Notification> notifications_;
+    Completion completion_;
     const std::chrono::steady_clock::time_point began_ = std::chrono::steady_clock::now();
     Progress progress_;
 };

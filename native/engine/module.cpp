@@ -54,12 +54,17 @@ constexpr std::chrono::milliseconds signals_interval{50};
     throw nb::python_error();
 }
 
+// Raises FileClosed for the file with this index in the arguments of a call.
+[[noreturn]] void raise_closed(std::size_t index) {
+    PyErr_SetObject(file_closed, nb::make_tuple(index).ptr());
+    throw nb::python_error();
+}
+
 // Begins a use of the file with this index in the arguments of a call. Raises FileClosed if the file is closed.
 FileUse begin_use(std::shared_ptr<File> file, std::size_t index = 0) {
     FileUse use(std::move(file));
     if (!use.file()) {
-        PyErr_SetObject(file_closed, nb::make_tuple(index).ptr());
-        throw nb::python_error();
+        raise_closed(index);
     }
     return use;
 }
@@ -79,8 +84,10 @@ template <typename Function> auto without_gil(const Function& function) {
 }
 
 // Calls `wait` without the GIL until it returns true, or until `timeout` has passed. Its argument is how long it may
-// wait. Raises the exception of a signal handler.
+// wait. Raises the exception of a signal handler. Returns false if a signal handler has forked and this is the child:
+// the threads for which it waits are in the parent.
 template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeout, const Wait& wait) {
+    const pid_t process = getpid();
     const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
     for (std::chrono::nanoseconds interval = signals_interval;;) {
         const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
@@ -91,10 +98,10 @@ template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeou
         if (PyErr_CheckSignals() != 0) {
             throw nb::python_error();
         }
-        if (left <= slice) {
+        if (left <= slice || getpid() != process) {
             return false;
         }
-        if (getpid() != syscall(SYS_gettid)) {
+        if (process != syscall(SYS_gettid)) {
             interval = no_limit;
         }
     }
@@ -126,6 +133,21 @@ bool collect_ended() {
     return PyDict_Size(transfers_ended) != 0;
 }
 
+// Closes a file without the GIL, whichever thread drops it last.
+struct FileDeleter {
+    void operator()(File* file) const noexcept {
+        std::optional<GilRelease> release;
+        if (file->fd() >= 0 && GilRelease::has_gil()) {
+            release.emplace();
+        }
+        delete file;
+    }
+};
+
+std::shared_ptr<File> make_file(Descriptor descriptor) {
+    return {new File(std::move(descriptor)), FileDeleter()};
+}
+
 // Opens a file. If a signal interrupts open(2), runs the signal handlers of Python and tries again.
 std::shared_ptr<File> open_file(const nb::bytes& path, int flags, int mode, int folder) {
     if (std::strlen(path.c_str()) != path.size()) {
@@ -139,7 +161,7 @@ std::shared_ptr<File> open_file(const nb::bytes& path, int flags, int mode, int 
             return fd;
         }));
         if (descriptor) {
-            return std::make_shared<File>(std::move(descriptor));
+            return make_file(std::move(descriptor));
         }
         if (error_number != EINTR) {
             raise({.api = Api::kernel, .operation = "open", .number = error_number, .name = {}});
@@ -148,6 +170,15 @@ std::shared_ptr<File> open_file(const nb::bytes& path, int flags, int mode, int 
             throw nb::python_error();
         }
     }
+}
+
+// Waits at most `timeout_us`, or without limit if it is negative. Returns whether the job is over.
+bool wait_for(Completion& completion, std::int64_t timeout_us) {
+    if (timeout_us == 0 || completion.is_over()) {
+        return completion.is_over();
+    }
+    return wait_interruptibly(timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us),
+                              [&](std::chrono::nanoseconds slice) { return completion.wait(slice); });
 }
 
 // Returns the result of a function of a job. While the job runs, a worker may have its lock during a system call, which
@@ -268,23 +299,30 @@ void bind_jobs(nb::module_& module) {
             "__exit__", [](FileUse& self, nb::handle, nb::handle, nb::handle) { self.end(); }, "error_class"_a.none(),
             "error"_a.none(), "traceback"_a.none());
     nb::class_<File>(module, "OpenFile", "An open file, with a second descriptor for O_DIRECT.")
-        .def(nb::new_([](int fd) { return std::make_shared<File>(Descriptor(fd)); }), "fd"_a)
+        .def(nb::new_([](int fd) { return make_file(Descriptor(fd)); }), "fd"_a)
         .def_static("open", &open_file, "path"_a, "flags"_a, "mode"_a, "folder"_a = AT_FDCWD)
         .def(
             "begin_use", [](const std::shared_ptr<File>& self) { return begin_use(self); },
             "Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.")
         .def(
             "close",
-            [](File& self, nb::handle end_transfers) {
+            [](File& self, nb::handle end_transfers, bool waits) {
                 const FileClosing closing(self);
-                wait_interruptibly(no_limit, [&](auto timeout) { return self.wait_for_uses(timeout); });
+                wait_interruptibly(waits ? no_limit : std::chrono::nanoseconds(0),
+                                   [&](auto timeout) { return self.wait_for_uses(timeout); });
                 if (!end_transfers.is_none()) {
-                    end_transfers();
+                    PyObject* const result =
+                        sleep_if_interpreter_ends([&] { return PyObject_CallNoArgs(end_transfers.ptr()); });
+                    if (result == nullptr) {
+                        throw nb::python_error();
+                    }
+                    Py_DECREF(result);
                 }
                 without_gil([&] { self.close(); });
             },
-            "end_transfers"_a.none() = nb::none(),
-            "Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors.")
+            "end_transfers"_a.none() = nb::none(), "waits"_a = true,
+            "Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without "
+            "a wait, the last use closes them.")
         .def_prop_ro("closed", &File::is_closed)
         .def("fileno", &File::fd, "Return the descriptor, which this object owns; -1 if the file was closed.")
         .def("replace_after_fork", &File::replace_after_fork,
@@ -307,32 +345,24 @@ void bind_jobs(nb::module_& module) {
                  return without_gil([&] { return std::make_shared<CompletionQueue>(has_event); });
              }),
              nb::kw_only(), "has_event"_a)
-        .def(
-            "push",
-            [](CompletionQueue& self, std::uint64_t token) {
-                self.push(
-                    std::make_unique<CompletionQueue::Entry>(CompletionQueue::Entry{.token = token, .next = nullptr}));
-            },
-            "token"_a)
         .def("take", &CompletionQueue::take)
         .def("fileno", &CompletionQueue::event_fd);
+    nb::class_<Completion>(module, "Completion", "The end of a job of Python code.")
+        .def(nb::init<>())
+        .def(
+            "wait", [](Completion& self, std::int64_t timeout_us) { return wait_for(self, timeout_us); },
+            "timeout_us"_a = -1)
+        .def("is_over", &Completion::is_over)
+        .def("notify", &Completion::notify, "queue"_a, "token"_a,
+             "Add the token to the queue when the job is over; at once if it is over already.")
+        .def("end", &Completion::end);
     nb::class_<Job>(module, "Job", "The transfer of the ranges of one call.")
         .def(
-            "wait",
-            [](Job& self, std::int64_t timeout_us) {
-                if (timeout_us == 0 || self.is_over()) {
-                    return self.is_over();
-                }
-                const std::chrono::nanoseconds timeout =
-                    timeout_us < 0 ? no_limit : std::chrono::microseconds(timeout_us);
-                return wait_interruptibly(timeout, [&](std::chrono::nanoseconds slice) {
-                    return self.wait(std::chrono::ceil<std::chrono::microseconds>(slice).count());
-                });
-            },
+            "wait", [](Job& self, std::int64_t timeout_us) { return wait_for(self.completion(), timeout_us); },
             "timeout_us"_a = -1)
         .def("is_over", &Job::is_over)
         .def("cancel", &Job::cancel, nb::call_guard<GilRelease>())
-        .def("notify", &Job::notify, "queue"_a, "token"_a, nb::call_guard<GilRelease>(),
+        .def("notify", &Job::notify, "queue"_a, "token"_a,
              "Add the token to the queue when the job is over; at once if it is over already.")
         .def("progress", [](Job& self) { return dict_of(query(self, [&] { return self.progress(); })); })
         .def(
@@ -383,7 +413,9 @@ void bind_engine(nb::module_& module) {
                     if (!transfer.is_none()) {
                         job->notify(ended_jobs, begin_transfer(transfer, job_object));
                     }
-                    wait_interruptibly(no_limit, [&](auto timeout) { return engine.submit(job, timeout); });
+                    if (!wait_interruptibly(no_limit, [&](auto timeout) { return engine.submit(job, timeout); })) {
+                        raise({.api = Api::kernel, .operation = "submit", .number = ECANCELED, .name = {}});
+                    }
                 } catch (...) {
                     job->cancel(); // Otherwise the close of its files would wait for the job.
                     throw;
@@ -402,13 +434,20 @@ void bind_engine(nb::module_& module) {
                 if (!fits || length > INT64_MAX || offset > INT64_MAX - length) {
                     raise({.api = Api::kernel, .operation = "transfer_small", .number = EINVAL, .name = {}});
                 }
-                const FileUse use = begin_use(std::move(file));
-                const IoResult result = without_gil([&] {
+                // The use ends before the thread takes the GIL again, which it may never get; see GilRelease.
+                const std::optional<IoResult> result = without_gil([&]() -> std::optional<IoResult> {
+                    const FileUse use(std::move(file));
+                    if (!use.file()) {
+                        return std::nullopt;
+                    }
                     return self.engine.transfer_small(write ? Direction::write : Direction::read, *use.file(), offset,
                                                       address, length, device);
                 });
-                return nb::make_tuple(result.bytes,
-                                      result.failure ? nb::object(failure_tuple(*result.failure)) : nb::none());
+                if (!result) {
+                    raise_closed(0);
+                }
+                return nb::make_tuple(result->bytes,
+                                      result->failure ? nb::object(failure_tuple(*result->failure)) : nb::none());
             },
             "write"_a, "file"_a, "offset"_a, "address"_a, "length"_a, "device"_a)
         .def(
@@ -479,6 +518,9 @@ NB_MODULE(_engine, module) {
             object.inc_ref();
         },
         "object"_a);
+    module.def(
+        "ignore_leaks", [] { nb::set_leak_warnings(false); },
+        "Report no objects that still exist at the end of the interpreter.");
     module.def(
         "totals", [] { return std::pair(ge::totals.transfers_count.load(), ge::totals.arrived_bytes.load()); },
         "Return the number of transfers of this process that are over, and the number of bytes that they moved.");

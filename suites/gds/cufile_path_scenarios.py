@@ -6,6 +6,7 @@ It runs in a separate process. :mod:`support.cufile_child` describes the JSON ob
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -16,8 +17,9 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gdrkit import cuda, evidence, gds, pattern, serialization
+from gdrkit import cuda, cufile, evidence, gds, pattern, serialization
 from gdrkit.errors import ApiError, GdrkitError
+from gdrkit.gds._native import native
 from gdrkit.gds.cufile_driver import shared_driver
 from gdrkit.inventory.facts import identifying_libraries
 from gdrkit.units import KIB, MIB
@@ -223,9 +225,66 @@ def freed_early(arguments: dict[str, Any]) -> dict[str, Any]:
         }
 
 
+def dropped(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Open the file several times, and drop it each time without a close, so that numbers of descriptors are free."""
+    with cuda.Device(0) as device, device.allocate(RANGE_BYTES) as memory:
+
+        def read() -> dict[str, Any]:
+            file = gds.File(arguments["path"], direct="required")
+            return _outcome(lambda: file.read_into(memory))
+
+        outcomes = []
+        for _ in range(5):
+            outcomes.append(read())
+            gc.collect()
+        return {"outcomes": outcomes}
+
+
+def no_thread(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Read a large range while no further thread can be started. The pool has one thread from an earlier read."""
+    with _opened(arguments) as setup:
+        setup.file.read_into(setup.memory, length_bytes=2 * MIB)
+        threading.stack_size(1 << 46)  # More than the address space has.
+        read = _outcome(lambda: setup.file.read_into(setup.memory))
+        return {"read": read, "is_expected": setup.memory.read() == setup.data}
+
+
+def unexpected_error(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Raise an exception in the first part of a read whose other parts are delayed. Clear the memory afterwards."""
+    with _opened(arguments) as setup:
+        setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES)
+        thread_name, read = shared_driver()._thread.name, cufile.FileHandle.read  # noqa: SLF001
+
+        def read_or_fail(*positional: Any, **named: Any) -> int:  # noqa: ANN401
+            if threading.current_thread().name == thread_name:
+                raise MemoryError
+            return read(*positional, **named)
+
+        cufile.FileHandle.read = read_or_fail  # type: ignore[method-assign]
+        transfer = setup.file.start_read_into(setup.memory)
+        error = ""
+        try:
+            transfer.result()
+        except MemoryError as memory_error:
+            error = type(memory_error).__name__
+        setup.memory.fill(0)
+        shared_driver().workers.shutdown()  # Waits for calls that still run.
+        return {"error": error, "is_clear": not any(setup.memory.read()), "in_progress": len(native.in_progress)}
+
+
 SCENARIOS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     function.__name__: function
-    for function in (large, many_ranges, adjacent_ranges, many_transfers, cancelled, freed_early)
+    for function in (
+        large,
+        many_ranges,
+        adjacent_ranges,
+        many_transfers,
+        cancelled,
+        freed_early,
+        dropped,
+        no_thread,
+        unexpected_error,
+    )
 }
 
 

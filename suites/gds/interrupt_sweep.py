@@ -88,7 +88,10 @@ SCENARIOS: dict[str, tuple[Callable[[_Round], object], bool]] = {
     "close": (lambda one: one.files[0].close(), True),
     "copy_file": (_copy, False),
     "direct": (lambda one: one.files[0].start_read_into(one.device_memory), True),
+    "direct_result": (lambda one: one.files[0].start_read_into(one.device_memory).result(), True),
 }
+# In these scenarios, the code of Python's library that the call runs is interrupted, too.
+_LIBRARY_SCENARIOS = ("direct_result",)
 
 
 def _close(file: gds.File) -> bool:
@@ -120,7 +123,8 @@ def _interrupt(scenario: str, one: _Round, point: int, open_gate: Callable[[], N
         file = one.open()
         if one.device_memory is not None:
             file.start_read_into(one.device_memory).result()  # The probe of the direct path is not interrupted.
-    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent))
+    library = [str(Path(os.__file__).parent)] if scenario in _LIBRARY_SCENARIOS else []
+    interrupter = Interrupter(point, str(Path(gdrkit.__file__).parent), *library)
     error = interrupter.call(lambda: call(one))
     was_exported = _is_exported(one.memory)
     before = bytes(one.memory)
@@ -145,7 +149,7 @@ def _interrupt(scenario: str, one: _Round, point: int, open_gate: Callable[[], N
 def _sweep(scenario: str, path: Path, faulty_file: FaultyFile | None, device_memory: object) -> str:
     descriptors_count = -1
     for point in itertools.count(1):
-        one = _Round(path, direct="required" if scenario == "direct" else "never")
+        one = _Round(path, direct="required" if scenario.startswith("direct") else "never")
         one.device_memory = device_memory
         if faulty_file is not None:
             faulty_file.send(f"gate 0 {LENGTH_BYTES}")
@@ -186,7 +190,7 @@ def main() -> None:
             path = faulty_file.path
             _block_first_read(faulty_file)
         device_memory = None
-        if scenario == "direct":
+        if scenario.startswith("direct"):
             device_memory = stack.enter_context(stack.enter_context(cuda.Device(0)).allocate(LENGTH_BYTES))
         sys.stdout.write(f"{_sweep(scenario, path, faulty_file, device_memory)}\n")
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from gds.faulty_file import FaultyFile
 from support.faults import inject_faults
 from support.gds import MEMORY_KINDS, CudaArrayBuffer, DlpackBuffer, allocate_memory
 
-from gdrkit import gds, pattern
+from gdrkit import gds, handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
 from gdrkit.harness.needs import cuda, host, needs, software
 from gdrkit.units import KIB, MIB
@@ -338,6 +338,19 @@ def test_negative_timeout_does_not_wait(tmp_path: Path, seed: int) -> None:
                 with pytest.raises(TimeoutError):
                     transfer.exception(timeout_s)
             faulty_file.send("open")
+
+
+def test_failed_close_names_the_file_and_closes_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"data")
+    open_count = handles.live().get("gds.file", 0)
+    file = gds.File(tmp_path / "file", direct="never")
+    os.close(file.fileno())
+    with pytest.raises(ApiError) as failed:
+        file.close()
+    assert (failed.value.errno, failed.value.arguments) == (errno.EBADF, {"path": str(tmp_path / "file")})
+    assert file.closed
+    assert handles.live().get("gds.file", 0) == open_count
+    file.close()
 
 
 def test_changed_list_of_paths_does_not_change_the_error(tmp_path: Path) -> None:

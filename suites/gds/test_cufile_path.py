@@ -222,3 +222,23 @@ def test_refused_registration_fails_no_transfer(scenarios: ScenarioRunner, tmp_p
     assert report["foreign_is_expected"]
     assert report["is_written"]
     assert report["registered_bytes_at_end"] == 0
+
+
+def test_file_that_was_dropped_does_not_block_others(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    """In an older version, the next file had the number of a descriptor that was still registered with cuFile."""
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("dropped")
+    assert [outcome["bytes"] for outcome in report["outcomes"]] == 5 * [RANGE_BYTES]
+
+
+def test_read_needs_no_new_thread(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    """In an older version, the read failed, and calls that had started wrote to its memory afterwards."""
+    report = scenarios.with_faults(tmp_path, "cufile.route call=* route=p2p").run("no_thread")
+    assert report["read"]["bytes"] == FILE_BYTES
+    assert report["is_expected"]
+
+
+def test_error_in_a_part_ends_all_calls_first(scenarios: ScenarioRunner, tmp_path: Path) -> None:
+    """In an older version, a call of cuFile wrote to the memory after the transfer was over."""
+    rules = ("cufile.route call=* route=p2p", "cuFileRead call=3-12 delay_us=500000")
+    report = scenarios.with_faults(tmp_path, *rules).run("unexpected_error")
+    assert report == {"error": "MemoryError", "is_clear": True, "in_progress": 0}

@@ -94,12 +94,65 @@ CASES = {
             raise AssertionError
     """,
 }
+# A program whose child uses a file that the parent had closed.
+CLOSED_PROGRAM = """
+import os, sys
+from gdrkit import gds
+from gdrkit.errors import ClosedResource
+file = gds.File(sys.argv[1], direct="never")
+file.close()
+child = os.fork()
+if child == 0:
+    try:
+        assert file.closed
+        file.start_read_into(bytearray(4), length_bytes=4)
+    except ClosedResource:
+        os._exit(0)
+    finally:
+        os._exit(1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+# A program whose signal handler forks during close(), which waits for a use by another thread.
+HANDLER_PROGRAM = """
+import os, signal, sys, threading, time
+from gdrkit import gds
+file = gds.File(sys.argv[1], direct="never")
+begun, end, children, parent = threading.Event(), threading.Event(), [], os.getpid()
+def use():
+    with file.in_use():
+        begun.set()
+        end.wait()
+thread = threading.Thread(target=use)
+thread.start()
+begun.wait()
+def handle(*_):
+    children.append(os.fork())
+    if os.getpid() == parent:
+        end.set()
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.1)
+file.close()
+assert file.closed
+if os.getpid() != parent:
+    os._exit(0)
+thread.join()
+limit = time.monotonic() + 20
+while True:
+    ended, status = os.waitpid(children[0], os.WNOHANG)
+    if ended:
+        sys.exit(os.waitstatus_to_exitcode(status))
+    if time.monotonic() > limit:
+        os.kill(children[0], 9)
+        sys.exit("the child does not end")
+"""
 # A program whose child drops the waits of an event loop of its parent while a job of the parent has ended.
 EVENT_PROGRAM = """
 import os
 from gdrkit.gds._native import native
 queue = native.CompletionQueue(has_event=True)
-queue.push(1)
+job = native.Completion()
+job.notify(queue, 1)
+job.end()
 child = os.fork()
 if child == 0:
     del queue
@@ -134,3 +187,9 @@ def test_child_of_a_process_with_a_running_transfer(tmp_path: Path, case: str) -
 def test_child_leaves_the_event_of_its_parent() -> None:
     """In an older version, the child read the eventfd, and the event loop of the parent did not wake."""
     run_program(EVENT_PROGRAM)
+
+
+@pytest.mark.parametrize("program", [CLOSED_PROGRAM, HANDLER_PROGRAM], ids=["closed_before", "closed_during_the_fork"])
+def test_closed_file_is_closed_in_the_child(tmp_path: Path, program: str) -> None:
+    (tmp_path / "data").write_bytes(b"data")
+    run_program(program, tmp_path / "data")

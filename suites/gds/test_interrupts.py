@@ -24,6 +24,7 @@ from gdrkit.units import KIB
 
 # Reads of these scenarios are blocked until the call was interrupted, so that a job that was queued is still running.
 BLOCKED_SCENARIOS = ("read_files", "start_read_into", "start_readv", "transfer_ranges")
+DIRECT_SCENARIOS = ("direct", "direct_result")
 # A program whose daemon threads read files while the interpreter ends.
 DAEMON_PROGRAM = """
 import sys, threading, time
@@ -45,9 +46,66 @@ for _ in range(8):
 started.wait()
 threading.Event().wait(0.05)
 """
-# A program that asks for the progress of a job while a worker has the lock of the job and waits for open(2).
+# The beginning of programs with an object that the interpreter drops after it has begun to end the daemon threads.
+LATE_PROGRAM = """
+import os, sys, threading, time, types
+from gdrkit import gds
+path, started = sys.argv[1], threading.Barrier(5)
+def spin(seconds, now=time.monotonic):
+    end_s = now() + seconds
+    while now() < end_s:
+        pass
+holder = sys.modules["holder"] = types.ModuleType("holder")
+def start_daemons(target):
+    for _ in range(4):
+        threading.Thread(target=target, daemon=True).start()
+    started.wait()
+    threading.Event().wait(0.05)
+"""
+# An object closes a file that daemon threads read.
+LATE_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
+class Closer:
+    def __del__(self, spin=spin, write=os.write):
+        spin(0.3)
+        self.file.close()
+        write(1, b"closed")
+closer = Closer()
+closer.file = file = gds.File(path, direct="never", access="buffered")
+def read(file=file):
+    buffer = bytearray(256 << 10)
+    started.wait()
+    while True:
+        file.read_into(buffer)
+start_daemons(read)
+holder.closer = closer
+del closer, file, read
+"""
+# Daemon threads close files, with many transfers in progress, so that the interpreter ends threads inside close().
+DAEMON_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
+class Late:
+    def __del__(self, spin=spin):
+        spin(0.5)
+first_file = gds.File(path, direct="never")
+transfers = [first_file.start_read_into(bytearray(64)) for _ in range(2000)]
+sys.setswitchinterval(1e-5)
+def close():
+    started.wait()
+    while True:
+        gds.File(path, direct="never").close()
+start_daemons(close)
+holder.late = Late()
+"""
+# A program that drops a future. nanobind writes to standard error if objects exist at the end of the interpreter.
+DROPPED_FUTURE_PROGRAM = """
+import sys
+from gdrkit import gds
+file = gds.File(sys.argv[1], direct="never")
+file.start_read_into(bytearray(1 << 20), length_bytes=4096)
+"""
+# A program that starts an empty read and asks for the progress of a job, while a worker has the locks of the job and of
+# the file and waits for open(2).
 PROGRESS_PROGRAM = """
-import sys, threading
+import sys, threading, time
 from pathlib import Path
 from gds.faulty_file import FaultyFile
 from gdrkit import gds
@@ -62,11 +120,14 @@ with FaultyFile(mount, length_bytes=length, seed=1) as faulty_file:
         begun = threading.Event()
         def query():
             begun.set()
+            file.start_read_into(bytearray(1), length_bytes=0)
             transfer.bytes_moved
         thread = threading.Thread(target=query)
+        began_s = time.monotonic()
         thread.start()
         begun.wait()
         thread.join(0.2)
+        assert time.monotonic() - began_s < 30
         faulty_file.send("open")
         thread.join()
         assert transfer.result().bytes == length
@@ -94,7 +155,7 @@ def sweep(scenario: str, *arguments: object, **environ: str) -> None:
     assert int(points[1]) > 10
 
 
-@pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - {*BLOCKED_SCENARIOS, "direct"}))
+@pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - {*BLOCKED_SCENARIOS, *DIRECT_SCENARIOS}))
 def test_interrupted_call_leaves_things_in_order(tmp_path: Path, scenario: str) -> None:
     (tmp_path / "data").write_bytes(bytes(range(256)) * (LENGTH_BYTES // 256))
     sweep(scenario, tmp_path / "data")
@@ -151,6 +212,19 @@ def test_daemon_threads_do_not_abort_the_exit(tmp_path: Path) -> None:
         assert completed.returncode == 0, completed.stderr
 
 
+@pytest.mark.parametrize(
+    ("program", "output"),
+    [(LATE_CLOSE_PROGRAM, "closed"), (DAEMON_CLOSE_PROGRAM, ""), (DROPPED_FUTURE_PROGRAM, "")],
+    ids=["late_close", "daemons_close", "dropped_future"],
+)
+def test_program_ends_in_order(tmp_path: Path, program: str, output: str) -> None:
+    """In older versions, such a program hung, died of SIGSEGV or reported leaked instances."""
+    (tmp_path / "data").write_bytes(bytes(256 * KIB))
+    completed = run_python("-W", "ignore", "-c", program, tmp_path / "data")
+    assert (completed.returncode, completed.stdout) == (0, output), completed.stderr
+    assert "nanobind" not in completed.stderr
+
+
 @needs(host.fuse)
 def test_progress_does_not_stop_the_interpreter(tmp_path: Path) -> None:
     """In an older version, a call waited with the GIL for a worker that waited for a server of the same process."""
@@ -159,12 +233,13 @@ def test_progress_does_not_stop_the_interpreter(tmp_path: Path) -> None:
 
 
 @needs(cuda.device(), cufile.driver, software(Api.CUFILE), cufile.udev_present)
-def test_interrupted_direct_start_leaves_things_in_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scenario", DIRECT_SCENARIOS)
+def test_interrupted_direct_call_leaves_things_in_order(tmp_path: Path, scenario: str) -> None:
     (tmp_path / "plan").write_text("gdrkit-faults 1\ncufile.route call=* route=p2p\n")
     with tempfile.TemporaryDirectory(prefix="gdrkit-gds-", dir=DISK) as folder, udev.provide_entry(Path(folder)):
         (Path(folder) / "data").write_bytes(bytes(LENGTH_BYTES))
         sweep(
-            "direct",
+            scenario,
             Path(folder) / "data",
             GDRKIT_TWINS_FAULTS=str(tmp_path / "plan"),
             GDRKIT_TWINS_UDEV="0",

@@ -28,8 +28,8 @@ class Interrupter:
     ----------
     point : int
         Number of the point, from 1.
-    folder : str
-        Folder of the code that is interrupted. The context managers of contextlib are interrupted, too.
+    folders : str
+        Folders of the code that is interrupted. The context managers of contextlib are interrupted, too.
 
     Attributes
     ----------
@@ -37,10 +37,10 @@ class Interrupter:
         The point that was reached; empty if the call has fewer points.
     """
 
-    def __init__(self, point: int, folder: str) -> None:
+    def __init__(self, point: int, *folders: str) -> None:
         self.where = ""
         self._points_left = point
-        self._prefixes = (folder, contextlib.__file__)
+        self._prefixes = (*folders, contextlib.__file__)
         self._instructions: dict[CodeType, bytes] = {}
 
     def call(self, function: Callable[[], object]) -> KeyboardInterrupt | None:
