@@ -31,7 +31,7 @@ class LoopWaits:
         self._futures: dict[int, asyncio.Future[None]] = {}
 
     def wait_for(self, notify: Callable[[Any, int], None]) -> asyncio.Future[None]:
-        """Return a future that is done when a job is over. `notify` is the method of the job."""
+        """Return a future that is done when a job is over, or earlier. `notify` is the method of the job."""
         # An interrupt between two of these steps must not leave a future that nothing completes.
         loop = asyncio.get_running_loop()
         token, future = next(self._tokens), loop.create_future()
@@ -43,15 +43,24 @@ class LoopWaits:
 
     def _take(self) -> None:
         """Complete the futures of the jobs that ended. Without further futures, the descriptor is closed."""
-        for token in self._queue.take():
-            future = self._futures.pop(token, None)
-            # The coroutine of a future that is done was cancelled.
-            if future is not None and not future.done():
-                future.set_result(None)
+        try:
+            for token in self._queue.take():
+                self._complete(token)
+        except BaseException:
+            # A signal handler raised, so that tokens may be lost. Each coroutine looks whether its job is over.
+            for token in tuple(self._futures):
+                self._complete(token)
+            raise
         if not self._futures:
             loop = asyncio.get_running_loop()
             loop.remove_reader(self._queue.fileno())
             vars(loop).pop(_ATTRIBUTE, None)
+
+    def _complete(self, token: int) -> None:
+        future = self._futures.pop(token, None)
+        # The coroutine of a future that is done was cancelled.
+        if future is not None and not future.done():
+            future.set_result(None)
 
 
 # The attribute of an event loop that has its waits. A loop that was stopped keeps their descriptor while it exists.

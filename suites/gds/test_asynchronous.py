@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.gds import HOST_AND_DEVICE, allocate_memory
@@ -14,9 +15,12 @@ from support.processes import limit_open_files, wait_until
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.gds.event_loop import LoopWaits
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from gdrkit.cuda import Device
 
 ON_HOST_AND_DEVICE = pytest.mark.parametrize("memory_kind", HOST_AND_DEVICE, indirect=True)
@@ -163,3 +167,37 @@ def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
 
     asyncio.run(read())
     memory.clear()  # This raises BufferError if the transfer still uses the memory.
+
+
+@pytest.mark.parametrize("line", range(1, 4))
+def test_error_of_a_signal_handler_loses_no_end(tmp_path: Path, line: int) -> None:
+    """A signal handler raises at a line of the call in which the event loop takes the ends of jobs."""
+    (tmp_path / "data").write_bytes(bytes(4 * KIB))
+    lines_left = line
+
+    def trace(frame: FrameType, event: str, _argument: object) -> Any:  # noqa: ANN401 - a function or None.
+        nonlocal lines_left
+        if frame.f_code is not LoopWaits._take.__code__:  # noqa: SLF001 - where a signal may arrive.
+            return None
+        lines_left -= event == "line"
+        if lines_left == 0:
+            raise ValueError
+        return trace
+
+    async def read(transfer: gds.Transfer) -> int:
+        return (await transfer).bytes
+
+    async def read_all(file: gds.File) -> int:
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, _context: None)
+        transfers = [file.start_read_into(bytearray(4 * KIB)) for _ in range(3)]
+        tasks = [asyncio.create_task(read(transfer)) for transfer in transfers]
+        _, pending = await asyncio.wait(tasks, timeout=5)
+        return len(pending)
+
+    with gds.File(tmp_path / "data", direct="never") as file:
+        sys.settrace(trace)
+        try:
+            pending_count = asyncio.run(read_all(file))
+        finally:
+            sys.settrace(None)
+    assert pending_count == 0
