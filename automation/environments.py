@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["BUILD_CONSTRAINTS", "ENVIRONMENTS", "digest", "ensure_environment", "lock_environments"]
 
 ENVIRONMENTS = ROOT / ".nox"
-# pyverbs 59.0 does not build with a newer Cython. pip 25.3 reads PIP_BUILD_CONSTRAINT, an older one PIP_CONSTRAINT.
+# The constraints limit Cython, because pyverbs 59.0 does not build with later releases. pip 25.3 reads
+# PIP_BUILD_CONSTRAINT, an older one PIP_CONSTRAINT.
 BUILD_CONSTRAINTS = dict.fromkeys(
     ("PIP_CONSTRAINT", "PIP_BUILD_CONSTRAINT"), str(ROOT / ".ci" / "build-constraints.txt")
 )

@@ -199,7 +199,8 @@ class FileHandle:
     ) -> PendingTransfer:
         transfer = part.at(file_offset_bytes)
         if find_registration(transfer.address) is None:
-            # cuFile documents the offset for registered memory only. In compat mode, libcufile 1.15 fails with EIO.
+            # cuFile documents an offset in the buffer for registered memory only. For other memory, libcufile 1.15
+            # fails with EIO in compat mode.
             transfer = transfer._replace(address=transfer.address + transfer.offset_bytes, offset_bytes=0)
         registration = find_registration(transfer.address)
         pending = PendingTransfer(operation, stream, transfer, on_end=self._pending.discard)

@@ -99,7 +99,7 @@ def _list_origins(cases: Iterable[str], origins: Mapping[str, str]) -> list[Json
 
 
 def _list_measurements(contents: Contents) -> Iterator[Json]:
-    """Yield the numbers that were measured on hardware. Only the records have the numbers that software gave."""
+    """Yield the numbers that were measured on hardware. Numbers of software twins are only in the records."""
     for record, origin in zip(contents.records, contents.origins, strict=True):
         for name, value in record.numbers.items() if describes_hardware(record) else ():
             number = split_number(name)

@@ -44,8 +44,8 @@ public:
 
 class CopyStream {
 public:
-    // Makes the context current on this thread, also after the call. `polls_device` selects how `wait` waits. Throws
-    // Error.
+    // Makes the context current on the calling thread, and leaves it current. `polls_device` selects how `wait` waits.
+    // Throws Error.
     CopyStream(cuda::Context context, std::size_t buffers_count, bool polls_device = false);
     ~CopyStream();
     CopyStream(const CopyStream&) = delete;

@@ -96,8 +96,8 @@ def test_plugin_handles_only_cases_with_needs(tmp_path: Path) -> None:
 
 
 def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> None:
-    # Both APIs run on twins without devices. The profile `bare` describes such a machine, and foresees no missing
-    # device.
+    # Both APIs run on twins without devices. The profile `bare` is selected on such a machine, but it does not foresee
+    # that a device of a twin is missing.
     facts = dataclasses.replace(
         make_facts(),
         verbs=VerbsFacts(nics=(), libraries=(TWIN,)),
@@ -111,7 +111,7 @@ def test_unforeseen_unmet_need_fails_a_run_with_a_profile(tmp_path: Path) -> Non
         ("verbs.nic(count_min=1)", False),
         ("cuda.device(count_min=4)", False),
     ]
-    # Without --gdrkit-profile, the plugin also selects the profile `bare`, but an unmet need does not fail the run.
+    # Without --gdrkit-profile, the plugin itself selects the profile `bare`. Then an unmet need does not fail the run.
     (tmp_path / "records.jsonl").unlink()
     completed, records = run_pytest_with_plugin(tmp_path, MIXED_TESTS, facts=facts)
     assert completed.returncode == 0, completed.stdout

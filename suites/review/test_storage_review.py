@@ -1,4 +1,4 @@
-"""Regression cases for defects of the storage client, whose CPU accessed device memory (docs/findings.md).
+"""Regression cases for defects of the storage client in which the CPU accessed device memory (docs/findings.md).
 
 A CPU access to device memory faults, on a GPU and on the CUDA twin. So the client runs in a child process
 (storage_client.py), which such an access kills. `nox -s review` restores each defect, and shows that its case then

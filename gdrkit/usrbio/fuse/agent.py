@@ -1,8 +1,8 @@
 """An agent in FUSE mode: for a store on another machine, and for programs that know only the mount of 3FS.
 
-The mount shows the files of the storage server. The real folder ``3fs-virt`` is in a private folder of the user,
-where the next agent of this mount finds it. An iov that a process publishes by a symbolic link is removed when the
-process ends.
+The mount shows the files of the storage server. Its folder ``3fs-virt`` is stored in a private folder of the user and
+stays there, so that the next agent of this mount uses it again. An iov that a process publishes by a symbolic link is
+removed when the process ends.
 
 An agent of root can share its mount with all users. For each request the kernel reports the user, and the storage
 server executes the request with the rights of this user.
@@ -77,7 +77,7 @@ class FuseAgent:
         try:
             self._on_close.push(store.close)
             if mount.is_shared:
-                _check_users(store)
+                _require_impersonation(store)
             links = LinkClients(self._agent.service)
             self._on_close.push(links.close)
             fuse = FuseMount(
@@ -93,7 +93,7 @@ class FuseAgent:
         return self._agent.statistics()
 
     def close(self) -> None:
-        """Unmount, then end the agent. After an error, close again."""
+        """Unmount, then end the agent. If close() raises, call it again to release the rest."""
         self._on_close.run()
 
     def __enter__(self) -> Self:
@@ -123,7 +123,7 @@ def fuse_agent(
     path : Path
         An empty folder.
     store : Path or None
-        The store that a storage server serves as a child process of the agent.
+        Folder of a store. The agent starts a storage server for it as a child process.
     server : str or None
         ``HOST:PORT`` of a running storage server. Exactly one of `store` and `server` is needed.
     token : str or None
@@ -131,7 +131,7 @@ def fuse_agent(
     spin_us, silence_ms : int
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
     is_shared : bool
-        Whether to serve all users of the machine. Only root can, with a storage server of root.
+        Whether to serve all users of the machine. The agent and the storage server must then run as root.
     user_memory_bytes_max : int or None
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
 
@@ -199,7 +199,7 @@ def private_folder(mount: Path, *, is_shared: bool = False) -> Path:
 def _find_requesting_user() -> messages.SetUser:
     """Return the user who sent the FUSE request that this thread executes, with the groups of the sending thread.
 
-    A thread that the agent cannot see has no supplementary groups.
+    Without ``/proc/<thread>/status``, as for a thread in another PID namespace, there are no supplementary groups.
     """
     sender = caller()
     groups: tuple[int, ...] = ()
@@ -210,7 +210,7 @@ def _find_requesting_user() -> messages.SetUser:
     return messages.SetUser(sender.uid, sender.gid, groups)
 
 
-def _check_users(store: StoreFiles) -> None:
+def _require_impersonation(store: StoreFiles) -> None:
     """Raise UsageError if the storage server cannot act as other users."""
     try:
         store.check_users()
@@ -219,5 +219,5 @@ def _check_users(store: StoreFiles) -> None:
             raise
         message = f"the storage server cannot serve several users: {error.detail}"
         raise UsageError(
-            message, what_to_do="let root run gdrkit serve of this version, or start the agent without --shared"
+            message, what_to_do="run `gdrkit serve` of this version as root, or start the agent without --shared"
         ) from error

@@ -1,4 +1,4 @@
-// The board of a GPU: its settings, its PCIe link, and the processors and NUMA nodes that are near to it.
+// The board of a GPU: its settings, and the processors and NUMA nodes that are near to it.
 
 #include <sched.h>
 

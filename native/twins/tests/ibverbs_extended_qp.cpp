@@ -157,7 +157,8 @@ void test_failed_or_aborted_list_posts_nothing() {
     CHECK(ibv_wr_complete(pair.qp) == ENOMEM);
     ibv_wr_start(pair.qp);
     write(1, 8);
-    // The pair asked for 16 bytes. Its two scatter-gather entries take 32 bytes, so it has as much for inline data.
+    // The queue pair requested 16 bytes of inline data. A slot with two scatter-gather entries of 16 bytes has room for
+    // 32 bytes, so 33 bytes are too many.
     std::uint8_t large[33] = {};
     ibv_wr_set_inline_data(pair.qp, large, sizeof large);
     CHECK(ibv_wr_complete(pair.qp) == ENOMEM);

@@ -126,8 +126,8 @@ public:
     Requests requests;
 
 private:
-    // Serves each client in a thread, because the first client, this process, waits for the second one, another
-    // process. The agent ends after publications_max publications.
+    // Serves each client in its own thread: while this process, a client, waits for its child process, the child must
+    // be served too. The agent ends after publications_max publications.
     void serve() {
         std::vector<std::jthread> threads;
         for (;;) {
@@ -275,7 +275,8 @@ int main(int count, char** arguments) {
     CHECK(agent.requests.name == gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
     CHECK(agent.requests.target.ipc.has_value() && agent.requests.target.offset_bytes == 0);
     CHECK(!std::ranges::equal(agent.requests.handle.device_uuid, zeros));
-    // A process that opens or imports the iov borrows it and ends the borrow, or gets the error of the agent.
+    // A process that opens or imports the iov sends a request to borrow it, and ends the borrow when it destroys the
+    // iov. If the agent refuses the request, the call fails with the agent's error.
     const std::string id_text = hex(iov.id, 16), size_text = "70001";
     std::filesystem::create_symlink(format_target(agent.requests.target), mount.iovs() / agent.requests.name);
     hf3fs_gpu_ipc_handle_t exported_handle{};
@@ -321,7 +322,7 @@ int main(int count, char** arguments) {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EOPNOTSUPP);
     CHECK(std::memcmp(&iov, &before, sizeof iov) == 0);
     agent.requests.reply_status = 0;
-    // An agent that has ended has no memory region any more, so the iov can be destroyed.
+    // The agent ends after this publication. Its memory regions end with it, so the iov can be destroyed.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id, mount.path(), 1 << 20, 0, 0), 0);
     CHECK_EQUAL(agent.requests.publications.load(), Agent::publications_max);
     hf3fs_iovdestroy_gpu(&iov);
