@@ -152,7 +152,8 @@ def migrate(
 @click.option(
     "--watch",
     type=click.Choice(["preferred", "required", "never"]),
-    help="Whether a file also counts as used when another program opens it, which needs root. Default: preferred.",
+    help="Count a file as used also when another program opens it, which needs root: preferred (if possible), required "
+    "(fail if not) or never. Default: preferred.",
 )
 @_add_tier_options
 def run(

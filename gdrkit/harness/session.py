@@ -55,7 +55,8 @@ class Session:
     def __init__(self, config: pytest.Config, *, strict: bool = True) -> None:
         self._config = config
         self.strict = strict
-        # If a user of another project gives no profile, it is unknown which hardware the machine should have.
+        # In another project without --gdrkit-profile, nothing says which hardware to expect. So an unmet need does not
+        # fail the run.
         self.fails_unforeseen = strict or config.getoption("gdrkit_profile", None) is not None
         self.records = _parse_path(config, "records")
         self.plan = _parse_path(config, "plan")

@@ -96,8 +96,8 @@ def restrict_to_two_cores() -> Iterator[list[int]]:
 
 def isolate_session(agent: AgentProcess, cores: list[int]) -> None:
     """Restrict the session thread of the server to the last core, and all other threads to the first core."""
-    # This thread starts the client process, which inherits the affinity. restrict_to_restrict_to_two_cores() restores
-    # the affinity at its end.
+    # This thread starts the client process, which inherits the affinity. restrict_to_two_cores() restores the
+    # affinity at its end.
     os.sched_setaffinity(0, {cores[0]})
     for process_id in (agent.process.pid, agent.server_process_id()):
         for task in Path(f"/proc/{process_id}/task").iterdir():
@@ -196,7 +196,7 @@ def test_reads_beside_the_kernel(
 
 
 def format_size(length_bytes: int) -> str:
-    """Return the name of a size in the names of numbers."""
+    """Return a size as the names of recorded numbers have it, such as 4k or 1m."""
     return f"{length_bytes // MIB}m" if length_bytes >= MIB else f"{length_bytes // KIB}k"
 
 
@@ -215,7 +215,7 @@ def test_reads_beside_io_uring(
     evidence: Evidence,
     summary: list[str],
 ) -> None:
-    """usrbio and io_uring take turns. Both keep equally many reads in flight, and wait for half of them at once."""
+    """usrbio and io_uring take turns. Both keep the same number of reads in flight; each wait is for half of them."""
     for name, value in TWIN_ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT

@@ -1,7 +1,7 @@
 """Calls of the CUDA runtime for graphs, captures, arrays, managed memory and shared pools.
 
 The program works like ``cuda_runtime_calls.py``. The folder ``suites`` must be in PYTHONPATH.
-``cuda_runtime_graph_calls.json`` has the results on the same H200, which are the same for both runtimes.
+``cuda_runtime_graph_calls.json`` has the results of an H200. The runtimes of CUDA 12 and CUDA 13 gave the same results.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ChannelFormat(ctypes.Structure):
 def call_shared_pool_functions(recorder: CallRecorder) -> None:
     """Pools that processes share. The handle type 1 is a file descriptor.
 
-    No descriptor is imported as a handle of a fabric (type 8), because the real runtimes read it as an address.
+    The import of a descriptor as a fabric handle (type 8) is not called, because the real runtimes use it as a pointer.
     """
     shared_pool, private_pool, imported_pool, pointer, imported_pointer = (
         c_void_p(),
@@ -100,7 +100,7 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
 
 
 def call_managed_memory_functions(recorder: CallRecorder) -> None:
-    """Prefetch and advice. CUDA 12 has the forms with a location under names with _v2."""
+    """Prefetch and advice. In CUDA 12, the functions that take a cudaMemLocation have the suffix _v2."""
     suffix = "_v2" if recorder.is_version_12 else ""
     memory, host = (
         recorder.call_for_pointer("cudaMallocManaged", c_size_t(64 * KIB), c_uint(1)),

@@ -1,4 +1,4 @@
-"""Checksums of the chunks of a file that ends at the end of a chunk, or a byte before or after it."""
+"""A file that is truncated beside the end of a chunk and extended again has zeros there, and no wrong checksum."""
 
 from __future__ import annotations
 

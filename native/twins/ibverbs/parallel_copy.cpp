@@ -22,15 +22,16 @@ constexpr std::size_t piece_bytes = 128U << 10;
 // Size of the part that is copied last.
 constexpr std::size_t tail_bytes = 64;
 
-// A yield or the copy of a piece takes longer than this only if other threads use the processor. A thread that helps
-// then would keep the copy waiting.
+// A yield or the copy of a piece takes longer than this only if other threads use the processor. The scheduler could
+// then stop a helping thread in the middle of a piece, and the whole copy would wait for it. So the thread does not
+// help for `help_pause`.
 constexpr std::chrono::microseconds longest_yield{50}, longest_piece{200};
 constexpr std::chrono::milliseconds help_pause{20};
 thread_local std::chrono::steady_clock::time_point help_again_at{};
 // A yield of this duration gave the processor to a thread that used its whole time slice, perhaps to spin for a lock
-// that this thread holds while it polls (UCX polls with the lock of its worker). The spinning thread never gets the
-// lock if this thread stops only within polls, so this thread does not yield for a while. The scheduler then also stops
-// it between two polls.
+// that this thread holds while it polls (UCX polls with the lock of its worker). If this thread yields only inside
+// polls, it always holds the lock then, and the spinning thread never gets it. So this thread does not yield for
+// `yield_pause`, and the scheduler stops it at any point, also between two polls.
 constexpr std::chrono::microseconds whole_slice{1000};
 constexpr std::chrono::milliseconds yield_pause{5};
 thread_local std::chrono::steady_clock::time_point yield_again_at{};
