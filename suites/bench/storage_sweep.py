@@ -323,12 +323,12 @@ class Sweep:
         `device_and_address` is the index of a device, or HOST, and the address of the memory.
         """
         device_index, address = device_and_address or (self.device.index, self.memory.address)
-        fd = os.open(path, flags, 0o600)
+        file = native.OpenFile(os.open(path, flags, 0o600))
         try:
             job = engine.submit(
                 write=flags != os.O_RDONLY,
                 device_index=device_index,
-                files=[native.OpenFile(fd)],
+                files=[file],
                 # Index in `files`, offset in the file, address, length.
                 extents=[0, 0, address, length_bytes],
                 access=access,
@@ -337,7 +337,7 @@ class Sweep:
             job.wait(-1)
             progress = job.progress()
         finally:
-            os.close(fd)
+            file.close()
         assert progress["failure"] is None, progress
         assert progress["bytes"] == length_bytes
 

@@ -26,6 +26,7 @@ from bench.storage_speed import check_all_bytes, create_random_file, find_fastes
 from support import udev
 
 from gdrkit import cuda, cufile, gds
+from gdrkit.gds._native import native
 from gdrkit.gds.buffer import describe_buffer
 from gdrkit.gds.cufile_driver import CufileOptions, SharedDriver
 from gdrkit.gds.cufile_path import CufilePath
@@ -92,7 +93,8 @@ class CufileBench:
         self, flags: int, options: CufileOptions, range_bytes: int | None = None
     ) -> Callable[[], None]:
         """Return a function that reads by the cuFile path of gdrkit.gds, as ranges of `range_bytes`."""
-        path = CufilePath(self.driver, os.open(self.file, os.O_RDONLY | flags), self.device.index, options)
+        file = native.OpenFile(os.open(self.file, os.O_RDONLY | flags))
+        path = CufilePath(self.driver, file, self.device.index, options)
         self.stack.callback(path.close)
         memory = self.memory if options.registers_memory else self.plain_memory
         extents: list[int] = []

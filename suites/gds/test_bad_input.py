@@ -332,6 +332,7 @@ def test_negative_timeout_does_not_wait(tmp_path: Path, seed: int) -> None:
         faulty_file.send(f"gate 0 {4 * KIB}")
         with gds.File(faulty_file.path) as file:
             transfer = file.start_read_into(bytearray(4 * KIB))
+            faulty_file.expect_line("waiting")
             for timeout_s in (-1.0, float("-inf"), 0.0):
                 with pytest.raises(TimeoutError):
                     transfer.result(timeout_s)

@@ -41,13 +41,13 @@ def memory(device: Device) -> Iterator[CudaMemory]:
 def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
     """Read the whole file and return the number of copies to the device."""
     engine = Engine(options)
-    fd = os.open(path, os.O_RDONLY)
+    file = native.OpenFile(os.open(path, os.O_RDONLY))
     try:
         count_before = ledger.read_call_counts(Api.CUDA).get("cuMemcpyHtoDAsync_v2", 0)
         job = engine.submit(
             write=False,
             device_index=0,
-            files=[native.OpenFile(fd)],
+            files=[file],
             extents=[0, 0, memory.address, LENGTH_BYTES],
             access="buffered",
         )
@@ -55,7 +55,7 @@ def count_copies(options: EngineOptions, path: Path, memory: CudaMemory) -> int:
         assert job.progress()["bytes"] == LENGTH_BYTES
         return ledger.read_call_counts(Api.CUDA)["cuMemcpyHtoDAsync_v2"] - count_before
     finally:
-        os.close(fd)
+        file.close()
         engine.close()
 
 
