@@ -138,14 +138,22 @@ bool bool_parameter(int index) {
     return state.bool_values[index].value_or(bool_defaults[index]);
 }
 
+namespace {
+
+void store_size_parameter(int index, std::size_t value) {
+    Parameters& state = parameters();
+    std::lock_guard lock(state.mutex);
+    state.size_values[index] = value;
+}
+
+} // namespace
+
 void set_size_parameter(int index, std::size_t value) {
     const Limits& limits = size_limits[index];
     if (value < limits.min || (limits.max != 0 && value > limits.max)) {
         throw CufileError{invalid_value};
     }
-    Parameters& state = parameters();
-    std::lock_guard lock(state.mutex);
-    state.size_values[index] = value;
+    store_size_parameter(index, value);
 }
 
 void set_bool_parameter(int index, bool value) {
@@ -215,7 +223,8 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) 
         if (index < 0 || index >= size_parameter_count) {
             throw CufileError{invalid_value};
         }
-        set_size_parameter(index, value);
+        // libcufile 1.15, 1.18 and 1.20 store also a value beyond the limits of cuFileGetParameterMinMaxValue.
+        store_size_parameter(index, value);
     });
 }
 

@@ -93,6 +93,8 @@ void test_driver_closes_with_last_use() {
 // Parameter 9 is the maximum number of entries of a batch.
 void test_parameters_apply_at_open() {
     EXPECT_STATUS(success, "cuFileSetParameterSizeT", 9, std::size_t{16});
+    // The limit of the time-out of a batch is 1000 ms, but only the query of limits says so.
+    EXPECT_STATUS(success, "cuFileSetParameterSizeT", 11, std::size_t{5000});
     EXPECT_STATUS(success, "cuFileDriverOpen");
     DriverProperties properties{};
     EXPECT_STATUS(success, "cuFileDriverGetProperties", &properties);
