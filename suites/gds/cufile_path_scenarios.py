@@ -26,6 +26,7 @@ from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from types import FrameType
 
 __all__ = ["FILE_BYTES", "RANGE_BYTES", "SCENARIOS", "main"]
 
@@ -250,17 +251,21 @@ def no_thread(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def unexpected_error(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Raise an exception in the first part of a read whose other parts are delayed. Clear the memory afterwards."""
+    """Raise an exception in the first part of a read whose other parts are delayed. Clear the memory afterwards.
+
+    A trace function raises it where the thread of the queue calls `read`, as a lack of memory there would.
+    """
+    is_armed = False
+
+    def raise_in_read(frame: FrameType, _event: str, _argument: object) -> None:
+        is_read = frame.f_code is cufile.FileHandle.read.__code__
+        if is_armed and is_read and threading.current_thread().name == "gdrkit-cufile":
+            raise MemoryError
+
+    threading.settrace(raise_in_read)  # For the threads that start from now on.
     with _opened(arguments) as setup:
         setup.file.read_into(setup.memory, length_bytes=RANGE_BYTES)
-        thread_name, read = shared_driver()._thread.name, cufile.FileHandle.read  # noqa: SLF001
-
-        def read_or_fail(*positional: Any, **named: Any) -> int:  # noqa: ANN401
-            if threading.current_thread().name == thread_name:
-                raise MemoryError
-            return read(*positional, **named)
-
-        cufile.FileHandle.read = read_or_fail  # type: ignore[method-assign]
+        is_armed = True
         transfer = setup.file.start_read_into(setup.memory)
         error = ""
         try:

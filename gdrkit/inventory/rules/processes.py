@@ -59,7 +59,7 @@ def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
 
 def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
     """Yield for each pair that may be without CUDA IPC whether it is of one job, the obstacle, and a text."""
-    # Of processes with equal values, only one is compared. A hostile capture may have any number of processes.
+    # The rule compares only one of the processes with equal values, because a hostile capture may have very many.
     distinct_processes = {
         (
             process.pid_namespace,
