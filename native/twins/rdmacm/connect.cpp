@@ -17,7 +17,7 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-constexpr std::chrono::milliseconds listener_grace_time{100};
+constexpr std::chrono::milliseconds listener_grace_time{1000};
 constexpr int max_backlog = 1024; // the kernel's default of net.rdma_ucm.max_backlog
 
 std::uint8_t limit(std::uint8_t requested, std::uint8_t device_limit) {
