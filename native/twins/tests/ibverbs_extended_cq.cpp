@@ -17,16 +17,25 @@ ibv_cq_init_attr_ex cq_attributes(std::uint32_t cqe, std::uint64_t wc_flags) {
     return attr;
 }
 
-// Two connected queue pairs. The completions of the second go to an extended completion queue.
+Settings channel_settings() {
+    Settings settings;
+    settings.has_channel = true;
+    return settings;
+}
+
+// Two connected queue pairs. The completions of the second go to an extended completion queue, which uses the
+// completion channel of the receiver.
 struct Pair {
     Endpoint sender{0};
-    Endpoint receiver{1};
+    Endpoint receiver{1, channel_settings()};
     Buffer source{sender.pd, 4096};
     Buffer target{receiver.pd, 4096};
     ibv_cq_ex* cq;
     ibv_qp* first_qp;
 
-    explicit Pair(ibv_cq_init_attr_ex attr) : cq(ibv_create_cq_ex(receiver.context, &attr)), first_qp(receiver.qp) {
+    explicit Pair(ibv_cq_init_attr_ex attr) : first_qp(receiver.qp) {
+        attr.channel = receiver.channel;
+        cq = ibv_create_cq_ex(receiver.context, &attr);
         CHECK(cq != nullptr);
         ibv_qp_init_attr init{};
         init.send_cq = init.recv_cq = ibv_cq_ex_to_cq(cq);
@@ -50,6 +59,16 @@ struct Pair {
         wr.imm_data = immediate;
         CHECK(sender.post(wr, {source.sge(0, length)}) == 0);
         sender.expect_completion(1, IBV_WC_SUCCESS);
+    }
+    // Send, and wait until the receive completion is in the queue. It may follow the completion of the send.
+    void send_and_wait(std::uint64_t wr_id, std::uint32_t immediate) {
+        CHECK(ibv_req_notify_cq(ibv_cq_ex_to_cq(cq), 0) == 0);
+        send(wr_id, 8, immediate);
+        ibv_cq* event_cq = nullptr;
+        void* cq_context = nullptr;
+        CHECK(is_readable(receiver.channel->fd, 10000));
+        CHECK(ibv_get_cq_event(receiver.channel, &event_cq, &cq_context) == 0 && event_cq == ibv_cq_ex_to_cq(cq));
+        ibv_ack_cq_events(event_cq, 1);
     }
     // Start to poll; fail the test after ten seconds without a completion.
     void start_poll() {
@@ -152,9 +171,8 @@ void test_ignored_overrun_keeps_the_last_completions() {
     attr.flags = IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN | IBV_CREATE_CQ_ATTR_SINGLE_THREADED;
     Pair pair(attr);
     for (std::uint32_t number = 1; number <= 4; ++number) {
-        pair.send(number, 8, number);
+        pair.send_and_wait(number, number);
     }
-    usleep(20000); // the last receive completion may follow the completion of the send
     pair.start_poll();
     CHECK(pair.cq->wr_id == 3);
     CHECK(ibv_next_poll(pair.cq) == 0 && pair.cq->wr_id == 4);
@@ -164,13 +182,12 @@ void test_ignored_overrun_keeps_the_last_completions() {
 
 void test_resize_keeps_waiting_completions() {
     Pair pair(cq_attributes(2, 0));
-    pair.send(1, 8, 0);
-    pair.send(2, 8, 0);
+    pair.send_and_wait(1, 0);
+    pair.send_and_wait(2, 0);
     ibv_cq* const cq = ibv_cq_ex_to_cq(pair.cq);
     CHECK(ibv_resize_cq(cq, 0) == EINVAL && ibv_resize_cq(cq, (1 << 20) + 1) == EINVAL);
     CHECK(ibv_resize_cq(cq, 3) == 0 && cq->cqe == 3);
-    pair.send(3, 8, 0);
-    usleep(20000);
+    pair.send_and_wait(3, 0);
     CHECK(ibv_resize_cq(cq, 2) == EINVAL && cq->cqe == 3);
     for (std::uint64_t wr_id = 1; wr_id <= 3; ++wr_id) {
         pair.start_poll();

@@ -8,6 +8,7 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
@@ -182,19 +183,38 @@ void test_plan_injects_failures() {
 }
 
 void test_plan_delays_calls() {
-    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 delay_us=200000\nwc.send call=1 delay_us=1 status=12\n")
-              .empty());
-    std::thread other([] { CHECK(!injected_fault("ibv_reg_mr")); });
-    CHECK(!injected_fault("ibv_reg_mr") && injected_fault("wc.send") == 12);
-    other.join();
-    CHECK(delayed_calls_json() == R"({"ibv_reg_mr":2,"wc.send":1})");
+    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=1 delay_us=20000 status=12\n").empty());
+    const auto begin = std::chrono::steady_clock::now();
+    CHECK(injected_fault("wc.send") == 12);
+    CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(20));
+    CHECK(delayed_calls_json() == R"({"wc.send":1})");
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && delayed_calls_json() == "{}");
 }
 
-void test_plan_holds_calls_while_a_file_exists() {
+std::string make_hold_file() {
     std::string file = "/tmp/gdrkit-hold-XXXXXX";
     const int descriptor = mkstemp(file.data());
     CHECK(descriptor >= 0 && close(descriptor) == 0);
+    return file;
+}
+
+void test_calls_that_are_delayed_at_the_same_time_are_counted() {
+    const std::string file = make_hold_file();
+    CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 hold=" + file + "\n").empty());
+    const auto call = [] { CHECK(!injected_fault("ibv_reg_mr")); };
+    std::thread first(call), second(call);
+    while (delayed_calls_json() != R"({"ibv_reg_mr":2})") {
+        std::this_thread::yield();
+    }
+    CHECK(unlink(file.c_str()) == 0);
+    first.join();
+    second.join();
+    call();
+    CHECK(delayed_calls_json() == R"({"ibv_reg_mr":2})");
+}
+
+void test_plan_holds_calls_while_a_file_exists() {
+    const std::string file = make_hold_file();
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + file + "\n").empty());
     std::atomic<bool> has_ended{false};
     std::thread held([&] {
@@ -451,6 +471,7 @@ int main() {
     test_plan_injects_failures();
     test_plan_holds_calls_while_a_file_exists();
     test_plan_delays_calls();
+    test_calls_that_are_delayed_at_the_same_time_are_counted();
     test_rule_applies_to_the_calls_of_its_nic();
     test_malformed_plan_is_rejected();
     test_ledger_counts_live_handles();
