@@ -151,7 +151,13 @@ def qualify(
 
     command = shlex.join(["gdrkit", *sys.argv[1:]])
     options = Options(
-        software=software, profile=profile, output=output, seed=seed, select=select, suites=suites, command=command
+        uses_only_twins=software,
+        profile=profile,
+        output=output,
+        seed=seed,
+        select=select,
+        suites=suites,
+        command=command,
     )
     progress = make_progress(sys.stderr if as_json else sys.stdout)
     if mpi is not None:
@@ -214,7 +220,7 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
     from gdrkit.qualify import Options
     from gdrkit.qualify import check as run_check
 
-    options = Options(software=software, profile=profile, command=shlex.join(["gdrkit", *sys.argv[1:]]))
+    options = Options(uses_only_twins=software, profile=profile, command=shlex.join(["gdrkit", *sys.argv[1:]]))
     result = run_check(options, budget_s=budget_s)
     click.echo(result.line)
     return int(result.code)
@@ -299,7 +305,7 @@ def run_command(
         message = "gdrkit run needs --software"
         raise UsageError(message, what_to_do="add --software, or start the command without gdrkit")
     twin_apis = launch.TWINNED if apis is None else launch.parse_apis(apis)
-    launch_options = launch.Launch(software=twin_apis, seed=seed, faults=faults, isolated=isolated)
+    launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, faults=faults, isolated=isolated)
     warning = launch.overridden_hardware(launch_options, host.HostTree())
     if warning:
         click.echo(f"gdrkit: {warning}", err=True)
@@ -319,7 +325,7 @@ def plan(software: bool, profile: str | None, as_json: bool) -> int:
     from gdrkit.qualify import Options, plan_only
     from gdrkit.qualify.progress import LineProgress
 
-    plan_data = plan_only(Options(software=software, profile=profile), LineProgress(sys.stderr))
+    plan_data = plan_only(Options(uses_only_twins=software, profile=profile), LineProgress(sys.stderr))
     if as_json:
         click.echo(json.dumps(plan_data, indent=2))
         return 0

@@ -269,10 +269,10 @@ def _print_points(points: list[BenchmarkPoint], substrate: dict[str, str]) -> No
     caveat = _make_caveat(substrate)
     table = Table("operation", "transfer size", "GB/s", "median us", "CPU s/GiB", "route", box=None)
     for point in points:
-        numbers = ["-"] * 3
+        cells = ["-"] * 3
         if not caveat:
-            numbers = [f"{point.rate_gb_per_s:.3g}", f"{point.latency_us:.0f}", f"{point.cpu_s_per_gib:.3f}"]
-        table.add_row(point.kind, format_bytes(point.size_bytes), *numbers, ", ".join(point.routes))
+            cells = [f"{point.rate_gb_per_s:.3g}", f"{point.latency_us:.0f}", f"{point.cpu_s_per_gib:.3f}"]
+        table.add_row(point.kind, format_bytes(point.size_bytes), *cells, ", ".join(point.routes))
     Console().print(table)
     for line in dict.fromkeys([caveat, *(f"{point.kind}: {point.note}" for point in points if point.note)]):
         if line:
@@ -300,10 +300,10 @@ def _make_plot(points: list[BenchmarkPoint], plan: Any, substrate: dict[str, str
 @contextlib.contextmanager
 def _cancel_on_interrupt() -> Iterator[None]:
     """Make SIGTERM and SIGHUP remove an unfinished copy, as Ctrl-C does, and then end the process by that signal."""
-    received: list[int] = []
+    received_signals: list[int] = []
 
     def interrupt(signal_number: int, _frame: object) -> None:
-        received.append(signal_number)
+        received_signals.append(signal_number)
         # A second signal would interrupt the clean-up.
         signal.signal(signal_number, signal.SIG_IGN)
         raise KeyboardInterrupt
@@ -321,8 +321,8 @@ def _cancel_on_interrupt() -> Iterator[None]:
     finally:
         for signal_number in handled_signals:
             signal.signal(signal_number, signal.SIG_DFL)
-        if received:
-            os.kill(os.getpid(), received[0])
+        if received_signals:
+            os.kill(os.getpid(), received_signals[0])
 
 
 @contextlib.contextmanager
@@ -349,9 +349,9 @@ def _show_progress(title: str, *, unit_is_bytes: bool, is_visible: bool) -> Iter
         return
     count = DownloadColumn(binary_units=True) if unit_is_bytes else MofNCompleteColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), count, TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with Progress(*columns, console=console, transient=True) as progress_bar:
+        task = progress_bar.add_task(title, total=None)
+        yield lambda done, total: progress_bar.update(task, completed=done, total=total)
 
 
 COMMANDS = (copy, bench)

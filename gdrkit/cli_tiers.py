@@ -15,6 +15,7 @@ import click
 from gdrkit.errors import Reason
 from gdrkit.exit_code import ExitCode
 from gdrkit.serialization import to_json_data
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,7 +136,9 @@ def migrate(
     else:
         for refused_move in result.refused:
             click.echo(f"not moved: {refused_move.text}")
-        click.echo(f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved")
+        click.echo(
+            f"{result.moved} of {format_count(result.considered, 'file')} moved, {len(result.refused)} not moved"
+        )
     # A file in use is not a failure: a later migration moves it.
     return int(ExitCode.FAILED) if any(refused_move.reason is not Reason.BUSY for refused_move in result.refused) else 0
 

@@ -157,22 +157,22 @@ def parse_plan(text: str, *, name: str = "plan") -> tuple[FaultRule, ...]:
 
 
 def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
-    point = words[0]
-    key = _find_code_key(point)
+    point_name = words[0]
+    key = _find_code_key(point_name)
     if key is None:
         apis = (
             "verbs (ibv_), librdmacm (rdma_), CUDA (cu), cuFile (cuFile) or hl-thunk (hlthunk_), "
             "or a point of a twin (wc., cufile.)"
         )
-        raise _make_malformed_error(name, line_number, f"'{point}' is not a function of {apis}")
+        raise _make_malformed_error(name, line_number, f"'{point_name}' is not a function of {apis}")
     values: dict[str, Any] = {}
     for word in words[1:]:
-        word_key, equals, text = word.partition("=")
-        allowed_keys = {"call", key, "delay_us", "hold", "stop", *(["nic"] if point in _NIC_FAULT_POINTS else [])}
-        if not equals or word_key in values or word_key not in allowed_keys:
+        word_key, separator, text = word.partition("=")
+        allowed_keys = {"call", key, "delay_us", "hold", "stop", *(["nic"] if point_name in _NIC_FAULT_POINTS else [])}
+        if not separator or word_key in values or word_key not in allowed_keys:
             raise _make_malformed_error(name, line_number, f"'{word}' is not expected here")
         if word_key == "status":
-            minimum, maximum = _find_status_limits(point)
+            minimum, maximum = _find_status_limits(point_name)
             values[word_key] = _parse_bounded(text, minimum=minimum, maximum=maximum)
             expected = f"a number from {minimum} to {maximum} after status="
         else:
@@ -182,11 +182,11 @@ def _parse_rule(words: list[str], name: str, line_number: int) -> FaultRule:
             raise _make_malformed_error(name, line_number, f"'{word}': expected {expected}")
     if "call" not in values or not values.keys() - {"call", "nic"}:
         raise _make_malformed_error(
-            name, line_number, f"expected '{point} call=... {key}=..., delay_us=..., hold=... or stop=...'"
+            name, line_number, f"expected '{point_name} call=... {key}=..., delay_us=..., hold=... or stop=...'"
         )
     first_call, last_call = values["call"]
     return FaultRule(
-        point=point,
+        point=point_name,
         first_call=first_call,
         last_call=last_call,
         key=key,

@@ -92,7 +92,7 @@ class Launch:
 
     Attributes
     ----------
-    software : frozenset of Api
+    twin_apis : frozenset of Api
         The APIs that run on twins. All others run on the libraries of the system.
     seed : int or None
         The seed of the twins' keys, queue pair numbers and delays. None means a random seed.
@@ -106,7 +106,7 @@ class Launch:
         Use a random domain that no other process has, whatever the environment says. `domain` must then be None.
     """
 
-    software: frozenset[Api] = frozenset()
+    twin_apis: frozenset[Api] = frozenset()
     seed: int | None = None
     faults: Path | None = None
     domain: str | None = None
@@ -161,17 +161,17 @@ def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dic
     # The options are checked first, so that a wrong option causes the same error on a machine without twins.
     _check_options(launch)
     child_environment = dict(os.environ if base is None else base)
-    folders = [_require_twin_folder(api) for api in sorted(launch.software, key=lambda api: api.value)]
+    folders = [_require_twin_folder(api) for api in sorted(launch.twin_apis, key=lambda api: api.value)]
     _set_paths(child_environment, "LD_LIBRARY_PATH", folders)
-    audit_library = _find_loader_file(_AUDIT_LIBRARY) if launch.software else None
+    audit_library = _find_loader_file(_AUDIT_LIBRARY) if launch.twin_apis else None
     _set_paths(child_environment, "LD_AUDIT", [] if audit_library is None else [audit_library])
     child_environment.pop(_LIBRARIES_VARIABLE, None)
     _set_paths(child_environment, "LD_PRELOAD", [])
     state = child_environment.pop(_STATE_VARIABLE, None)
-    if not launch.software:
+    if not launch.twin_apis:
         child_environment.pop(USAGE_VARIABLE, None)
         return child_environment
-    child_environment[_LIBRARIES_VARIABLE] = os.pathsep.join(_list_twin_files(launch.software))
+    child_environment[_LIBRARIES_VARIABLE] = os.pathsep.join(_list_twin_files(launch.twin_apis))
     if launch.isolated:
         child_environment["GDRKIT_TWINS_DOMAIN"] = f"run-{os.getpid()}-{secrets.token_hex(6)}"
     elif launch.domain is not None:
@@ -276,7 +276,7 @@ def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
     sentences = [
         f"{api.value} runs on its software twin and does not use {hardware}"
         for api, hardware in sorted(present_hardware(tree).items(), key=lambda pair: pair[0].value)
-        if api in launch.software
+        if api in launch.twin_apis
     ]
     return "; ".join(sentences) or None
 
@@ -341,15 +341,15 @@ def _make_twins_missing_error(library: str, detail: str) -> SetupMissing:
 def _show_devices(child_environment: dict[str, str], launch: Launch, state: str) -> None:
     """Let the child see the devices of the verbs twin, if verbs runs on it. The library is the last in LD_PRELOAD."""
     devices = _find_loader_file(_DEVICES_LIBRARY)
-    if Api.VERBS in launch.software and devices is not None:
+    if Api.VERBS in launch.twin_apis and devices is not None:
         child_environment[_STATE_VARIABLE] = state
         other_libraries = filter(None, [child_environment.get("LD_PRELOAD")])
         child_environment["LD_PRELOAD"] = ":".join([*other_libraries, str(devices)])
 
 
-def _list_twin_files(software: frozenset[Api]) -> list[str]:
+def _list_twin_files(twin_apis: frozenset[Api]) -> list[str]:
     """Return the paths of the libraries of these twins. Verbs has two: the second one is librdmacm."""
-    folders = [_require_twin_folder(api) for api in sorted(software, key=lambda api: api.value)]
+    folders = [_require_twin_folder(api) for api in sorted(twin_apis, key=lambda api: api.value)]
     return [path for folder in folders for path in _list_libraries(folder)]
 
 

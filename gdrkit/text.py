@@ -1,8 +1,8 @@
-"""Escaping of untrusted text, such as a host name or the message of a library, for a terminal or a report.
+"""Text for a terminal or a report: counts with their nouns, and untrusted text, which is escaped.
 
-Such a text may contain any character. Control characters can move the cursor of a terminal or change its colours.
-Characters that set the direction of writing can make one word look like another. The functions here replace both by
-visible escapes.
+Untrusted text, such as a host name or a message of a library, may contain any character. Control characters can move
+the cursor of a terminal or change its colours. Characters that set the direction of writing can make one word look like
+another. The functions here replace both by visible escapes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-__all__ = ["escape_controls", "markdown_cell", "shorten_identifier", "single_line"]
+__all__ = ["escape_controls", "format_count", "markdown_cell", "shorten_identifier", "single_line"]
 
 _UNESCAPED = frozenset("\n\t")
 # The Unicode categories of controls, formats (which set the direction of writing) and surrogates, and of the two line
@@ -26,6 +26,11 @@ def escape_controls(text: str) -> str:
     if text.isascii() and text.isprintable():
         return text
     return "".join(map(_escape, text))
+
+
+def format_count(count: int, noun: str, plural: str | None = None) -> str:
+    """Return the count with its noun: ``1 NIC``, ``2 NICs``. Without `plural`, an s is added to the noun."""
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
 def single_line(text: str) -> str:

@@ -7,7 +7,7 @@ import sys
 from gdrkit import host, inventory, launch, qualify
 from gdrkit.qualify.progress import LineProgress
 
-options = qualify.Options(software=True)
+options = qualify.Options(uses_only_twins=True)
 plan = qualify.plan_only(options, LineProgress(sys.stderr))
 print("the plan has", ", ".join(plan))
 

@@ -119,6 +119,7 @@ print(serialization.digest(serialization.to_json_data(Value(3)))[:15])
 
 # Text from untrusted sources, safe for a terminal and for a table.
 print(text.escape_controls("bell\a"), text.single_line("two\nlines"), text.markdown_cell("a|b"))
+print(text.format_count(1, "NIC"), text.format_count(0, "process", "processes"))
 
 # Libraries and modules that a function needs.
 print("libc:", loader.find_library("libc.so.6"))

@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
     plan = Path(folder) / "plan"
     plan.write_text(PLAN)
     assert faultplan.read_plan(plan) == faultplan.parse_plan(PLAN)
-    settings = launch.Launch(software=launch.TWINNED, seed=7, faults=plan, isolated=True)
+    settings = launch.Launch(twin_apis=launch.TWINNED, seed=7, faults=plan, isolated=True)
     # The variables of the dynamic loader, with which a child process finds the twins.
     environment = launch.environment(settings)
     command = [sys.executable, "-c", PROGRAM]

@@ -192,7 +192,9 @@ def make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[], 
     if not _buffer_id_query:
         _load_buffer_id_query()
     function, attribute = _buffer_id_query
-    chunks = [(_load_bindings().CUdeviceptr(base), expected_id) for base, _length_bytes, expected_id in key]
+    chunks = [
+        (_load_bindings().CUdeviceptr(base_address), expected_id) for base_address, _length_bytes, expected_id in key
+    ]
     if len(chunks) == 1:
         ((chunk_address, only_expected_id),) = chunks
         return lambda: function(attribute, chunk_address)[1] == only_expected_id

@@ -65,17 +65,17 @@ def open_handle(device: PrimaryContext, handle: bytes, *, length_bytes: int | No
         NO_DEVICE: another device has the memory.
     """
     _check_length(handle)
-    undo = ReleaseStack()
+    cleanup_stack = ReleaseStack()
     with device.current():
         address = _open(handle)
-        undo.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
+        cleanup_stack.push(lambda: _driver.call("cuIpcCloseMemHandle", dptr=address))
         try:
             _check_device(address, device)
             used_bytes = _resolve_length(address, length_bytes)
             # SYNC_MEMOPS that the owner has set does not apply in this process.
             pointer.synchronize_copies(address)
         except BaseException as error:
-            undo.run_after(error)
+            cleanup_stack.run_after(error)
             raise
     return ImportedMemory(device, kind=MemoryKind.CUDA_IMPORTED, address=address, length_bytes=used_bytes)
 

@@ -68,9 +68,9 @@ class CudaMemory(MemoryResource):
         Registering the returned memory registers every byte of these chunks. Closing it frees nothing.
         """
         key = self.allocation_key()
-        base = key[0][0]
-        length_bytes = key[-1][0] + key[-1][1] - base
-        return BorrowedMemory(self.device, kind=self.kind, address=base, length_bytes=length_bytes)
+        base_address = key[0][0]
+        length_bytes = key[-1][0] + key[-1][1] - base_address
+        return BorrowedMemory(self.device, kind=self.kind, address=base_address, length_bytes=length_bytes)
 
     def export_dmabuf(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> DmabufRange:
         """Export this memory, or a part of it, as a new dma-buf. The caller closes it.
@@ -100,20 +100,24 @@ class CudaMemory(MemoryResource):
             message = "an empty range has no dma-buf"
             raise UsageError(message)
         address = self.address + offset_bytes
-        base = align_down(address, alignment_bytes=HOST_PAGE_BYTES)
-        end = align_up(address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        exported_begin = align_down(address, alignment_bytes=HOST_PAGE_BYTES)
+        exported_end = align_up(address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         kind = _driver.enum_member("CUmemRangeHandleType", _DMA_BUF_FD)
         with self.device.current():
             try:
                 fd = _driver.call_int(
-                    "cuMemGetHandleForAddressRange", dptr=base, size=end - base, handleType=kind, flags=0
+                    "cuMemGetHandleForAddressRange",
+                    dptr=exported_begin,
+                    size=exported_end - exported_begin,
+                    handleType=kind,
+                    flags=0,
                 )
             except ApiError as error:
                 explained_error = self._explain_export_error(error)
                 if explained_error is error:
                     raise  # `raise error from error` would make the error its own cause.
                 raise explained_error from error
-        return DmabufRange(fd, offset_bytes=address - base, length_bytes=length_bytes, address=address)
+        return DmabufRange(fd, offset_bytes=address - exported_begin, length_bytes=length_bytes, address=address)
 
     def read(self, *, offset_bytes: int = 0, length_bytes: int | None = None) -> bytes:
         """Copy bytes to the host and return them. A length of None means up to the end."""
@@ -242,12 +246,12 @@ class DeviceMemory(CudaMemory):
         allocated_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
         with device.current():
             address = _driver.call_int("cuMemAlloc", bytesize=allocated_bytes)
-            undo = ReleaseStack()
-            undo.push(lambda: _driver.call("cuMemFree", dptr=address))
+            cleanup_stack = ReleaseStack()
+            cleanup_stack.push(lambda: _driver.call("cuMemFree", dptr=address))
             try:
                 pointer.synchronize_copies(address)
             except ApiError as error:
-                undo.run_after(error)
+                cleanup_stack.run_after(error)
                 raise
         super().__init__(device, kind=MemoryKind.CUDA, address=address, length_bytes=length_bytes)
 

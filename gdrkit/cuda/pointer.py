@@ -89,8 +89,8 @@ def device_index(address: int) -> int:
 
 def address_range(address: int) -> AddressRange:
     """Return the allocation (in VMM memory, the chunk) at `address`. The device's context must be current."""
-    base, length_bytes = _driver.call_int_pair("cuMemGetAddressRange", dptr=address)
-    return AddressRange(base, length_bytes)
+    base_address, length_bytes = _driver.call_int_pair("cuMemGetAddressRange", dptr=address)
+    return AddressRange(base_address, length_bytes)
 
 
 def allocation_key(address: int, length_bytes: int) -> tuple[tuple[int, int, int], ...]:

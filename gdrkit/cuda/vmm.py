@@ -146,10 +146,10 @@ class VmmMemory(CudaMemory):
 
         Every completed step is added to `_undo`.
         """
-        base = _driver.call_int("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
-        self._undo.push(functools.partial(_driver.call, "cuMemAddressFree", ptr=base, size=length_bytes))
+        base_address = _driver.call_int("cuMemAddressReserve", size=length_bytes, alignment=0, addr=0, flags=0)
+        self._undo.push(functools.partial(_driver.call, "cuMemAddressFree", ptr=base_address, size=length_bytes))
         for index, create_chunk in enumerate(chunk_creators):
-            chunk_address = base + index * self.chunk_bytes
+            chunk_address = base_address + index * self.chunk_bytes
             handle = create_chunk()
             self._chunk_handles.append(handle)
             self._undo.push(functools.partial(_driver.call, "cuMemRelease", handle=handle))
@@ -160,9 +160,9 @@ class VmmMemory(CudaMemory):
         access = _driver.new_structure(
             "CUmemAccessDesc", location__type=location, location__id=device.index, flags=flags
         )
-        _driver.call("cuMemSetAccess", ptr=base, size=length_bytes, desc=[access], count=1)
-        pointer.synchronize_copies(base)
-        return base
+        _driver.call("cuMemSetAccess", ptr=base_address, size=length_bytes, desc=[access], count=1)
+        pointer.synchronize_copies(base_address)
+        return base_address
 
     def _release(self) -> None:
         self._undo.run()

@@ -27,21 +27,21 @@ __all__ = [
     "AsyncArguments",
     "batch_events",
     "call",
-    "io_parameters",
-    "io_vectors",
+    "format_version",
+    "get_string_parameter",
     "library_version",
     "load",
+    "make_io_parameters",
+    "make_io_vectors",
+    "make_slab_arrays",
     "properties",
     "register_file",
     "set_slab_arrays",
     "set_string_parameter",
-    "slab_arrays",
     "statistics",
-    "string_parameter",
     "submit_batch",
     "transfer",
     "use_count",
-    "version_text",
 ]
 
 _CUDA = "libcuda.so.1"
@@ -131,14 +131,14 @@ def transfer(operation: str, function: str, /, **arguments: Any) -> int:
     try:
         moved_bytes = int(getattr(bindings, function)(*arguments.values()))
     except bindings.cuFileError as error:
-        raise _results.errno_error(
+        raise _results.make_errno_error(
             operation=operation, error_number=int(error.status), arguments=_make_printable(arguments)
         ) from error
     except ValueError as error:
         match = _ERRNO_TEXT.match(str(error))
         if match is None:
             raise
-        raise _results.errno_error(
+        raise _results.make_errno_error(
             operation=operation, error_number=int(match[1]), arguments=_make_printable(arguments)
         ) from error
     except (AttributeError, RuntimeError) as error:
@@ -154,7 +154,7 @@ def library_version() -> int:
     return int(call("cuFileGetVersion", "get_version"))
 
 
-def version_text() -> str:
+def format_version() -> str:
     """Return the version of libcufile as text: ``1.15``."""
     version = library_version()
     return f"{version // 1000}.{version % 1000 // 10}"
@@ -179,7 +179,7 @@ def register_file(fd: int) -> int:
     return int(_call("cuFileHandleRegister", "handle_register", arguments, error_arguments={"fd": fd}))
 
 
-def io_vectors(parts: Sequence[tuple[int, int]]) -> Any:
+def make_io_vectors(parts: Sequence[tuple[int, int]]) -> Any:
     """Return an array of CUfileIOVec_t with these addresses and lengths."""
     vectors = load().IOVec(len(parts))
     for index, (address, length_bytes) in enumerate(parts):
@@ -205,7 +205,7 @@ class _IoEvent(ctypes.Structure):
     _fields_ = (("cookie", ctypes.c_void_p), ("status", ctypes.c_int), ("result", ctypes.c_ssize_t))
 
 
-def io_parameters(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
+def make_io_parameters(requests: Sequence[tuple[int, int, int, int, int, int, int]]) -> Any:
     """Return CUfileIOParams_t of (file, opcode, address, file offset, buffer offset, length, cookie) tuples."""
     parameters = (_IoParameters * len(requests))()
     for entry, (file, opcode, address, file_offset, buffer_offset, length_bytes, cookie) in zip(
@@ -241,7 +241,7 @@ def batch_events(batch: int, *, count_min: int, count_max: int, timeout_s: float
 
 
 def submit_batch(batch: int, parameters: Any) -> None:
-    """Submit the array of :func:`io_parameters` by cuFileBatchIOSubmit."""
+    """Submit the array of :func:`make_io_parameters` by cuFileBatchIOSubmit."""
     call(
         "cuFileBatchIOSubmit",
         "batch_io_submit",
@@ -279,8 +279,8 @@ class AsyncArguments:
 def statistics(level: int) -> bytes:
     """Return the raw statistics of one level, which :mod:`gdrkit.cufile._layout` decodes."""
     operation = f"cuFileGetStatsL{level}"
-    if library_version() < _layout.STATISTICS_SINCE:
-        raise _results.missing_function(operation, version=version_text(), since="1.15")
+    if library_version() < _layout.STATISTICS_VERSION_MIN:
+        raise _results.missing_function(operation, version=format_version(), since="1.15")
     buffer = ctypes.create_string_buffer(_layout.BUFFER_BYTES)
     call(operation, _STATISTICS_FUNCTIONS[level], stats=ctypes.addressof(buffer))
     return buffer.raw
@@ -310,7 +310,7 @@ def properties() -> tuple[int, ...]:
     return tuple(int(getattr(values, name)) for name, _ in Properties._fields_)
 
 
-def string_parameter(parameter: int) -> str:
+def get_string_parameter(parameter: int) -> str:
     """Call cuFileGetParameterString and return the text."""
     return str(call("cuFileGetParameterString", "get_parameter_string", param=parameter, len=_TEXT_BYTES))
 
@@ -321,7 +321,7 @@ def set_string_parameter(parameter: int, text: str) -> None:
     call("cuFileSetParameterString", "set_parameter_string", param=parameter, desc_str=ctypes.addressof(buffer))
 
 
-def slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def make_slab_arrays(count: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Call cuFileGetParameterPosixPoolSlabArray and return the sizes in KiB and the counts."""
     sizes, counts = (ctypes.c_size_t * count)(), (ctypes.c_size_t * count)()
     call(

@@ -208,7 +208,7 @@ def _call(operation: str, function: Callable[[], Any]) -> Any:
         return function()
     except OSError as error:
         error_number = error.errno or errno.EIO
-        raise _results.errno_error(operation=operation, error_number=error_number, arguments={}) from error
+        raise _results.make_errno_error(operation=operation, error_number=error_number, arguments={}) from error
     except RuntimeError as error:
         raise _parse_error_text(operation, str(error)) from error
 

@@ -17,20 +17,20 @@ if TYPE_CHECKING:
 __all__ = [
     "AVERAGES",
     "BUFFER_BYTES",
-    "STAGED_SIZES_SINCE",
-    "STATISTICS_SINCE",
-    "VECTORS_SINCE",
-    "basic_of",
-    "gpus_of",
-    "histograms_of",
+    "STAGED_SIZES_VERSION_MIN",
+    "STATISTICS_VERSION_MIN",
+    "VECTORS_VERSION_MIN",
+    "unpack_basic_counters",
+    "unpack_gpu_counters",
+    "unpack_histograms",
 ]
 
 # The first version with a feature, in the form of cuFileGetVersion: 1000 x major + 10 x minor.
-STATISTICS_SINCE = 1150
-VECTORS_SINCE = 1190
+STATISTICS_VERSION_MIN = 1150
+VECTORS_VERSION_MIN = 1190
 # cuFile 1.15 discards some sizes that were set before the driver opens (see parameters.py), and 1.18 keeps them. The
 # versions between them were not tested.
-STAGED_SIZES_SINCE = 1180
+STAGED_SIZES_VERSION_MIN = 1180
 # Size of the buffer in bytes, which is larger than the statistics of any version.
 BUFFER_BYTES = 8192
 
@@ -151,7 +151,7 @@ _GPUS_MAX = 16
 def _list_basic_names(version: int) -> Iterator[str]:
     """Yield the names of the counters of the first level in their order."""
     groups = [(_PAIRS_FIRST, _SINGLES_FIRST), (_PAIRS_BATCH, _SINGLES_BATCH)]
-    if version >= VECTORS_SINCE:
+    if version >= VECTORS_VERSION_MIN:
         groups.append((_PAIRS_VECTOR, _SINGLES_VECTOR))
     for pairs, singles in groups:
         for pair in pairs:
@@ -160,7 +160,7 @@ def _list_basic_names(version: int) -> Iterator[str]:
         yield from singles
 
 
-def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
+def unpack_basic_counters(buffer: bytes, *, version: int) -> Mapping[str, int]:
     """Return the counters of the first level by their names in the header.
 
     A counter X of successes and errors becomes two entries, ``X`` and ``X_err``.
@@ -169,14 +169,14 @@ def basic_of(buffer: bytes, *, version: int) -> Mapping[str, int]:
     return dict(zip(names, struct.unpack_from(f"<{len(names)}Q", buffer), strict=True))
 
 
-def histograms_of(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def unpack_histograms(buffer: bytes, *, version: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the histograms of read sizes and of write sizes, from the second level."""
     begin = _count_basic_bytes(version)
     counts = struct.unpack_from(f"<{2 * _HISTOGRAM_COUNTERS}Q", buffer, begin)
     return counts[:_HISTOGRAM_COUNTERS], counts[_HISTOGRAM_COUNTERS:]
 
 
-def gpus_of(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
+def unpack_gpu_counters(buffer: bytes, *, version: int) -> Iterator[tuple[bytes, Mapping[str, int]]]:
     """Yield the UUID and the counters of each GPU, from the third level."""
     begin = _count_basic_bytes(version) + 2 * _HISTOGRAM_COUNTERS * _COUNTER_BYTES
     (gpus_count,) = struct.unpack_from("<I", buffer, begin)

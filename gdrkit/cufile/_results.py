@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 __all__ = [
     "HANDLE_NOT_REGISTERED",
     "NAMES",
-    "batch_status_error",
-    "errno_error",
     "error_of",
+    "make_batch_status_error",
+    "make_errno_error",
+    "make_result_error",
     "missing_function",
-    "result_error",
 ]
 
 SUCCESS = 0
@@ -167,14 +167,14 @@ def error_of(
     )
 
 
-def result_error(*, operation: str, result: int, arguments: Mapping[str, object]) -> ApiError:
+def make_result_error(*, operation: str, result: int, arguments: Mapping[str, object]) -> ApiError:
     """Return the exception for the negative result of a transfer: a negative CUfileOpError, or a negative errno."""
     if result < -_BASE:
         return error_of(operation=operation, status=-result, arguments=arguments)
-    return errno_error(operation=operation, error_number=-result, arguments=arguments)
+    return make_errno_error(operation=operation, error_number=-result, arguments=arguments)
 
 
-def errno_error(*, operation: str, error_number: int, arguments: Mapping[str, object]) -> ApiError:
+def make_errno_error(*, operation: str, error_number: int, arguments: Mapping[str, object]) -> ApiError:
     """Return the exception for a call that failed with an errno."""
     return ApiError(
         api=Api.CUFILE,
@@ -189,7 +189,7 @@ def errno_error(*, operation: str, error_number: int, arguments: Mapping[str, ob
     )
 
 
-def batch_status_error(*, operation: str, status_name: str, arguments: Mapping[str, object]) -> ApiError:
+def make_batch_status_error(*, operation: str, status_name: str, arguments: Mapping[str, object]) -> ApiError:
     """Return the exception for a transfer of a batch that ended with a status other than COMPLETE and without errno."""
     return ApiError(
         api=Api.CUFILE,

@@ -140,7 +140,7 @@ class IoBatch:
             message = "requests must have at least one request"
             raise UsageError(message)
         request_by_cookie = {next(self._cookies): request for request in requests}
-        parameters = _cufile.io_parameters(
+        parameters = _cufile.make_io_parameters(
             [_pack_parameters(cookie, request) for cookie, request in request_by_cookie.items()]
         )
         with requests[0].part.memory.current():
@@ -216,7 +216,7 @@ class IoBatch:
 
 
 def _pack_parameters(cookie: int, request: BatchRequest) -> tuple[int, int, int, int, int, int, int]:
-    """Return the fields of CUfileIOParams_t; see :func:`gdrkit.cufile._cufile.io_parameters`."""
+    """Return the fields of CUfileIOParams_t; see :func:`gdrkit.cufile._cufile.make_io_parameters`."""
     transfer = request.part.at(request.file_offset_bytes)
     return (
         request.handle.number,
@@ -235,7 +235,7 @@ def _parse_event(request: BatchRequest, status: int, result: int) -> BatchEvent:
     arguments = {"file_offset": request.file_offset_bytes}
     error: ApiError | None = None
     if result < 0:
-        error = _results.result_error(operation=operation, result=result, arguments=arguments)
+        error = _results.make_result_error(operation=operation, result=result, arguments=arguments)
     elif state not in {BatchStatus.COMPLETE, BatchStatus.CANCELED}:
-        error = _results.batch_status_error(operation=operation, status_name=state.name, arguments=arguments)
+        error = _results.make_batch_status_error(operation=operation, status_name=state.name, arguments=arguments)
     return BatchEvent(request, state, 0 if error is not None else result, error)

@@ -14,6 +14,7 @@ from gdrkit.cufile.buffer import BufferRange, find_registration
 from gdrkit.cufile.stream import PendingTransfer
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -156,7 +157,7 @@ class FileHandle:
             return
         unfinished_count = sum(not pending.done for pending in self._pending)
         if unfinished_count:
-            message = f"{unfinished_count} transfers of streams are not done"
+            message = f"the file has {format_count(unfinished_count, 'pending transfer')} in streams"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the streams first")
         self._pending.clear()
         _cufile.call("cuFileHandleDeregister", "handle_deregister", fh=self._native_handle)
@@ -180,13 +181,13 @@ class FileHandle:
     def _transfer_vectors(
         self, operation: str, function: str, parts: Sequence[BufferRange], file_offset_bytes: int
     ) -> int:
-        if _cufile.library_version() < _layout.VECTORS_SINCE:
-            raise _results.missing_function(operation, version=_cufile.version_text(), since="1.19")
+        if _cufile.library_version() < _layout.VECTORS_VERSION_MIN:
+            raise _results.missing_function(operation, version=_cufile.format_version(), since="1.19")
         if not parts:
             message = "parts must have at least one part of memory"
             raise UsageError(message)
         transfers = [part.at(file_offset_bytes) for part in parts]
-        vectors = _cufile.io_vectors(
+        vectors = _cufile.make_io_vectors(
             [(transfer.address + transfer.offset_bytes, transfer.length_bytes) for transfer in transfers]
         )
         with transfers[0].memory.current():

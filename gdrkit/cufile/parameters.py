@@ -90,7 +90,7 @@ _PROPERTIES = frozenset(
 
 def keeps_staged_size(parameter: Size, *, version: int) -> bool:
     """Return whether libcufile of this version (1150 is 1.15) keeps a staged value when the driver opens."""
-    return parameter not in _PROPERTIES or version >= _layout.STAGED_SIZES_SINCE
+    return parameter not in _PROPERTIES or version >= _layout.STAGED_SIZES_VERSION_MIN
 
 
 def size(parameter: Size) -> int:
@@ -113,7 +113,7 @@ def flag(parameter: Flag) -> bool:
 
 def text(parameter: Text) -> str:
     """Return a text parameter."""
-    return _cufile.string_parameter(int(parameter))
+    return _cufile.get_string_parameter(int(parameter))
 
 
 def set_size(parameter: Size, value: int) -> None:
@@ -137,7 +137,7 @@ def set_size(parameter: Size, value: int) -> None:
             operation="cuFileSetParameterSizeT",
             status=None,
             status_name="the driver discards the value when it opens",
-            arguments={"param": parameter.name, "value": value, "version": _cufile.version_text()},
+            arguments={"param": parameter.name, "value": value, "version": _cufile.format_version()},
             reason=Reason.NOT_SUPPORTED,
             what_to_do="set the parameter in cufile.json, or install cuFile 1.18 or newer",
         )
@@ -156,7 +156,7 @@ def set_text(parameter: Text, value: str) -> None:
 
 def posix_pool(count: int = 3) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the sizes in KiB and the counts of the pinned buffers of compat mode. `count` is the number of sizes."""
-    return _cufile.slab_arrays(count)
+    return _cufile.make_slab_arrays(count)
 
 
 def set_posix_pool(sizes_kib: Sequence[int], counts: Sequence[int]) -> None:

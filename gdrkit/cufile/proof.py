@@ -17,6 +17,7 @@ from gdrkit.cufile import parameters
 from gdrkit.cufile.nvidia_fs import read_nvidia_fs
 from gdrkit.cufile.obstacles import Cause, Obstacle, obstacles
 from gdrkit.errors import ApiError, GdrkitError, Reason
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -206,7 +207,7 @@ def proof_from_counters(
     if counts.get(Route.POSIX):
         return Proof(Route.POSIX, RouteState.FELL_BACK, "cufile statistics", increases, causes or (_UNEXPLAINED,))
     if uncounted_transfers := _count_transfers_without_route(delta):
-        text = f"libcufile does not count the route of {uncounted_transfers} transfers"
+        text = f"libcufile does not count the route of {format_count(uncounted_transfers, 'transfer')}"
         advice = "use FileHandle.read and write instead of batches and vectors, because libcufile counts their routes"
         return Proof(
             Route.UNKNOWN, RouteState.UNPROVEN, "", increases, (Obstacle(Cause.NOT_COUNTED, text, advice), *causes)

@@ -141,22 +141,22 @@ class Statistics:
             cuFile is older than 1.15.
         """
         buffer, version = _cufile.statistics(int(level)), _cufile.library_version()
-        basic = _layout.basic_of(buffer, version=version)
+        basic = _layout.unpack_basic_counters(buffer, version=version)
         if level < Level.SIZES:
             return StatisticsSnapshot(basic)
-        read_sizes, write_sizes = _layout.histograms_of(buffer, version=version)
+        read_sizes, write_sizes = _layout.unpack_histograms(buffer, version=version)
         if level < Level.PER_GPU:
             return StatisticsSnapshot(basic, read_sizes, write_sizes)
         gpus = tuple(
             GpuCounters(f"GPU-{uuid.UUID(bytes=uuid_bytes)}", counters)
-            for uuid_bytes, counters in _layout.gpus_of(buffer, version=version)
+            for uuid_bytes, counters in _layout.unpack_gpu_counters(buffer, version=version)
         )
         return StatisticsSnapshot(basic, read_sizes, write_sizes, gpus)
 
     @staticmethod
     def _check_version() -> None:
-        if _cufile.library_version() < _layout.STATISTICS_SINCE:
-            raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.version_text(), since="1.15")
+        if _cufile.library_version() < _layout.STATISTICS_VERSION_MIN:
+            raise _results.missing_function("cuFileGetStatsLevel", version=_cufile.format_version(), since="1.15")
 
 
 def _compute_increases(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:

@@ -95,7 +95,7 @@ class PendingTransfer:
         result = self._arguments.result
         if result < 0:
             arguments = {"size": self._transfer.length_bytes, "file_offset": self._transfer.file_offset_bytes}
-            raise _results.result_error(operation=self._operation, result=result, arguments=arguments)
+            raise _results.make_result_error(operation=self._operation, result=result, arguments=arguments)
         return result
 
 

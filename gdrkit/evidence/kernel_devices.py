@@ -197,67 +197,67 @@ def _query_nvidia(
             reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, version_request)
     except MissingEvidence as error:
         return None, None, (), (str(error),)
-    missing = []
+    missing_evidence = []
     _command, is_recognized, text = _RM_VERSION.unpack(reply)
     version = text.partition(b"\0")[0].decode("ascii", "backslashreplace")
     if is_recognized != _RM_VERSION_RECOGNIZED or not version:
-        missing.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
+        missing_evidence.append("the NVIDIA driver does not report its version by ioctl (NV_ESC_CHECK_VERSION_STR)")
     # A container runtime mounts a copy of /proc/driver/nvidia/version, so the file system type of that file proves
     # nothing. The version in the file must agree with the reply to the ioctl.
     procfs_version = nvidia_driver_version(HostTree())
     if version and procfs_version != version:
-        missing.append(
+        missing_evidence.append(
             f"/proc/driver/nvidia/version contains {procfs_version or 'no version'}, "
             f"but the NVIDIA driver reports {version}"
         )
     # The first field says whether the entry describes a card.
     gpus = tuple(_collect_gpu_evidence(card, majors) for card in _CARD_INFO.iter_unpack(card_table) if card[0])
     if not gpus:
-        missing.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
-    return version or None, control, gpus, tuple(missing)
+        missing_evidence.append("the NVIDIA driver lists no GPU by ioctl (NV_ESC_CARD_INFO)")
+    return version or None, control, gpus, tuple(missing_evidence)
 
 
 def _collect_gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) -> GpuEvidence:
     _valid, domain, bus, slot, function, vendor_id, device_id = card[:7]
     minor = card[_CARD_MINOR_FIELD]
     address = f"{domain:04x}:{bus:02x}:{slot:02x}.{function:x}"
-    missing = []
+    missing_evidence = []
     node: DeviceNode | None = None
     try:
         # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
         node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
         if node.minor != minor:
-            missing.append(
+            missing_evidence.append(
                 f"{node.path} is device {node.major}:{node.minor}, but the NVIDIA driver reports minor {minor}"
             )
     except MissingEvidence as error:
-        missing.append(str(error))
+        missing_evidence.append(str(error))
     driver, pci_missing = _read_pci_driver(address, vendor_id=vendor_id, device_id=device_id)
-    missing += pci_missing
+    missing_evidence += pci_missing
     if vendor_id != _NVIDIA_VENDOR_ID:
-        missing.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
+        missing_evidence.append(f"PCI function {address} is of vendor {vendor_id:#06x}, not NVIDIA")
     if driver is not None and driver != "nvidia":
-        missing.append(f"PCI function {address} has driver {driver}, not nvidia")
-    return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing))
+        missing_evidence.append(f"PCI function {address} has driver {driver}, not nvidia")
+    return GpuEvidence(pci_address=address, pci_driver=driver, node=node, missing=tuple(missing_evidence))
 
 
 def _collect_rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -> RdmaEvidence:
-    missing = []
+    missing_evidence = []
     node: DeviceNode | None = None
     driver_id = device.driver_id
     try:
         node, driver_id = _find_uverbs_node(device, majors)
     except MissingEvidence as error:
-        missing.append(str(error))
+        missing_evidence.append(str(error))
     driver = None if driver_id is None else _DRIVERS.get(driver_id, f"driver {driver_id}")
     address, pci_driver = None, None
     if driver not in SOFTWARE_DRIVERS:
         try:
             address = _read_rdma_pci_address(device)
             pci_driver, pci_missing = _read_pci_driver(address)
-            missing += pci_missing
+            missing_evidence += pci_missing
         except MissingEvidence as error:
-            missing.append(str(error))
+            missing_evidence.append(str(error))
     return RdmaEvidence(
         name=device.name,
         node_guid=device.node_guid,
@@ -265,7 +265,7 @@ def _collect_rdma_evidence(device: NetlinkDevice, majors: dict[int, set[str]]) -
         node=node,
         pci_address=address,
         pci_driver=pci_driver,
-        missing=tuple(missing),
+        missing=tuple(missing_evidence),
     )
 
 
@@ -332,20 +332,20 @@ def _read_pci_driver(
     `vendor_id` and `device_id` are the ids that the NVIDIA driver reports by ioctl. sysfs must have the same ids.
     """
     folder = f"/sys/bus/pci/devices/{address}"
-    missing = []
+    missing_evidence = []
     try:
         with open_checked(folder, os.O_PATH | os.O_DIRECTORY, magic=SYSFS_MAGIC) as descriptor:
             for name, expected in (("vendor", vendor_id), ("device", device_id)):
                 text = read_at(descriptor, name, folder, magic=SYSFS_MAGIC)
                 if expected is not None and text != f"{expected:#06x}":
-                    missing.append(f"{folder}/{name} contains {text}, but the driver reports {expected:#06x}")
+                    missing_evidence.append(f"{folder}/{name} contains {text}, but the driver reports {expected:#06x}")
             try:
-                return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing  # noqa: PTH119
+                return os.path.basename(os.readlink("driver", dir_fd=descriptor)), missing_evidence  # noqa: PTH119
             except OSError as error:
-                missing.append(failure_text(f"readlink {folder}/driver", error))
+                missing_evidence.append(failure_text(f"readlink {folder}/driver", error))
     except MissingEvidence as error:
-        missing.append(str(error))
-    return None, missing
+        missing_evidence.append(str(error))
+    return None, missing_evidence
 
 
 def _ioctl(descriptor: int, name: str, ioctl_number: int, argument: bytes) -> bytes:

@@ -25,11 +25,11 @@ class FirstFit:
         A power of two. The addresses of the parts are multiples of it, and their sizes are rounded up to multiples.
     """
 
-    def __init__(self, base: int, length_bytes: int, *, alignment_bytes: int) -> None:
+    def __init__(self, base_address: int, length_bytes: int, *, alignment_bytes: int) -> None:
         self._alignment_bytes = alignment_bytes
         self._lock = threading.Lock()
-        first_address = align_up(base, alignment_bytes=alignment_bytes)
-        end = base + length_bytes
+        first_address = align_up(base_address, alignment_bytes=alignment_bytes)
+        end = base_address + length_bytes
         self._free_ranges: list[tuple[int, int]] = [(first_address, end)] if first_address < end else []
 
     def allocate(self, length_bytes: int) -> int | None:

@@ -114,8 +114,8 @@ class GaudiContext(Closeable):
     def physical_allocator(self) -> FirstFit:
         """The allocator of the physical memory of a Gaudi 1, whose driver allocates none."""
         if self._physical_allocator is None:
-            base, length_bytes = self._info.dram_base_address, self._info.dram_size
-            self._physical_allocator = FirstFit(base, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+            base_address, length_bytes = self._info.dram_base_address, self._info.dram_size
+            self._physical_allocator = FirstFit(base_address, length_bytes, alignment_bytes=HOST_PAGE_BYTES)
         return self._physical_allocator
 
     def on_close(self, close: Callable[[], None]) -> Callable[[], None]:

@@ -39,8 +39,8 @@ def _make_existence_check(key: tuple[tuple[int, int, int], ...]) -> Callable[[],
     """Return a function that returns whether the allocations in the key of :meth:`allocation_key` still exist."""
     return lambda: all(
         allocation_number in _live_allocations
-        and _live_allocations[allocation_number].key == ((base, length_bytes, allocation_number),)
-        for base, length_bytes, allocation_number in key
+        and _live_allocations[allocation_number].key == ((base_address, length_bytes, allocation_number),)
+        for base_address, length_bytes, allocation_number in key
     )
 
 

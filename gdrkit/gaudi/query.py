@@ -101,28 +101,30 @@ def _query_driver(device: GaudiContext, address: int, length_bytes: int) -> Addr
     alignment_bytes = device.mapping_alignment_bytes(_MAPPING_ALIGNMENT_BYTES)
     first_base = align_down(address, alignment_bytes=alignment_bytes)
     last_base = max(first_base - _ATTEMPTS_MAX * alignment_bytes, 0)
-    for base in range(first_base, last_base, -alignment_bytes):
-        offset_bytes = align_down(address - base, alignment_bytes=HOST_PAGE_BYTES)
-        end_bytes = align_up(address - base + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
-        if _is_exported(device, base, offset_bytes, end_bytes - offset_bytes):
+    for base_address in range(first_base, last_base, -alignment_bytes):
+        offset_bytes = align_down(address - base_address, alignment_bytes=HOST_PAGE_BYTES)
+        end_bytes = align_up(address - base_address + length_bytes, alignment_bytes=HOST_PAGE_BYTES)
+        if _is_exported(device, base_address, offset_bytes, end_bytes - offset_bytes):
             size_bytes = _count_mapping_bytes(
-                device, base, align_up(end_bytes, alignment_bytes=alignment_bytes), alignment_bytes
+                device, base_address, align_up(end_bytes, alignment_bytes=alignment_bytes), alignment_bytes
             )
             dmabuf = DmabufRange(
-                _export(device, base, 0, size_bytes),
-                offset_bytes=address - base,
+                _export(device, base_address, 0, size_bytes),
+                offset_bytes=address - base_address,
                 length_bytes=length_bytes,
                 address=address,
             )
-            return AddressInfo(kind=MemoryKind.GAUDI, device=device, base=base, length_bytes=size_bytes, dmabuf=dmabuf)
+            return AddressInfo(
+                kind=MemoryKind.GAUDI, device=device, base=base_address, length_bytes=size_bytes, dmabuf=dmabuf
+            )
     return None
 
 
-def _count_mapping_bytes(device: GaudiContext, base: int, minimum_bytes: int, unit_bytes: int) -> int:
-    """Return the size of the mapping at `base`, a multiple of `unit_bytes`. The size is at least `minimum_bytes`."""
+def _count_mapping_bytes(device: GaudiContext, base_address: int, minimum_bytes: int, unit_bytes: int) -> int:
+    """Return the size of the mapping at `base_address`: a multiple of `unit_bytes`, at least `minimum_bytes`."""
 
     def has_page_before(end_bytes: int) -> bool:
-        return _is_exported(device, base, end_bytes - HOST_PAGE_BYTES, HOST_PAGE_BYTES)
+        return _is_exported(device, base_address, end_bytes - HOST_PAGE_BYTES, HOST_PAGE_BYTES)
 
     step_bytes = unit_bytes
     while has_page_before(minimum_bytes + step_bytes):
@@ -135,10 +137,10 @@ def _count_mapping_bytes(device: GaudiContext, base: int, minimum_bytes: int, un
     return minimum_bytes
 
 
-def _is_exported(device: GaudiContext, base: int, offset_bytes: int, length_bytes: int) -> bool:
-    """Return whether `base` is the address of a mapping that contains this range of whole host pages."""
+def _is_exported(device: GaudiContext, base_address: int, offset_bytes: int, length_bytes: int) -> bool:
+    """Return whether `base_address` is the address of a mapping that contains this range of whole host pages."""
     try:
-        descriptor = _export(device, base, offset_bytes, length_bytes)
+        descriptor = _export(device, base_address, offset_bytes, length_bytes)
     except ApiError as error:
         if error.errno == errno.EINVAL:
             return False
@@ -147,11 +149,11 @@ def _is_exported(device: GaudiContext, base: int, offset_bytes: int, length_byte
     return True
 
 
-def _export(device: GaudiContext, base: int, offset_bytes: int, length_bytes: int) -> int:
+def _export(device: GaudiContext, base_address: int, offset_bytes: int, length_bytes: int) -> int:
     return _hlthunk.call(
         "hlthunk_device_mapped_memory_export_dmabuf_fd",
         fd=device.fd,
-        addr=base,
+        addr=base_address,
         size=length_bytes,
         offset=offset_bytes,
         flags=_EXPORT_FLAGS,

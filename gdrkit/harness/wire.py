@@ -25,6 +25,7 @@ from gdrkit.errors import (
     Unsupported,
     UsageError,
 )
+from gdrkit.text import format_count
 
 __all__ = ["Channel", "error_from_json_data", "error_to_json_data"]
 
@@ -88,7 +89,7 @@ class Channel:
     def take_descriptors(self, count: int) -> list[int]:
         """Return the next `count` received descriptors. The caller closes them."""
         if count > len(self._descriptors):
-            message = f"{count} descriptors were expected, and {len(self._descriptors)} arrived"
+            message = f"expected {format_count(count, 'descriptor')}, and {len(self._descriptors)} arrived"
             raise UsageError(message, reason=Reason.MALFORMED)
         taken_descriptors, self._descriptors = self._descriptors[:count], self._descriptors[count:]
         return taken_descriptors

@@ -134,8 +134,8 @@ def _read_file_ids() -> tuple[int, int]:
     """Return the user and the group with whose rights this thread uses files."""
     library = ctypes.CDLL(None)
     # A call with an invalid number changes nothing and returns the current number.
-    current = [set_id(ctypes.c_uint32(0xFFFFFFFF)) & 0xFFFFFFFF for set_id in (library.setfsuid, library.setfsgid)]
-    return current[0], current[1]
+    current_ids = [set_id(ctypes.c_uint32(0xFFFFFFFF)) & 0xFFFFFFFF for set_id in (library.setfsuid, library.setfsgid)]
+    return current_ids[0], current_ids[1]
 
 
 def _set_file_ids(uid: int, gid: int) -> None:
@@ -149,8 +149,8 @@ def _set_file_ids(uid: int, gid: int) -> None:
 
 def _set_thread_groups(groups: Sequence[int]) -> None:
     library = ctypes.CDLL(None, use_errno=True)
-    numbers = (ctypes.c_uint32 * len(groups))(*groups)
-    if library.syscall(_SYS_SETGROUPS[platform.machine()], ctypes.c_size_t(len(groups)), numbers) != 0:
+    group_ids = (ctypes.c_uint32 * len(groups))(*groups)
+    if library.syscall(_SYS_SETGROUPS[platform.machine()], ctypes.c_size_t(len(groups)), group_ids) != 0:
         error_number = ctypes.get_errno()
         raise OSError(error_number, os.strerror(error_number))
 

@@ -51,9 +51,9 @@ class WrappingCounter:
     def add(self, value: int, now_s: float) -> None:
         """Add a value of the counter that was read at the time `now_s`."""
         if self._last is not None:
-            step = value - self._last
-            self.growth += step if step >= 0 else step + _WRAP_BYTES
-            self.late_count += bool(step) and now_s - self._last_s > _LATE_S
+            increase = value - self._last
+            self.growth += increase if increase >= 0 else increase + _WRAP_BYTES
+            self.late_count += bool(increase) and now_s - self._last_s > _LATE_S
         self._last, self._last_s = value, now_s
 
 
@@ -185,7 +185,7 @@ def _make_traffic(gpu: _Gpu) -> GpuTraffic:
     sent_bytes = received_bytes = None
     if gpu.nvlink_first is not None and nvlink_last is not None:
         sent_bytes, received_bytes = (
-            (last - first) * _KIB for first, last in zip(gpu.nvlink_first, nvlink_last, strict=True)
+            (last_kib - first_kib) * _KIB for first_kib, last_kib in zip(gpu.nvlink_first, nvlink_last, strict=True)
         )
     return GpuTraffic(
         pci_bus_id=gpu.pci_bus_id,
@@ -203,10 +203,10 @@ def _read_nvlinks(handle: object) -> tuple[int, int] | None:
     """Return the KiB that all NVLinks of a GPU sent and received, or None if the GPU has no NVLink counters."""
     links = range(_nvml.LINKS_MAX)
     values = _read_fields(handle, [(field_id, link) for field_id in (_NVLINK_SENT, _NVLINK_RECEIVED) for link in links])
-    sent, received = values[: len(links)], values[len(links) :]
+    sent_kib, received_kib = values[: len(links)], values[len(links) :]
     if all(value is None for value in values):
         return None
-    return sum(value or 0 for value in sent), sum(value or 0 for value in received)
+    return sum(value or 0 for value in sent_kib), sum(value or 0 for value in received_kib)
 
 
 def _read_fields(handle: object, fields: list[tuple[int, int]]) -> list[int | None]:

@@ -88,11 +88,11 @@ def mount_of(table: tuple[Mount, ...], path: str) -> Mount | None:
 def block_device(tree: HostTree, device_number: str) -> BlockDevice | None:
     """Return the properties of the block device ``major:minor``, or None if sysfs does not have it."""
     folder = f"/sys/dev/block/{device_number}"
-    parts = tree.link_parts(folder)
-    if not parts:
+    path_parts = tree.link_parts(folder)
+    if not path_parts:
         return None
     is_partition = tree.exists(f"{folder}/partition")
-    name = parts[-2] if is_partition and len(parts) > 1 else parts[-1]
+    name = path_parts[-2] if is_partition and len(path_parts) > 1 else path_parts[-1]
     disk_folder = f"/sys/class/block/{name}"
     return BlockDevice(
         number=device_number,

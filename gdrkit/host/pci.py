@@ -69,8 +69,8 @@ def pci_devices(tree: HostTree) -> tuple[PciDevice, ...]:
     devices = []
     for address in tree.names(_DEVICES):
         folder = f"{_DEVICES}/{address}"
-        numbers = [tree.number(f"{folder}/{name}", base=16) for name in ("vendor", "device", "class")]
-        vendor_id, device_id, class_code = numbers
+        ids = [tree.number(f"{folder}/{name}", base=16) for name in ("vendor", "device", "class")]
+        vendor_id, device_id, class_code = ids
         if vendor_id is None or device_id is None or class_code is None:
             continue
         numa_node = tree.number(f"{folder}/numa_node")

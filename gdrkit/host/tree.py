@@ -176,8 +176,8 @@ class HostTree:
 
     def link_name(self, name: str) -> str | None:
         """Return the last part of the target of a symbolic link. In sysfs it names a driver or an IOMMU group."""
-        parts = self.link_parts(name)
-        return parts[-1] if parts else None
+        path_parts = self.link_parts(name)
+        return path_parts[-1] if path_parts else None
 
     def link_parts(self, name: str) -> tuple[str, ...]:
         """Return the parts of the target of a symbolic link. In sysfs they show the bridges above a device.

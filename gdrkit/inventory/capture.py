@@ -220,9 +220,9 @@ class CapturedFiles:
 
     def _make_absence_error(self, name: str) -> OSError:
         """Return ENOENT if a captured folder shows that the path did not exist, and otherwise ENODATA."""
-        parts = self._resolve_links(name).strip("/").split("/")
-        for depth, part in enumerate(parts):
-            folder = "/" + "/".join(parts[:depth])
+        path_parts = self._resolve_links(name).strip("/").split("/")
+        for depth, part in enumerate(path_parts):
+            folder = "/" + "/".join(path_parts[:depth])
             if folder in self._names_in_folder and part not in self._names_in_folder[folder]:
                 return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
         return OSError(errno.ENODATA, os.strerror(errno.ENODATA), name)

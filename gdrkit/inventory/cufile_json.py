@@ -70,9 +70,9 @@ def read_config(tree: HostTree, environment: Mapping[str, str]) -> tuple[str | N
 
 def get_value(config: Mapping[str, Any], *keys: str) -> Any:  # noqa: ANN401 - a JSON value of any type.
     """Return the value at the path of `keys`, or None if there is none."""
-    current: Any = config
+    config_part: Any = config
     for key in keys:
-        if not isinstance(current, dict):
+        if not isinstance(config_part, dict):
             return None
-        current = current.get(key)
-    return current
+        config_part = config_part.get(key)
+    return config_part

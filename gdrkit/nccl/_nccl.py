@@ -88,7 +88,12 @@ FUNCTIONS: Mapping[str, tuple[type, ...]] = {
     "ncclAllReduce": (c_void_p, c_void_p, c_size_t, c_int, c_int, c_void_p, c_void_p),
 }
 # The first version of NCCL that has the function. Functions that are not listed exist since 2.0.
-_SINCE = {"ncclCommRegister": "2.19", "ncclCommDeregister": "2.19", "ncclMemAlloc": "2.19", "ncclMemFree": "2.19"}
+_VERSION_MIN_BY_FUNCTION = {
+    "ncclCommRegister": "2.19",
+    "ncclCommDeregister": "2.19",
+    "ncclMemAlloc": "2.19",
+    "ncclMemFree": "2.19",
+}
 
 
 @functools.cache
@@ -212,7 +217,7 @@ def call(name: str, /, *arguments: object, **error_arguments: object) -> None:
             status_name="no such function",
             arguments=error_arguments,
             reason=Reason.NOT_SUPPORTED,
-            what_to_do=f"install NCCL {_SINCE.get(name, '2.0')} or newer",
+            what_to_do=f"install NCCL {_VERSION_MIN_BY_FUNCTION.get(name, '2.0')} or newer",
         ) from error
     function.argtypes, function.restype = FUNCTIONS[name], c_int
     if status := function(*arguments):

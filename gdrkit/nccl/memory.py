@@ -44,13 +44,13 @@ class NcclMemory(CudaMemory):
             raise UsageError(message)
         with device.current():
             address = _nccl.allocate(length_bytes)
-            undo = ReleaseStack()
-            undo.push(lambda: _nccl.call("ncclMemFree", address))
+            cleanup_stack = ReleaseStack()
+            cleanup_stack.push(lambda: _nccl.call("ncclMemFree", address))
             try:
                 pointer.synchronize_copies(address)
                 kind = pointer.memory_kind(address)
             except ApiError as error:
-                undo.run_after(error)
+                cleanup_stack.run_after(error)
                 raise
         super().__init__(device, kind=kind, address=address, length_bytes=length_bytes)
 

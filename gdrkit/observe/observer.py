@@ -26,6 +26,7 @@ from gdrkit.observe.observation import (
 )
 from gdrkit.observe.routes import derive_routes
 from gdrkit.report.substrate import is_twin
+from gdrkit.text import format_count
 from gdrkit.twin_run import block_signals, read_usage, supervise
 
 if TYPE_CHECKING:
@@ -282,7 +283,11 @@ class Observer:
         def total(*, is_sent: bool, is_loopback: bool) -> int:
             return sum(
                 _read_tcp_bytes(tcp_socket, is_sent=is_sent)
-                - (_read_tcp_bytes(first, is_sent=is_sent) if (first := process.first_sockets.get(inode)) else 0)
+                - (
+                    _read_tcp_bytes(first_sockets, is_sent=is_sent)
+                    if (first_sockets := process.first_sockets.get(inode))
+                    else 0
+                )
                 for inode, tcp_socket in process.sockets.items()
                 if tcp_socket.is_loopback == is_loopback
             )
@@ -340,7 +345,7 @@ class Observer:
         for path in sorted({path for process in self._processes.values() for path in process.log_paths}):
             for line, count in logs.transport_lines(path).items():
                 counts[line] = counts.get(line, 0) + count
-        return tuple(f"{line} ({count} {'line' if count == 1 else 'lines'})" for line, count in sorted(counts.items()))
+        return tuple(f"{line} ({format_count(count, 'line')})" for line, count in sorted(counts.items()))
 
     def _add_gaps(self, processes: tuple[ObservedProcess, ...]) -> None:
         """Add what no tool can see from outside, as far as it concerns these processes."""

@@ -13,6 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from gdrkit.observe.observation import ObservedRoute
+from gdrkit.text import format_count
 from gdrkit.units import rounded_bytes
 from gdrkit.verdict import RouteOutcome
 
@@ -87,20 +88,20 @@ def _describe_queue_pairs(observation: Observation) -> Iterator[str]:
             if pair.type not in _MANAGEMENT_TYPES:
                 counts_by_device[pair.device, pair.type] = counts_by_device.get((pair.device, pair.type), 0) + 1
         for (device, pair_type), count in counts_by_device.items():
-            pairs = _describe_count(count, "queue pair")
+            pairs = format_count(count, "queue pair")
             yield f"{process.program} (pid {process.process_id}): {pairs} {pair_type} on {device}"
         twin_count = process.twin_objects.get("verbs", 0)
         if twin_count:
             moved_text = rounded_bytes(process.twin_bytes.get("verbs", 0))
-            pairs = _describe_count(twin_count, "queue pair")
+            pairs = format_count(twin_count, "queue pair")
             yield (
                 f"{process.program} (pid {process.process_id}): {pairs} on the software twin, which moved {moved_text}"
             )
     for process in observation.processes:
         if process.regions:
-            total = rounded_bytes(sum(region.length_bytes for region in process.regions))
-            regions = _describe_count(len(process.regions), "memory region")
-            yield f"{process.program} (pid {process.process_id}): {regions}, {total}"
+            total_text = rounded_bytes(sum(region.length_bytes for region in process.regions))
+            regions = format_count(len(process.regions), "memory region")
+            yield f"{process.program} (pid {process.process_id}): {regions}, {total_text}"
         for dmabuf in process.dmabufs:
             size = rounded_bytes(dmabuf.size_bytes)
             yield f"{process.program} (pid {process.process_id}): dma-buf of {dmabuf.exporter}, {size}"
@@ -116,12 +117,12 @@ def _decide_used_rdma_route(observation: Observation, evidence: list[str]) -> Ob
     ports = [port for port in observation.ports if port.device in devices or (twin_bytes and not devices)]
     for port in ports:
         if port.has_grown:
-            numbers = [f"{port.sent_packets} packets sent, {port.received_packets} received"]
+            counter_texts = [f"{port.sent_packets} packets sent, {port.received_packets} received"]
             if port.sent_bytes is not None and port.received_bytes is not None:
-                numbers.insert(
+                counter_texts.insert(
                     0, f"{rounded_bytes(port.sent_bytes)} sent, {rounded_bytes(port.received_bytes)} received"
                 )
-            evidence.append(f"{port.device} port {port.port}: {'; '.join(numbers)}")
+            evidence.append(f"{port.device} port {port.port}: {'; '.join(counter_texts)}")
     sums = [bytes_ for port in ports for bytes_ in (port.sent_bytes, port.received_bytes) if bytes_ is not None]
     moved_bytes = twin_bytes or (max(sums) if sums else None)
     evidence += observation.log
@@ -278,7 +279,3 @@ def _describe_pcie_gap(sizes: _FileBytes, *, is_late: bool) -> str | None:
 def _decide_host_route(names: set[str]) -> str:
     """Return the name of the route through host memory: by the copy engine of gdrkit, or by read calls."""
     return "engine" if "gdrkit.gds" in names and "kvikio" not in names else "posix"
-
-
-def _describe_count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

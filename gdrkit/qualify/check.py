@@ -21,7 +21,7 @@ from gdrkit.host import HostTree, host_identity
 from gdrkit.install_paths import install_paths
 from gdrkit.qualify.interrupt import exit_on_signals
 from gdrkit.qualify.run import Options, run_cases
-from gdrkit.text import single_line
+from gdrkit.text import format_count, single_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,7 +69,7 @@ class _Stage:
 
     def begin_cases(self, plan: CasePlan) -> None:
         """Change the text of the stage: the cases of `plan` run now."""
-        self.text = f"running the {len(plan.cases)} cases of the routes"
+        self.text = f"running {format_count(len(plan.cases), 'case')} of the routes"
 
     def show_record(self, record: Record) -> None:
         """Change the text of the stage: this case has ended."""
@@ -121,13 +121,13 @@ def _describe(host: str, run: Run, duration_s: float) -> str:
     result_text = (
         "software only" if run.exit_code == ExitCode.PROVEN and run.software_asked else _RESULT_TEXTS[run.exit_code]
     )
-    texts = [host, result_text]
+    result_parts = [host, result_text]
     if run.exit_code != ExitCode.NOTHING_PROVEN or not run.causes:
-        texts.append(run.verdict)
+        result_parts.append(run.verdict)
     if run.causes:
         count_text = f" (and {len(run.causes) - 1} more)" if len(run.causes) > 1 else ""
-        texts.append(run.causes[0] + count_text)
-    line = ": ".join(texts)
+        result_parts.append(run.causes[0] + count_text)
+    line = ": ".join(result_parts)
     if run.exit_code != ExitCode.PROVEN and "To do: " not in line:
         line += f". To do: {run.to_do[0] if run.to_do else 'gdrkit doctor'}"
     return single_line(f"{line} [{duration_s:.0f} s]")

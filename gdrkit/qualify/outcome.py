@@ -15,6 +15,7 @@ from gdrkit.exit_code import ExitCode
 from gdrkit.inventory import link_shortfalls
 from gdrkit.report.record import Verdict
 from gdrkit.report.routes import RouteOutcome, is_required, route_statuses, unmet_requirements
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -133,7 +134,7 @@ def _decide_on_hardware(statuses: Sequence[RouteStatus], required: tuple[str, ..
     if required:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{_format_count(len(required), 'required route')} not proven",
+            verdict=f"{format_count(len(required), 'required route')} not proven",
             causes=required[:_CAUSES_MAX],
             required=required,
         )
@@ -153,7 +154,7 @@ def _decide_on_failures(
         ran_count = sum(record.verdict is not Verdict.NOT_RUN for record in records)
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"{len(failed_records)} of {_format_count(ran_count, 'case')} failed",
+            verdict=f"{len(failed_records)} of {format_count(ran_count, 'case')} failed",
             causes=tuple(_describe_first_reason(record) for record in failed_records[:_CAUSES_MAX]),
         )
     if fallbacks:
@@ -173,7 +174,7 @@ def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_
         return Outcome(
             code=ExitCode.FAILED,
             verdict=(
-                f"{_format_count(len(unforeseen_records), 'case')} did not run, "
+                f"{format_count(len(unforeseen_records), 'case')} did not run, "
                 f"and profile {profile.name} does not foresee that"
             ),
             causes=tuple(dict.fromkeys(f"{reason.need}: {reason.text}" for reason in reasons))[:_CAUSES_MAX],
@@ -183,7 +184,7 @@ def _decide_on_missing_cases(profile: Profile, records: Sequence[Record], *, is_
     if ran_count < required_count:
         return Outcome(
             code=ExitCode.FAILED,
-            verdict=f"Only {_format_count(ran_count, 'case')} ran; profile {profile.name} requires {required_count}",
+            verdict=f"Only {format_count(ran_count, 'case')} ran; profile {profile.name} requires {required_count}",
         )
     return None
 
@@ -203,7 +204,3 @@ def _list_causes_of_unproven(statuses: Sequence[RouteStatus]) -> tuple[str, ...]
 
 def _describe_first_reason(record: Record) -> str:
     return f"{record.case}: {record.reasons[0].text}" if record.reasons else record.case
-
-
-def _format_count(count: int, noun: str) -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

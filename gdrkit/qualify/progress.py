@@ -11,6 +11,7 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from gdrkit.report.record import Verdict
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,7 +71,7 @@ class LineProgress:
         """Print the profile and the number of cases."""
         self._cases = tuple(case.case for case in plan.cases)
         self._begin_next_case()
-        self.print_line(f"profile {plan.profile}, {len(self._cases)} cases")
+        self.print_line(f"profile {plan.profile}, {format_count(len(self._cases), 'case')}")
 
     def show_record(self, record: Record) -> None:
         """Print a line for a case, and one for each of its reasons."""

@@ -60,7 +60,7 @@ class Options:
 
     Attributes
     ----------
-    software : bool
+    uses_only_twins : bool
         Whether to run every API on its software twin (a library that emulates the hardware), even if the hardware is
         present.
     profile : str or None
@@ -81,7 +81,7 @@ class Options:
         Time for the clean-up of the running case if the run is interrupted, in seconds.
     """
 
-    software: bool = False
+    uses_only_twins: bool = False
     profile: str | None = None
     output: Path | None = None
     seed: int | None = None
@@ -159,7 +159,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         profile=options.profile or "any",
         profile_about="",
         substrate=prepared_run.substrate,
-        software_asked=options.software,
+        software_asked=options.uses_only_twins,
         seed=prepared_run.seed,
         commit=commit,
         version=gdrkit.__version__,
@@ -191,7 +191,7 @@ def run_cases(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
         prepared_run.facts,
         profile,
         records,
-        software_asked=options.software,
+        software_asked=options.uses_only_twins,
         is_part=bool(unfinished_run.selection),
     )
     run = replace(
@@ -220,9 +220,9 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
     _check_installation()
     tree = HostTree()
     present_hardware = launch.present_hardware(tree)
-    software = launch.TWINNED if options.software else launch.TWINNED - present_hardware.keys()
+    twin_apis = launch.TWINNED if options.uses_only_twins else launch.TWINNED - present_hardware.keys()
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
-    launch_options = launch.Launch(software=software, seed=seed, isolated=True)
+    launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, isolated=True)
     environment = launch.environment(launch_options)
     if options.profile is not None:
         load_profile(options.profile)  # This raises an error for an unknown name. The probe below is slow.

@@ -46,7 +46,7 @@ class NumberCheck:
 
     number: str
     found: float
-    bound: float
+    bound_value: float
     verdict: Verdict
     text: str
 
@@ -80,9 +80,9 @@ def check_numbers(
     for name, measured_value in numbers.items():
         limit = limits.get(name.removesuffix(_RATE_SUFFIX)) if name.endswith(_RATE_SUFFIX) else None
         if limit is not None:
-            bound = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
+            bound_value = limit.gb_per_s * (1 + _LIMIT_TOLERANCE_PERCENT / 100)
             text = f"{name} is {measured_value:.4g}; {limit.why} carries {limit.gb_per_s:.4g}"
-            checks.append(_make_check(name, measured_value, bound, text, is_maximum=True))
+            checks.append(_make_check(name, measured_value, bound_value, text, is_maximum=True))
         for expected in profile.expected:
             if fnmatchcase(case, expected.case) and fnmatchcase(name, expected.number):
                 checks += _check_expected(expected, name, measured_value, limit)
@@ -101,15 +101,19 @@ def _check_expected(
         return []  # A percentage of the limit is expected, but the limit is unknown.
     tolerance = expected.tolerance_percent / 100
     is_maximum = expected.better == "less"
-    bound = value * (1 + tolerance if is_maximum else 1 - tolerance)
+    bound_value = value * (1 + tolerance if is_maximum else 1 - tolerance)
     text = (
         f"{name} is {measured_value:.4g}; expected {value:.4g}, tolerance {expected.tolerance_percent:g} % ({origin})"
     )
-    return [_make_check(name, measured_value, bound, text, is_maximum=is_maximum)]
+    return [_make_check(name, measured_value, bound_value, text, is_maximum=is_maximum)]
 
 
-def _make_check(name: str, measured_value: float, bound: float, text: str, *, is_maximum: bool) -> NumberCheck:
-    is_met = measured_value <= bound if is_maximum else measured_value >= bound
+def _make_check(name: str, measured_value: float, bound_value: float, text: str, *, is_maximum: bool) -> NumberCheck:
+    is_met = measured_value <= bound_value if is_maximum else measured_value >= bound_value
     return NumberCheck(
-        number=name, found=measured_value, bound=bound, verdict=Verdict.PASS if is_met else Verdict.FAIL, text=text
+        number=name,
+        found=measured_value,
+        bound_value=bound_value,
+        verdict=Verdict.PASS if is_met else Verdict.FAIL,
+        text=text,
     )

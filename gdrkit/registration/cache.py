@@ -23,6 +23,7 @@ from gdrkit.registration._pending import PendingDeregistrations, PendingRegistra
 from gdrkit.registration.lease import Lease, refuse_range
 from gdrkit.registration.policy import ALL_ACCESS, check_memory, check_nics
 from gdrkit.registration.statistics import CacheStatistics
+from gdrkit.text import format_count
 from gdrkit.units import GIB
 
 if TYPE_CHECKING:
@@ -212,7 +213,11 @@ class RegionCache:
             if not is_idle:
                 self._is_closing = False
                 pending_count = len(self._pending_registrations)
-                message = f"{self._count_leases()} leases are open and {pending_count} registrations are pending"
+                leases, pending = (
+                    format_count(self._count_leases(), "lease"),
+                    format_count(pending_count, "registration"),
+                )
+                message = f"the cache still has {leases} open and {pending} pending"
                 raise UsageError(
                     message, reason=Reason.BUSY, what_to_do="close the leases first, or wait by timeout_ms"
                 )
@@ -440,7 +445,8 @@ class RegionCache:
                     return
                 lease_count = sum(entry.lease_count for entry in pending)
                 break
-        message = f"{lease_count} leases and {registering_count} pending registrations still use the memory"
+        users = f"{format_count(lease_count, 'lease')} and {format_count(registering_count, 'pending registration')}"
+        message = f"the memory is still in use by {users}"
         raise UsageError(message, reason=Reason.BUSY, what_to_do="close the leases first, then free it")
 
     def __enter__(self) -> Self:
@@ -453,4 +459,5 @@ class RegionCache:
 
     def __repr__(self) -> str:
         names = ", ".join(nic.name for nic in self.nics)
-        return f"RegionCache({names}{', closed' if self._is_closed else f', {len(self._by_last_use)} regions'})"
+        state = "closed" if self._is_closed else format_count(len(self._by_last_use), "region")
+        return f"RegionCache({names}, {state})"

@@ -41,7 +41,7 @@ class ConnectedPair:
         self._stack = ExitStack()
         with ExitStack() as stack:
             requester = responder if requester is None else requester
-            self._pair, other_pair = (self._queue_pair(stack, nic) for nic in (requester, responder))
+            self._pair, other_pair = (self._create_queue_pair(stack, nic) for nic in (requester, responder))
             # Two NICs of one host may be on separate networks. With few retries, a request between them fails soon.
             self._pair.connect(other_pair.endpoint(), retry_count=_RETRY_COUNT)
             other_pair.connect(self._pair.endpoint(), retry_count=_RETRY_COUNT)
@@ -50,7 +50,7 @@ class ConnectedPair:
             self._stack = stack.pop_all()
 
     @staticmethod
-    def _queue_pair(stack: ExitStack, nic: Nic) -> QueuePair:
+    def _create_queue_pair(stack: ExitStack, nic: Nic) -> QueuePair:
         return stack.enter_context(nic.queue_pair(stack.enter_context(nic.completion_queue(depth=16))))
 
     def write(self, remote: RemoteRange) -> Completion:

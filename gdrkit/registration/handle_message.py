@@ -25,6 +25,7 @@ from gdrkit.errors import (
 )
 from gdrkit.handles import Handle
 from gdrkit.registration.handle import DESCRIPTORS_MAX, SHARE_HANDLE_BYTES, ShareHandle
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +58,7 @@ class HandleMessage:
             self.handle = ShareHandle.parse(self.data)
             if self.handle.descriptor_count != len(self._descriptors):
                 message = (
-                    f"the handle needs {self.handle.descriptor_count} descriptors, "
+                    f"the handle needs {format_count(self.handle.descriptor_count, 'descriptor')}, "
                     f"but the message has {len(self._descriptors)}"
                 )
                 raise UsageError(message, reason=Reason.MALFORMED)  # noqa: TRY301 - the except clause closes them.
@@ -119,10 +120,14 @@ class HandleMessage:
             # The descriptors are closed first, because a warning filter may turn the warning into an error.
             count = len(self._descriptors)
             self.close()
-            warnings.warn(f"a handle message with {count} descriptors was never closed", GdrkitWarning, stacklevel=1)
+            warnings.warn(
+                f"a handle message with {format_count(count, 'descriptor')} was never closed",
+                GdrkitWarning,
+                stacklevel=1,
+            )
 
     def __repr__(self) -> str:
-        return f"HandleMessage({self.handle.kind.name}, {len(self._descriptors)} descriptors)"
+        return f"HandleMessage({self.handle.kind.name}, {format_count(len(self._descriptors), 'descriptor')})"
 
 
 def receive(connection: socket.socket, *, timeout_ms: float | None = None) -> HandleMessage:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from gdrkit import forks
 from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
 from gdrkit.handles import Closeable, Handle, ReleaseStack
+from gdrkit.text import format_count
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, MIB, align_up
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class MemoryPool(Closeable):
             return
         with self._lock:
             if self._in_use:
-                message = f"{len(self._in_use)} allocations of the pool are still in use"
+                message = f"the pool still has {format_count(len(self._in_use), 'allocation')} in use"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="close the memory first")
             self._is_closed = True
         self._free_idle(0, None)

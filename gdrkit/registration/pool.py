@@ -16,6 +16,7 @@ from gdrkit.buffers import check_range
 from gdrkit.errors import ClosedResource, Reason, UsageError
 from gdrkit.handles import Handle
 from gdrkit.registration.policy import ALL_ACCESS, check_nics, register
+from gdrkit.text import format_count
 from gdrkit.units import GPU_RDMA_PAGE_BYTES, align_up
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ class BufferPool:
                 return self._make_buffer(waiter.offset_bytes)
             self._waiters.remove(waiter)
             self._timeouts += 1
-        message = f"none of the {self.count} buffers was closed within {timeout_ms} ms"
+        message = f"no buffer of {self.count} was closed within {timeout_ms} ms"
         raise UsageError(message, reason=Reason.TIMEOUT, what_to_do="close buffers sooner, or create a larger pool")
 
     def close(self) -> None:
@@ -305,7 +306,7 @@ class BufferPool:
     def _refuse_while_used(self) -> None:
         used_count = self.count - len(self._free)
         if used_count:
-            message = f"{used_count} buffers of the pool are still in use"
+            message = f"the pool still has {format_count(used_count, 'buffer')} in use"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="close the buffers first")
 
     def _make_buffer(self, offset_bytes: int) -> RdmaBuffer:

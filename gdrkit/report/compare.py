@@ -17,7 +17,7 @@ from gdrkit.report.noise import compare_samples, make_sample
 from gdrkit.report.record import Record, Verdict
 from gdrkit.report.routes import RouteOutcome, file_statuses, route_statuses
 from gdrkit.report.sweep import describes_hardware, measured_apis, split_number
-from gdrkit.text import escape_controls
+from gdrkit.text import escape_controls, format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -127,7 +127,10 @@ def describe_comparison(comparison: Comparison) -> str:
     numbers = [change for change in comparison.changes if change.kind == "number"]
     unchanged_count = sum(change.outcome == "same" for change in numbers)
     noise = f"{comparison.noise_percent:g} %"
-    lines.append(f"{unchanged_count} of {len(numbers)} numbers changed by no more than their noise (at least {noise})")
+    lines.append(
+        f"{unchanged_count} of {format_count(len(numbers), 'number')} changed by no more than the noise "
+        f"(at least {noise})"
+    )
     lines.append("something became worse" if comparison.is_worse else "nothing became worse")
     return "\n".join(lines)
 

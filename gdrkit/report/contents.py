@@ -20,6 +20,7 @@ from gdrkit.report.record import Record, Verdict, parse_record, record_lines
 from gdrkit.report.run import SCHEMA_VERSION, Run, RunFolder, file_error, is_file, read_bytes
 from gdrkit.report.substrate import Substrate, combine, substrates_of_facts
 from gdrkit.report.validation import malformed
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -149,7 +150,7 @@ def _read_unfinished_run(folder: RunFolder, initial_run: Run | None = None) -> C
     recorded_cases = {record.case for record in records}
     missing_cases = [case for case in planned_cases if case not in recorded_cases]
     if missing_cases:
-        counts = f"{len(missing_cases)} of {len(planned_cases)} cases have no record"
+        counts = f"no record of {len(missing_cases)} of {format_count(len(planned_cases), 'case')}"
         causes.append(f"{counts}; the first of them is {missing_cases[0]}")
     if is_last_line_cut_off:
         causes.append(f"the last line of {folder.records.name} is cut off and was ignored")
@@ -250,4 +251,4 @@ def _describe_counts(records: Sequence[Record]) -> str:
         Verdict.NOT_RUN: "did not run",
     }
     text = ", ".join(f"{counts[verdict]} {word}" for verdict, word in words.items() if counts[verdict])
-    return f"Records of {len(records)} cases: {text}"
+    return f"Records of {format_count(len(records), 'case')}: {text}"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gdrkit.inventory import ApiFailure, Facts
     from gdrkit.inventory.facts import LibraryFacts
 
-__all__ = ["describe_facts", "describe_plan", "headline_rows", "host_rows"]
+__all__ = ["describe_facts", "describe_plan", "make_headline_rows", "make_host_rows"]
 
 # The headline of the report names at most this many NICs.
 _NICS_NAMED_MAX = 4
@@ -27,7 +27,7 @@ _NICS_NAMED_MAX = 4
 def describe_facts(facts: Facts) -> str:
     """Describe the host and each API: its substrate and its devices, or its error and the remedy."""
     rows = [
-        *host_rows(facts),
+        *make_host_rows(facts),
         *_make_verbs_rows(facts),
         *_make_cuda_rows(facts),
         *_make_gaudi_rows(facts),
@@ -123,7 +123,7 @@ def _align(rows: list[tuple[str, str]]) -> str:
     return "\n".join(f"{name:{width}}  {value}".rstrip() for name, value in rows)
 
 
-def headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
+def make_headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     """Yield the devices and drivers by which an engineer recognizes a machine, as pairs of name and text."""
     devices = facts.cuda.devices if facts.cuda else ()
     models = Counter(device.name for device in devices) or Counter(f"PCI {gpu.device_id:04x}" for gpu in facts.gpus)
@@ -141,7 +141,7 @@ def headline_rows(facts: Facts) -> Iterator[tuple[str, str]]:
     yield "System", f"{facts.kernel.distribution or 'unknown'}, kernel {facts.kernel.release or 'unknown'}"
 
 
-def host_rows(facts: Facts) -> list[tuple[str, str]]:
+def make_host_rows(facts: Facts) -> list[tuple[str, str]]:
     """Return the facts about the host (kernel, devices, limits, libraries) as pairs of name and text."""
     limits, kernel = facts.limits, facts.kernel
     memlock = "not readable"

@@ -12,7 +12,7 @@ import textwrap
 from typing import TYPE_CHECKING
 
 from gdrkit.inventory import Rule
-from gdrkit.text import escape_controls
+from gdrkit.text import escape_controls, format_count
 from gdrkit.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _describe_unreadable(diagnosis: Diagnosis) -> list[str]:
         [f"  and {len(unreadable_files) - _LISTED_PATHS_MAX} more"] if len(unreadable_files) > _LISTED_PATHS_MAX else []
     )
     if len(unreadable_files) < len(diagnosis.unreadable):
-        lines.append(f"Not in the capture: {len(diagnosis.unreadable) - len(unreadable_files)} files.")
+        lines.append(f"Not in the capture: {format_count(len(diagnosis.unreadable) - len(unreadable_files), 'file')}.")
     return [*lines, ""] if lines else []
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.report.routes import RouteOutcome
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -209,5 +210,5 @@ def _truncate(text: str, characters: int) -> str:
 def _describe_counts(devices: Sequence[DrawnDevice], node_count: int) -> str:
     names = {"gpu": "GPU", "nic": "NIC", "nvme": "NVMe controller"}
     counts = {kind: sum(device.kind == kind for device in devices) for kind in names}
-    parts = [f"{count} {names[kind]}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
-    return f"{', '.join(parts)} at {node_count} NUMA node{'s' if node_count > 1 else ''}"
+    texts = [format_count(count, names[kind]) for kind, count in counts.items() if count]
+    return f"{', '.join(texts)} at {format_count(node_count, 'NUMA node')}"

@@ -76,7 +76,7 @@ def draw(plot: Plot) -> str:
     def y(value: float) -> float:
         return _HEIGHT - _BOTTOM - value / axis_end * (_HEIGHT - _TOP - _BOTTOM)
 
-    parts = [
+    svg_elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
         f"<title>{html.escape(plot.title)}</title><style>{_STYLE}</style>",
         _draw_text(_LEFT, 28, plot.title, "title"),
@@ -85,12 +85,14 @@ def draw(plot: Plot) -> str:
     ]
     for tick_index in range(round(axis_end / step) + 1):
         tick_y = y(tick_index * step)
-        parts.append(f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{tick_y:.1f}" y2="{tick_y:.1f}"/>')
-        parts.append(_draw_text(_LEFT - 8, tick_y + 4, f"{tick_index * step:g}", anchor="end"))
-    parts += [_draw_text(x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes]
+        svg_elements.append(
+            f'<line class="axis" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{tick_y:.1f}" y2="{tick_y:.1f}"/>'
+        )
+        svg_elements.append(_draw_text(_LEFT - 8, tick_y + 4, f"{tick_index * step:g}", anchor="end"))
+    svg_elements += [_draw_text(x(size), _HEIGHT - _BOTTOM + 22, format_bytes(size), anchor="middle") for size in sizes]
     for index, line in enumerate(plot.lines):
-        parts += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, x, y)
-    return "\n".join([*parts, "</svg>", ""])
+        svg_elements += _draw_line(line, _COLOURS[index % len(_COLOURS)], _TOP + 22 * index, x, y)
+    return "\n".join([*svg_elements, "</svg>", ""])
 
 
 def write_plot(path: Path, plot: Plot) -> None:

@@ -81,8 +81,8 @@ def _describe_distances(topology: Topology) -> list[str]:
         for other_device in (*other_devices, *(other_gpu for other_gpu in gpus if other_gpu.name != gpu.name)):
             groups.setdefault(topology.distance(gpu.name, other_device.name), []).append(other_device.name)
         used_distances |= groups.keys()
-        parts = [f"{distance.name} {_describe_group(groups[distance], distance)}" for distance in sorted(groups)]
-        lines.append(f"{gpu.name}: {'; '.join(parts) or 'no other device on PCI'}")
+        group_texts = [f"{distance.name} {_describe_group(groups[distance], distance)}" for distance in sorted(groups)]
+        lines.append(f"{gpu.name}: {'; '.join(group_texts) or 'no other device on PCI'}")
     return (
         lines
         + ([""] if used_distances else [])

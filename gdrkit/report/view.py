@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.install_paths import install_paths
-from gdrkit.report.describe import headline_rows, host_rows
+from gdrkit.report.describe import make_headline_rows, make_host_rows
 from gdrkit.report.drawing import make_drawing
 from gdrkit.report.failures import failures
 from gdrkit.report.figure import format_number, make_plot
@@ -149,8 +149,8 @@ def make_view(contents: Contents) -> View:
         suites=_make_suites(cases, anchors),
         library_sets=tuple(library_sets),
         unproven=unproven_cases(records),
-        headline=tuple(headline_rows(facts)),
-        host=tuple(host_rows(facts)),
+        headline=tuple(make_headline_rows(facts)),
+        host=tuple(make_host_rows(facts)),
         anchors=anchors,
         origins=origins,
     )
@@ -176,8 +176,10 @@ def _count_verdicts(records: Sequence[Record], anchors: Mapping[str, str]) -> tu
     words = {Verdict.PASS: "passed", Verdict.FAIL: "failed", Verdict.UNPROVEN: "unproven", Verdict.NOT_RUN: "not run"}
     counts = Counter(record.verdict for record in records)
     # The verdicts are in the order of interest to the reader. A count of zero is shown for "passed" and "failed" only.
-    order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
-    listed_verdicts = [verdict for verdict in order if counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)]
+    verdict_order = (Verdict.PASS, Verdict.FAIL, Verdict.UNPROVEN, Verdict.NOT_RUN)
+    listed_verdicts = [
+        verdict for verdict in verdict_order if counts[verdict] or verdict in (Verdict.PASS, Verdict.FAIL)
+    ]
     first_anchors = {record.verdict: anchors[record.case] for record in reversed(records)}
     return tuple(
         (verdict.value, words[verdict], counts[verdict], first_anchors.get(verdict, "")) for verdict in listed_verdicts
@@ -208,10 +210,10 @@ def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) 
 
 def _list_reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
     """Return the APIs of the report: verbs and CUDA always, cuFile and hl-thunk only if facts or a case have them."""
-    used_apis = {api for record in records for api in record.substrate}
+    list_used_apis = {api for record in records for api in record.substrate}
     if facts.gaudi or facts.gaudi_failure:
-        used_apis.add("hlthunk")
-    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used_apis))
+        list_used_apis.add("hlthunk")
+    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in list_used_apis))
 
 
 def _make_case_view(record: Record, anchor: str, origin: str, library_set: int) -> CaseView:

@@ -204,9 +204,9 @@ def parse_header(text: bytes, *, data_bytes: int, path: str) -> Header:
     if [entry[2] for entry in tensors.values()] != [0, *end_offsets][:-1]:
         tensors = dict(sorted(tensors.items(), key=lambda item: item[1][2:]))
         _check_positions(tensors, path)
-    position = max(end_offsets, default=0)
-    if position != data_bytes:
-        message = f"the tensors have {position} bytes, but {data_bytes} bytes follow the header"
+    data_offset = max(end_offsets, default=0)
+    if data_offset != data_bytes:
+        message = f"the tensors have {data_offset} bytes, but {data_bytes} bytes follow the header"
         raise _make_malformed_error(path, message)
     return Header(tensors, metadata, _SIZE.size + len(text), data_bytes)
 
@@ -331,13 +331,15 @@ def _check_metadata(metadata: object, path: str) -> None:
 
 def _check_positions(tensors: Mapping[str, TensorEntry], path: str) -> None:
     """Require that each tensor begins where the one before it ends."""
-    position = 0
+    data_offset = 0
     for name, entry in tensors.items():
-        if entry.begin != position:
-            relation = "overlap" if entry.begin < position else "leave a hole after"
-            message = f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {position}"
+        if entry.begin != data_offset:
+            relation = "overlap" if entry.begin < data_offset else "leave a hole after"
+            message = (
+                f"the bytes of tensor {name!r} begin at {entry.begin} and {relation} those that end at {data_offset}"
+            )
             raise _make_malformed_error(path, message)
-        position = entry.end
+        data_offset = entry.end
 
 
 def _parse_entry(value: Any) -> TensorEntry:  # noqa: ANN401 - any JSON value.

@@ -109,8 +109,8 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
             Placement(name, dtype, shape, begin, end - begin)
             for name, (dtype, shape, begin, end) in header.tensors.items()
         ]
-        whole = (header.data_offset_bytes, 0, header.data_bytes)
-        return Layout(placements, array("Q", whole if header.data_bytes else ()), header.data_bytes)
+        whole_data = (header.data_offset_bytes, 0, header.data_bytes)
+        return Layout(placements, array("Q", whole_data if header.data_bytes else ()), header.data_bytes)
     placements, reads = [], array("Q")
     memory_end = file_end = read_length = 0
     read_begin, read_offset = header.data_offset_bytes, 0
@@ -169,18 +169,18 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
     if index is EVERYTHING:
         return _Part(entry.shape, (entry.begin,), entry.end - entry.begin)
     ranges, shape = _list_ranges(name, entry.shape, index)
-    # All dimensions after `inner` are selected completely. So each run covers these dimensions and the range of
-    # `inner`.
-    inner = len(ranges) - 1
-    while inner > 0 and ranges[inner] == (0, entry.shape[inner]):
-        inner -= 1
+    # All dimensions after `innermost` are selected completely. So each run covers these dimensions and the range of
+    # `innermost`.
+    innermost = len(ranges) - 1
+    while innermost > 0 and ranges[innermost] == (0, entry.shape[innermost]):
+        innermost -= 1
     strides = [math.prod(entry.shape[dimension + 1 :]) for dimension in range(len(ranges))]
     bits = ELEMENT_TYPES[entry.dtype].bits
-    run_bits = (ranges[inner][1] - ranges[inner][0]) * strides[inner] * bits if ranges else bits
+    run_bits = (ranges[innermost][1] - ranges[innermost][0]) * strides[innermost] * bits if ranges else bits
     if any(begin == end for begin, end in ranges):
         return _Part(shape, (), 0)
     starts = [sum(begin * stride for (begin, _end), stride in zip(ranges, strides, strict=True)) * bits]
-    for dimension in range(inner):
+    for dimension in range(innermost):
         begin, end = ranges[dimension]
         step_bits = strides[dimension] * bits
         starts = [start + step * step_bits for start in starts for step in range(end - begin)]

@@ -254,9 +254,9 @@ def load_file(
 def _check_names(files: Sequence[File], headers: Sequence[Header]) -> None:
     if len(files) == 1:
         return
-    first: dict[str, int] = {}
+    first_file_of_name: dict[str, int] = {}
     for index, (file, header) in enumerate(zip(files, headers, strict=True)):
         for name in header.tensors:
-            if first.setdefault(name, index) != index:
-                message = f"tensor {name!r} is in {files[first[name]].path} and in {file.path}"
+            if first_file_of_name.setdefault(name, index) != index:
+                message = f"tensor {name!r} is in {files[first_file_of_name[name]].path} and in {file.path}"
                 raise UsageError(message, what_to_do="load these files one at a time")

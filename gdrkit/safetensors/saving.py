@@ -58,10 +58,10 @@ def save_file(
     maker = maker_of(framework)
     descriptions = [(name, *maker.describe(name, tensor)) for name, tensor in tensors.items()]
     descriptions.sort(key=lambda item: (-_ORDER[item[1]], item[0]))
-    entries, position = [], 0
+    entries, data_offset = [], 0
     for name, dtype, shape, memory in descriptions:
-        entries.append((name, TensorEntry(dtype, shape, position, position + memory.length_bytes)))
-        position += memory.length_bytes
+        entries.append((name, TensorEntry(dtype, shape, data_offset, data_offset + memory.length_bytes)))
+        data_offset += memory.length_bytes
     header = pack_header(entries, metadata)
     with contextlib.ExitStack() as stack:
         destination = stack.enter_context(open_destination(Path(filename)))
@@ -75,7 +75,7 @@ def save_file(
             extents.extend((0, len(header) + entry.begin, memory.address, memory.length_bytes))
             buffers.append(memory)
         transfers = [
-            transfer_ranges([file], extents, TransferBuffer(0, position, device_index, buffers), write=True)
+            transfer_ranges([file], extents, TransferBuffer(0, data_offset, device_index, buffers), write=True)
             for device_index, (extents, buffers) in extents_by_device.items()
         ]
         for transfer in transfers:

@@ -153,8 +153,8 @@ class ModelTensor:
         return None if self.device_index == HOST else self.device_index
 
     def __repr__(self) -> str:
-        place = "cpu" if self.device_index == HOST else f"cuda:{self.device_index}"
-        return f"ModelTensor({self.dtype}, {list(self.shape)}, {place})"
+        device_name = "cpu" if self.device_index == HOST else f"cuda:{self.device_index}"
+        return f"ModelTensor({self.dtype}, {list(self.shape)}, {device_name})"
 
 
 class DlpackMaker:

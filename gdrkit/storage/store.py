@@ -166,7 +166,7 @@ class FileStore:
         # The server reads the types of the entries. The user may have no right to do so.
         with _close_after(folder_fd) as folder:
             with os.scandir(folder) as entries:
-                by_name = {os.fsencode(each.name): each for each in entries}
+                by_name = {os.fsencode(entry.name): entry for entry in entries}
             after_bytes = b"" if after is None else os.fsencode(after)
             hidden_names = _HIDDEN if os.path.samestat(os.fstat(folder), os.fstat(self._root)) else frozenset()
             names = sorted(name for name in by_name if name > after_bytes and name not in hidden_names)
@@ -430,9 +430,9 @@ def file_stat(status: os.stat_result) -> FileStat:
 
 def _check_visible(path: str) -> None:
     """Refuse a path that leads out of the store (EXDEV) or to a hidden name (ENOENT)."""
-    parts = os.fsencode(path).split(b"/")
-    if path.startswith("/") or b".." in parts:
+    path_parts = os.fsencode(path).split(b"/")
+    if path.startswith("/") or b".." in path_parts:
         raise OSError(errno.EXDEV, "the path must be relative to the store, without ..")
-    first_name = next((part for part in parts if part not in {b"", b"."}), b"")
+    first_name = next((path_part for path_part in path_parts if path_part not in {b"", b"."}), b"")
     if first_name in _HIDDEN:
         raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))

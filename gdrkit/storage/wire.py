@@ -205,20 +205,20 @@ def pack_operations(operations: Sequence[Operation], *, sequence: int) -> bytes:
     try:
         packed_entries = [
             _OPERATION.pack(
-                each.tag,
-                each.handle,
-                each.file_offset,
-                each.length,
-                each.remote_address,
-                each.rkey,
-                each.queue_pair,
-                each.opcode,
-                each.flags,
-                each.checksum,
+                operation.tag,
+                operation.handle,
+                operation.file_offset,
+                operation.length,
+                operation.remote_address,
+                operation.rkey,
+                operation.queue_pair,
+                operation.opcode,
+                operation.flags,
+                operation.checksum,
                 0,
                 0,
             )
-            for each in operations
+            for operation in operations
         ]
     except struct.error as error:
         message = f"a number of an operation is out of range: {error}"
@@ -232,9 +232,10 @@ def pack_results(results: Sequence[Result]) -> bytes:
         message = f"a frame must have 1 to {OPERATIONS_MAX} results, not {len(results)}"
         raise UsageError(message)
     packed_entries = [
-        _RESULT.pack(each.tag, each.result, each.checksum, each.flags, len(each.holes), 0) for each in results
+        _RESULT.pack(result.tag, result.result, result.checksum, result.flags, len(result.holes), 0)
+        for result in results
     ]
-    packed_entries += [_HOLE.pack(hole.offset, hole.length) for each in results for hole in each.holes]
+    packed_entries += [_HOLE.pack(hole.offset, hole.length) for result in results for hole in result.holes]
     return _pack_frame(FrameType.IO_REPLY, b"".join(packed_entries), count=len(results), sequence=0)
 
 

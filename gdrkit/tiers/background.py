@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from gdrkit.errors import Api, ApiError, Reason
 from gdrkit.serialization import to_json_data
+from gdrkit.text import format_count
 from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors
 from gdrkit.tiers.migration import Phase
 from gdrkit.tiers.names import printable
@@ -71,7 +72,7 @@ class RunOutput:
 
     def report_pass(self, result: Migrated) -> None:
         """Report the end of a pass. A pass without moves has no line of text."""
-        text = f"{result.moved} of {result.considered} files moved, {len(result.refused)} not moved"
+        text = f"{result.moved} of {format_count(result.considered, 'file')} moved, {len(result.refused)} not moved"
         self._print("passed", text if result.moved or result.refused else "", result=result)
 
     def report_failed_pass(self, error: ApiError) -> None:
@@ -80,7 +81,7 @@ class RunOutput:
 
     def report_lost_opens(self, count: int) -> None:
         """Report how often the kernel has dropped reports of opened files."""
-        text = f"opens were too fast to be counted: the kernel has dropped reports {count} times"
+        text = f"opens were too fast to be counted: the kernel has dropped reports {format_count(count, 'time')}"
         self._print("lost", text, count=count)
 
     def report_end(self, *, is_complete: bool) -> None:

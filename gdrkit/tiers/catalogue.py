@@ -60,9 +60,11 @@ class Entry:
     pinned: str | None = None
 
     @classmethod
-    def of(cls, name: str, tier: str, info: os.stat_result, *, score: float = NEVER_ACCESSED) -> Entry:
+    def of(cls, name: str, tier: str, file_status: os.stat_result, *, score: float = NEVER_ACCESSED) -> Entry:
         """Return the entry of a file with this stat result."""
-        return cls(name, tier, info.st_size, info.st_blocks * _STAT_BLOCK_BYTES, info.st_nlink, score)
+        return cls(
+            name, tier, file_status.st_size, file_status.st_blocks * _STAT_BLOCK_BYTES, file_status.st_nlink, score
+        )
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Entry:
@@ -120,7 +122,7 @@ class Catalogue(Database):
     def find(self, name: str) -> Entry | None:
         """Return the entry of a file, or None if the catalogue has none."""
         with self.locked_connection("find file", name=printable(name)) as connection:
-            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_name_bytes(name),)).fetchone()  # noqa: S608 - constant columns.
+            row = connection.execute(f"SELECT {_COLUMNS} FROM files WHERE name = ?", (_encode_name(name),)).fetchone()  # noqa: S608 - constant columns.
         return None if row is None else Entry.from_row(row)
 
     def totals(self) -> dict[str, TierTotals]:
@@ -142,7 +144,7 @@ class Catalogue(Database):
     def put(self, entry: Entry) -> None:
         """Write the entry of a file. An older entry of the file is replaced completely."""
         placeholders = ", ".join("?" * 8)
-        values = (_name_bytes(entry.name), *(getattr(entry, column) for column in _COLUMNS.split(", ")[1:]))
+        values = (_encode_name(entry.name), *(getattr(entry, column) for column in _COLUMNS.split(", ")[1:]))
         with self.write_transaction("write entry", name=printable(entry.name)) as connection:
             # INSERT OR REPLACE would delete the old row without the trigger that updates the totals.
             connection.execute(
@@ -151,14 +153,14 @@ class Catalogue(Database):
                 values,
             )
 
-    def record_file(self, name: str, tier: str, info: os.stat_result) -> None:
+    def record_file(self, name: str, tier: str, file_status: os.stat_result) -> None:
         """Write the tier, the sizes and the hard links of a file. An existing entry keeps its heat and its pin."""
         values = (
-            _name_bytes(name),
+            _encode_name(name),
             tier,
-            info.st_size,
-            info.st_blocks * _STAT_BLOCK_BYTES,
-            info.st_nlink,
+            file_status.st_size,
+            file_status.st_blocks * _STAT_BLOCK_BYTES,
+            file_status.st_nlink,
             NEVER_ACCESSED,
         )
         with self.write_transaction("record file", name=printable(name)) as connection:
@@ -172,12 +174,12 @@ class Catalogue(Database):
     def remove(self, name: str) -> None:
         """Remove the row of a file."""
         with self.write_transaction("forget file", name=printable(name)) as connection:
-            connection.execute("DELETE FROM files WHERE name = ?", (_name_bytes(name),))
+            connection.execute("DELETE FROM files WHERE name = ?", (_encode_name(name),))
 
     def pin(self, name: str, tier: str | None) -> bool:
         """Pin a file to a tier, or unpin it (None). Return whether the catalogue has the file."""
         with self.write_transaction("pin", name=printable(name)) as connection:
-            cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _name_bytes(name)))
+            cursor = connection.execute("UPDATE files SET pinned = ? WHERE name = ?", (tier, _encode_name(name)))
             return bool(cursor.rowcount)
 
     def add_accesses(self, counts: Mapping[str, int]) -> list[str]:
@@ -186,13 +188,13 @@ class Catalogue(Database):
         with self.write_transaction("count accesses") as connection:
             now = self.read_clock(connection, store=True)
             for name, count in counts.items():
-                row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_name_bytes(name),)).fetchone()
+                row = connection.execute("SELECT id, score FROM files WHERE name = ?", (_encode_name(name),)).fetchone()
                 if row is None:
                     unknown_names.append(name)
                     continue
                 connection.execute(
                     "UPDATE files SET score = ?, accesses = accesses + ? WHERE id = ?",
-                    (add_accesses_to_score(row[1], accesses=count, at=now), count, row[0]),
+                    (add_accesses_to_score(row[1], accesses=count, at_half_lives=now), count, row[0]),
                 )
         return unknown_names
 
@@ -230,7 +232,7 @@ class Catalogue(Database):
                     reason=Reason.NO_SPACE,
                     what_to_do="free space in that tier, or configure a larger capacity for it",
                 )
-            row = (identifier, _name_bytes(name), source, destination, allocated_bytes)
+            row = (identifier, _encode_name(name), source, destination, allocated_bytes)
             connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
 
     def end_move(self, identifier: str) -> None:
@@ -266,5 +268,5 @@ class Catalogue(Database):
             connection.execute("INSERT OR REPLACE INTO tiers VALUES (?, ?)", (tier, identity))
 
 
-def _name_bytes(name: str) -> bytes:
+def _encode_name(name: str) -> bytes:
     return os.fsencode(name)

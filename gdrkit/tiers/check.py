@@ -52,10 +52,10 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
         if folder.identity is not None:
             catalogue.record_identity(tier.name, folder.identity)
         with convert_os_errors("scan", tier=tier.name):
-            for name, info in folder.walk():
-                if stat.S_ISREG(info.st_mode) and catalogue.find(name) is None:
-                    score = score_from_heat(tier.accesses_min, at=now_half_lives)
-                    catalogue.put(Entry.of(name, tier.name, info, score=score))
+            for name, file_status in folder.walk():
+                if stat.S_ISREG(file_status.st_mode) and catalogue.find(name) is None:
+                    score = score_from_heat(tier.accesses_min, at_half_lives=now_half_lives)
+                    catalogue.put(Entry.of(name, tier.name, file_status, score=score))
 
 
 def find_kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:
@@ -89,13 +89,13 @@ def _insert_regular_files(folder: TierFolder, connection: Connection) -> Iterato
     """Insert the regular files of a tier into the temporary table, and yield a finding for each other file."""
     rows: list[tuple[bytes, str, int, int]] = []
     with convert_os_errors("scan", tier=folder.name):
-        for name, info in folder.walk():
-            if not stat.S_ISREG(info.st_mode):
+        for name, file_status in folder.walk():
+            if not stat.S_ISREG(file_status.st_mode):
                 yield TierFinding(
                     FindingKind.FOREIGN, name, folder.name, "not a regular file; gdrkit does not touch it"
                 )
                 continue
-            rows.append((os.fsencode(name), folder.name, info.st_size, info.st_nlink))
+            rows.append((os.fsencode(name), folder.name, file_status.st_size, file_status.st_nlink))
             if len(rows) == _BATCH_ROWS:
                 _insert_rows(connection, rows)
                 rows.clear()
@@ -123,35 +123,39 @@ def _compare_file(
 ) -> Iterator[TierFinding]:
     """Compare the entry of one file with the current state of the disks, and yield the differences."""
     entry = catalogue.find(name)
-    copies = {tier: info for tier, folder in folders.items() if (info := _stat_regular_file(folder, name)) is not None}
+    copies = {
+        tier: file_status
+        for tier, folder in folders.items()
+        if (file_status := _stat_regular_file(folder, name)) is not None
+    }
     if len(copies) > 1 and not _is_migration_in_progress(folders):
         reported_tier = entry.tier if entry is not None and entry.tier in copies else next(iter(copies))
         other_tiers = ", ".join(tier for tier in copies if tier != reported_tier)
         yield TierFinding(FindingKind.TWICE, name, reported_tier, f"also in {other_tiers}")
     if entry is None:
         if copies:
-            tier, info = next(iter(copies.items()))
+            tier, file_status = next(iter(copies.items()))
             yield TierFinding(FindingKind.UNKNOWN, name, tier, "the catalogue did not have it", mended=repair)
-            _record_file(catalogue, name, tier, info, repair=repair)
+            _record_file(catalogue, name, tier, file_status, repair=repair)
     elif not copies:
         yield _handle_missing_file(entry, catalogue, folders, repair=repair)
     elif entry.tier not in copies:
-        tier, info = next(iter(copies.items()))
+        tier, file_status = next(iter(copies.items()))
         yield TierFinding(FindingKind.ELSEWHERE, name, tier, f"the catalogue had it in {entry.tier}", mended=repair)
-        _record_file(catalogue, name, tier, info, repair=repair)
+        _record_file(catalogue, name, tier, file_status, repair=repair)
     elif (copies[entry.tier].st_size, copies[entry.tier].st_nlink) != (entry.size_bytes, entry.links):
-        info = copies[entry.tier]
+        file_status = copies[entry.tier]
         text = (
-            f"the file has {info.st_size} bytes and {info.st_nlink} hard links; "
+            f"the file has {file_status.st_size} bytes and {file_status.st_nlink} hard links; "
             f"the catalogue had {entry.size_bytes} bytes and {entry.links} hard links"
         )
         yield TierFinding(FindingKind.CHANGED, name, entry.tier, text, mended=repair)
-        _record_file(catalogue, name, entry.tier, info, repair=repair)
+        _record_file(catalogue, name, entry.tier, file_status, repair=repair)
 
 
-def _record_file(catalogue: Catalogue, name: str, tier: str, info: os.stat_result, *, repair: bool) -> None:
+def _record_file(catalogue: Catalogue, name: str, tier: str, file_status: os.stat_result, *, repair: bool) -> None:
     if repair:
-        catalogue.record_file(name, tier, info)
+        catalogue.record_file(name, tier, file_status)
 
 
 def _handle_missing_file(
@@ -167,8 +171,8 @@ def _handle_missing_file(
 
 
 def _stat_regular_file(folder: TierFolder, name: str) -> os.stat_result | None:
-    info = folder.stat(name)
-    return info if info is not None and stat.S_ISREG(info.st_mode) else None
+    file_status = folder.stat(name)
+    return file_status if file_status is not None and stat.S_ISREG(file_status.st_mode) else None
 
 
 def _is_migration_in_progress(folders: Mapping[str, TierFolder]) -> bool:

@@ -201,35 +201,35 @@ class Database(ABC):
             if file_numbers and file_numbers[-1] > last_file_number and self._try_open(file_numbers[-1]):
                 return
             file_number = max([last_file_number, *file_numbers]) + 1
-            draft = self.folder / "catalogue.new"
+            draft_path = self.folder / "catalogue.new"
             for stale_file in self.folder.glob("catalogue.new*"):
                 stale_file.unlink()
-            connection = connect(draft, timeout_ms=self._timeout_ms)
+            connection = connect(draft_path, timeout_ms=self._timeout_ms)
             try:
-                with convert_sqlite_errors("create catalogue", catalogue=str(draft)):
+                with convert_sqlite_errors("create catalogue", catalogue=str(draft_path)):
                     connection.executescript(SCHEMA)
-                    self._fill_draft(connection, draft)
+                    self._fill_draft(connection, draft_path)
             finally:
                 connection.close()
             # The close has merged the write-ahead log, so the draft is a single file and can be renamed.
-            draft.replace(self._make_path(file_number))
+            draft_path.replace(self._make_path(file_number))
             _sync_folder(self.folder)
             self.was_rebuilt = True
             if not self._try_open(file_number):
                 message = f"{self._make_path(file_number)} was created but cannot be opened"
                 raise ApiError(api=Api.SQLITE, operation="open catalogue", status=None, status_name=message)
 
-    def _fill_draft(self, connection: Connection, draft: Path) -> None:
+    def _fill_draft(self, connection: Connection, draft_path: Path) -> None:
         """Fill the draft, a new database that has its final name only later. Meanwhile, all methods use the draft."""
-        previous = (self._connection, self._file_number, self._inode)
-        self._connection, self._file_number, self._inode = connection, 0, draft.stat().st_ino
+        previous_state = (self._connection, self._file_number, self._inode)
+        self._connection, self._file_number, self._inode = connection, 0, draft_path.stat().st_ino
         try:
             with transaction(connection):
                 self._set_half_life(connection)
                 self.read_clock(connection, store=True)
                 self.fill()
         finally:
-            self._connection, self._file_number, self._inode = previous
+            self._connection, self._file_number, self._inode = previous_state
 
     def _set_half_life(self, connection: Connection) -> None:
         """Store the half-life. If it has changed, convert all scores, because scores are in half-lives."""

@@ -217,8 +217,8 @@ class TierFolder:
 
     def free_bytes(self) -> int:
         """Return the free space of the file system that ordinary users may fill, in bytes."""
-        info = os.fstatvfs(self.root)
-        return info.f_bavail * info.f_frsize
+        file_system_status = os.fstatvfs(self.root)
+        return file_system_status.f_bavail * file_system_status.f_frsize
 
     @contextlib.contextmanager
     def hold_lock(self, *, exclusive: bool) -> Iterator[bool]:
@@ -268,13 +268,13 @@ class TierFolder:
                     )
             finally:
                 os.close(folder_fd)
-            for base_name, info in children:
+            for base_name, file_status in children:
                 name = f"{prefix}/{base_name}" if prefix else base_name
-                if stat.S_ISDIR(info.st_mode):
+                if stat.S_ISDIR(file_status.st_mode):
                     if prefix or base_name not in reserved_names:
                         pending_folders.append(name)
                 else:
-                    yield name, info
+                    yield name, file_status
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -341,17 +341,17 @@ def _open_folder(parent_fd: int, name: str) -> int | None:
 
 def _create_folder(parent_fd: int, name: str, model_fd: int | None) -> None:
     """Create a folder with the mode and owner of `model_fd`, and sync it. An existing folder is left unchanged."""
-    info = os.fstat(model_fd) if model_fd is not None else None
+    file_status = os.fstat(model_fd) if model_fd is not None else None
     try:
-        os.mkdir(name, 0o700 if info else 0o777, dir_fd=parent_fd)
+        os.mkdir(name, 0o700 if file_status else 0o777, dir_fd=parent_fd)
     except FileExistsError:
         return
-    if info is not None:
+    if file_status is not None:
         folder_fd = os.open(name, _OPEN_FOLDER_FLAGS, dir_fd=parent_fd)
         try:
             if os.geteuid() == 0:
-                os.fchown(folder_fd, info.st_uid, info.st_gid)
-            os.fchmod(folder_fd, stat.S_IMODE(info.st_mode))
+                os.fchown(folder_fd, file_status.st_uid, file_status.st_gid)
+            os.fchmod(folder_fd, stat.S_IMODE(file_status.st_mode))
         finally:
             os.close(folder_fd)
     os.fsync(parent_fd)

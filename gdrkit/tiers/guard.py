@@ -124,10 +124,10 @@ def lock_shared(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
-def is_unchanged(now: os.stat_result, before: os.stat_result) -> bool:
+def is_unchanged(status_now: os.stat_result, status_before: os.stat_result) -> bool:
     """Return whether two stat(2) results are equal.
 
     The access time and the change time are ignored: a migration reads and renames the file, which may change them.
     """
     fields = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_nlink", "st_mode", "st_uid", "st_gid")
-    return all(getattr(now, field) == getattr(before, field) for field in fields)
+    return all(getattr(status_now, field) == getattr(status_before, field) for field in fields)

@@ -23,28 +23,30 @@ _PRECISION_BITS = 60.0
 _EXPONENT_MAX = 1000.0
 
 
-def score_from_heat(heat_value: float, *, at: float) -> float:
-    """Return the score of a file that has this heat at the time `at`."""
-    return math.log2(heat_value) + at if heat_value > 0 else NEVER_ACCESSED
+def score_from_heat(heat_value: float, *, at_half_lives: float) -> float:
+    """Return the score of a file that has this heat at the time `at_half_lives`."""
+    return math.log2(heat_value) + at_half_lives if heat_value > 0 else NEVER_ACCESSED
 
 
-def heat(score: float, *, at: float) -> float:
-    """Return the heat of a file at the time `at`."""
-    return 2.0 ** min(score - at, _EXPONENT_MAX) if score != NEVER_ACCESSED else 0.0
+def heat(score: float, *, at_half_lives: float) -> float:
+    """Return the heat of a file at the time `at_half_lives`."""
+    return 2.0 ** min(score - at_half_lives, _EXPONENT_MAX) if score != NEVER_ACCESSED else 0.0
 
 
-def add_accesses_to_score(score: float, *, accesses: int, at: float) -> float:
-    """Return the score of a file after more accesses at the time `at`."""
-    exponent = score - at
+def add_accesses_to_score(score: float, *, accesses: int, at_half_lives: float) -> float:
+    """Return the score of a file after more accesses at the time `at_half_lives`."""
+    exponent = score - at_half_lives
     if exponent > _PRECISION_BITS:
         return score
-    return math.log2(2.0**exponent + accesses) + at
+    return math.log2(2.0**exponent + accesses) + at_half_lives
 
 
-def least_score(accesses_min: int, *, at: float, share: float = 1.0) -> float:
-    """Return the least score of a file whose heat reaches `accesses_min`, or the `share` of it, at the time `at`.
+def least_score(accesses_min: int, *, at_half_lives: float, share: float = 1.0) -> float:
+    """Return the least score with which a file's heat reaches `accesses_min` times `share` at the time `at_half_lives`.
 
     The first accesses of a file have already lost a little weight when the last one happens. Therefore half an access
     is subtracted: with `accesses_min` 100, a file gets this score at its 100th access.
     """
-    return score_from_heat(accesses_min * share - 0.5, at=at) if accesses_min > 0 else NEVER_ACCESSED
+    return (
+        score_from_heat(accesses_min * share - 0.5, at_half_lives=at_half_lives) if accesses_min > 0 else NEVER_ACCESSED
+    )

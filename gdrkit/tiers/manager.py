@@ -261,7 +261,7 @@ class TierManager:
             for own_bytes in (entry.allocated_bytes if tier.name == entry.tier else 0,)
         ]
         row = FileRow(0, entry.tier, entry.allocated_bytes, entry.score, entry.pinned, entry.links)
-        for decision in decide([row], free, at=now, hysteresis=self.configuration.hysteresis):
+        for decision in decide([row], free, at_half_lives=now, hysteresis=self.configuration.hysteresis):
             self.move(name, decision.destination, observe=observe)
             return decision.destination
         return entry.tier

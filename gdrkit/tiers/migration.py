@@ -234,7 +234,7 @@ class _Migration:
                 self.id,
                 name=self._name,
                 source=self._source.name,
-                info=self._guard.info,
+                file_status=self._guard.info,
                 copy_inode=os.fstat(self._copy_fd).st_ino,
             )
 
@@ -266,8 +266,8 @@ class _Migration:
 
     def _check_copy(self) -> None:
         """Check that the copy still has its name: another process may have removed it or moved its folder."""
-        info = self._destination.stat(self._name)
-        if info is None or info.st_ino != os.fstat(self._copy_fd).st_ino:
+        file_status = self._destination.stat(self._name)
+        if file_status is None or file_status.st_ino != os.fstat(self._copy_fd).st_ino:
             error = OSError(errno.ENOENT, "another program removed or renamed the copy")
             raise kernel_error(error, "migrate", name=printable(self._name), tier=self._destination.name)
 
@@ -331,8 +331,8 @@ class _Migration:
     def _remove_copy_name(self) -> None:
         """Remove the name of the copy in the destination."""
         with self._destination.open_parent(self._name) as (parent_fd, base_name):
-            info = os.stat(base_name, dir_fd=parent_fd, follow_symlinks=False)
-            if info.st_ino != os.fstat(self._copy_fd).st_ino:
+            file_status = os.stat(base_name, dir_fd=parent_fd, follow_symlinks=False)
+            if file_status.st_ino != os.fstat(self._copy_fd).st_ino:
                 error = OSError(errno.EEXIST, "another file has the name")
                 raise kernel_error(error, "unlink", name=printable(self._name))
             os.unlink(base_name, dir_fd=parent_fd)
@@ -351,21 +351,21 @@ class _Migration:
             os.close(self._copy_fd)
 
 
-def _check_file_has_name(source: TierFolder, name: str, info: os.stat_result) -> None:
+def _check_file_has_name(source: TierFolder, name: str, file_status: os.stat_result) -> None:
     """Check that the locked file still has the name: another process may have migrated it before this one locked it."""
     current_info = source.stat(name)
-    if current_info is None or current_info.st_ino != info.st_ino:
+    if current_info is None or current_info.st_ino != file_status.st_ino:
         raise FileNotFoundError(errno.ENOENT, "another process has just moved the file")
 
 
-def _check_links(info: os.stat_result, name: str) -> None:
-    if info.st_nlink > 1:
+def _check_links(file_status: os.stat_result, name: str) -> None:
+    if file_status.st_nlink > 1:
         raise ApiError(
             api=Api.NONE,
             operation="migrate",
             status=None,
             status_name="hard links",
-            arguments={"name": printable(name), "links": info.st_nlink},
+            arguments={"name": printable(name), "links": file_status.st_nlink},
             reason=Reason.NOT_SUPPORTED,
             what_to_do="a file with several hard links stays where it is; remove the other names first",
             detail="the other names would keep the old bytes",

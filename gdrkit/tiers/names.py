@@ -30,17 +30,17 @@ def check_name(name: str) -> str:
         begins with `OWN_FOLDER` or `LOST_AND_FOUND`.
     """
     data = os.fsencode(name)
-    parts = data.split(b"/")
-    if not data or b"\0" in data or any(part in {b"", b".", b".."} for part in parts):
+    path_parts = data.split(b"/")
+    if not data or b"\0" in data or any(path_part in {b"", b".", b".."} for path_part in path_parts):
         message = f"a name must be a relative path without empty, '.' and '..' parts, not {printable(name)!r}"
         raise UsageError(message, what_to_do="name the file relative to its tier, e.g. run-7/weights.bin")
-    if len(data) > _NAME_BYTES_MAX or max(map(len, parts)) > _PART_BYTES_MAX:
+    if len(data) > _NAME_BYTES_MAX or max(map(len, path_parts)) > _PART_BYTES_MAX:
         message = (
             f"a name must have at most {_NAME_BYTES_MAX} bytes, and each part at most {_PART_BYTES_MAX}, "
-            f"not {len(data)} bytes with a part of {max(map(len, parts))}"
+            f"not {len(data)} bytes with a part of {max(map(len, path_parts))}"
         )
         raise UsageError(message)
-    if os.fsdecode(parts[0]) in {OWN_FOLDER, LOST_AND_FOUND}:
+    if os.fsdecode(path_parts[0]) in {OWN_FOLDER, LOST_AND_FOUND}:
         message = (
             f"a name must not begin with {OWN_FOLDER} or {LOST_AND_FOUND}, which are reserved: {printable(name)!r}"
         )

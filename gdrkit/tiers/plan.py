@@ -80,7 +80,9 @@ class MigrationPlan:
             with convert_sqlite_errors("plan"):
                 for group in self._group_numbers:
                     self._connection.execute(f"CREATE TEMP TABLE plan_{group} (file, destination, why)")
-                decisions = decide(self._list_file_rows(tiers), tiers, at=now_half_lives, hysteresis=hysteresis)
+                decisions = decide(
+                    self._list_file_rows(tiers), tiers, at_half_lives=now_half_lives, hysteresis=hysteresis
+                )
                 while batch := list(itertools.islice(decisions, _BATCH_ROWS)):
                     self._insert(batch)
         except BaseException:
@@ -132,10 +134,10 @@ class MigrationPlan:
 
     def _list_file_rows(self, tiers: Sequence[TierLimits]) -> Iterator[FileRow]:
         # If two files are equally hot, the one in the faster tier stays there.
-        rank = " ".join(f"WHEN ? THEN {index}" for index in range(len(tiers)))
+        tier_order_sql = " ".join(f"WHEN ? THEN {index}" for index in range(len(tiers)))
         rows = self._connection.execute(
             "SELECT id, tier, allocated_bytes, score, pinned, links FROM files ORDER BY "  # noqa: S608 - the numbers come from this module.
-            f"links < 2, pinned IS NULL, score DESC, CASE tier {rank} ELSE {len(tiers)} END",
+            f"links < 2, pinned IS NULL, score DESC, CASE tier {tier_order_sql} ELSE {len(tiers)} END",
             [tier.name for tier in tiers],
         )
         for row in rows:

@@ -74,7 +74,9 @@ class Decision(NamedTuple):
     why: MoveReason
 
 
-def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, hysteresis: float) -> Iterator[Decision]:
+def decide(
+    rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at_half_lives: float, hysteresis: float
+) -> Iterator[Decision]:
     """Yield the files that should move.
 
     Parameters
@@ -83,7 +85,7 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
         Files in the order that :class:`FileRow` requires.
     tiers : sequence of TierLimits
         The tiers, fastest first.
-    at : float
+    at_half_lives : float
         Current time in half-lives.
     hysteresis : float
         Part of `accesses_min` that a file in a tier may lose before it leaves the tier, from 0 to less than 1.
@@ -96,8 +98,8 @@ def decide(rows: Iterable[FileRow], tiers: Sequence[TierLimits], *, at: float, h
     index_by_tier = {tier.name: index for index, tier in enumerate(tiers)}
     free_bytes = [tier.limit_bytes for tier in tiers]
     # The least scores with which a file enters a tier, and with which a file of the tier stays in it.
-    entry_scores = [least_score(tier.accesses_min, at=at) for tier in tiers]
-    stay_scores = [least_score(tier.accesses_min, at=at, share=1 - hysteresis) for tier in tiers]
+    entry_scores = [least_score(tier.accesses_min, at_half_lives=at_half_lives) for tier in tiers]
+    stay_scores = [least_score(tier.accesses_min, at_half_lives=at_half_lives, share=1 - hysteresis) for tier in tiers]
     for row in rows:
         current_index = index_by_tier.get(row.tier)
         if current_index is None:

@@ -47,9 +47,9 @@ class RecordedMove:
     modified_ns: int
     copy_inode: int
 
-    def is_unchanged(self, info: os.stat_result) -> bool:
+    def is_unchanged(self, file_status: os.stat_result) -> bool:
         """Return whether this stat result has the size and the modification time of the migrated file."""
-        return (info.st_size, info.st_mtime_ns) == (self.size_bytes, self.modified_ns)
+        return (file_status.st_size, file_status.st_mtime_ns) == (self.size_bytes, self.modified_ns)
 
 
 class MoveRecord:
@@ -75,10 +75,17 @@ class MoveRecord:
 
     @classmethod
     def create(
-        cls, folder: TierFolder, identifier: str, *, name: str, source: str, info: os.stat_result, copy_inode: int
+        cls,
+        folder: TierFolder,
+        identifier: str,
+        *,
+        name: str,
+        source: str,
+        file_status: os.stat_result,
+        copy_inode: int,
     ) -> MoveRecord:
         """Create a record that this process has locked, sync it to the disk and return it."""
-        move = RecordedMove(name, source, info.st_ino, info.st_size, info.st_mtime_ns, copy_inode)
+        move = RecordedMove(name, source, file_status.st_ino, file_status.st_size, file_status.st_mtime_ns, copy_inode)
         moves_fd = folder.own_folder("moves")
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         descriptor = os.open(identifier + _SUFFIX, flags, 0o600, dir_fd=moves_fd)

@@ -124,8 +124,8 @@ class _InterruptedMove:
         self._source, self._destination = source, record.folder
         self._named_info = source.stat(move.name)
         self._retired_info = _stat_at(source.own_folder("retired"), record.id)
-        info = self._destination.stat(move.name)
-        self._copy_info = info if info is not None and info.st_ino == move.copy_inode else None
+        file_status = self._destination.stat(move.name)
+        self._copy_info = file_status if file_status is not None and file_status.st_ino == move.copy_inode else None
 
     def complete_or_undo(self, catalogue: Catalogue) -> Iterator[TierFinding]:
         """Complete or undo the migration, and yield the findings for the administrator."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from gdrkit.errors import ApiError, DataMismatch
 from gdrkit.serialization import to_json_data
+from gdrkit.text import format_count
 from gdrkit.tiers.background import BackgroundRun, RunOutput
 from gdrkit.tiers.manager import TierManager
 from gdrkit.tiers.migration import Phase
@@ -46,14 +47,14 @@ class _ProgressOutput:
     ----------
     stream : text file
         Stream for the lines.
-    bar : Progress or None
+    progress_bar : Progress or None
         The progress bar, on a terminal. None: lines are printed instead.
     """
 
-    def __init__(self, stream: TextIO, bar: Progress | None) -> None:
+    def __init__(self, stream: TextIO, progress_bar: Progress | None) -> None:
         self._stream = stream
-        self._bar = bar
-        self._task = bar.add_task("", total=0) if bar is not None else None
+        self._bar = progress_bar
+        self._task = progress_bar.add_task("", total=0) if progress_bar is not None else None
         self._moved_bytes = 0
 
     def begin(self, count: int, total_bytes: int) -> None:
@@ -61,7 +62,7 @@ class _ProgressOutput:
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, total=total_bytes)
         else:
-            self._print(f"{count} files, {format_size(total_bytes)} to move")
+            self._print(f"{format_count(count, 'file')}, {format_size(total_bytes)} to move")
 
     def observe(self, phase: Phase, name: str, offset_bytes: int) -> None:
         """Update the progress bar for one migration; see :class:`~gdrkit.tiers.migration.Phase`."""
@@ -82,11 +83,11 @@ class _ProgressOutput:
 
 def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: TextIO) -> None:
     """Move files by policy in the background until SIGTERM or SIGINT, and then end within two seconds."""
-    output, stop = RunOutput(stream, as_json=as_json), threading.Event()
+    output, stop_event = RunOutput(stream, as_json=as_json), threading.Event()
 
     def work() -> None:
         with TierManager(configuration) as manager:
-            BackgroundRun(manager, stop=stop, output=output).run()
+            BackgroundRun(manager, stop=stop_event, output=output).run()
 
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -95,7 +96,7 @@ def run_until_signalled(configuration: Configuration, *, as_json: bool, stream: 
         # If the run ends with an error, sigwait() receives this signal.
         outcome.add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGTERM))
         signal.sigwait(_SIGNALS)
-        stop.set()
+        stop_event.set()
         try:
             outcome.result(_STOP_TIMEOUT_S)
         except concurrent.futures.TimeoutError:
@@ -155,7 +156,9 @@ def _print_moves(moves: list[PlannedMove], considered_count: int, *, as_json: bo
     if moves:
         print_table(make_moves_table(moves), stream)
     total_bytes = sum(move.allocated_bytes for move in moves)
-    print(f"{len(moves)} of {considered_count} files would move, {format_size(total_bytes)}", file=stream)
+    print(
+        f"{len(moves)} of {format_count(considered_count, 'file')} would move, {format_size(total_bytes)}", file=stream
+    )
 
 
 def _plan_named_moves(manager: TierManager, names: Sequence[str], destination: str) -> list[PlannedMove]:
@@ -178,5 +181,5 @@ def _open_progress_output(stream: TextIO) -> Iterator[_ProgressOutput]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), DownloadColumn(), TimeRemainingColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*columns, console=Console(file=stream), transient=True) as bar:
-        yield _ProgressOutput(stream, bar)
+    with Progress(*columns, console=Console(file=stream), transient=True) as progress_bar:
+        yield _ProgressOutput(stream, progress_bar)

@@ -149,8 +149,8 @@ def make_speeds_table(speeds: Iterable[Speed]) -> Table:
 
 def _describe_route(route: TierRoute) -> Text:
     path = f" by {route.route}" if route.route else ""
-    why = f": {route.why}" if route.why else ""
-    return Text(f"{route.state.value}{path}{why}", _STATE_STYLES[route.state])
+    cause_text = f": {route.why}" if route.why else ""
+    return Text(f"{route.state.value}{path}{cause_text}", _STATE_STYLES[route.state])
 
 
 def _make_table(*columns: str) -> Table:

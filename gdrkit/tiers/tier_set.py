@@ -91,9 +91,9 @@ class TierSet:
             if name in identities and folder.identity != identities[name]:
                 is_new = not folder.is_claimed
                 if is_new or (folder.identity is not None and totals.get(name, TierTotals()).files):
-                    why = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
+                    cause = f"{folder.directory} is not the folder in the catalogue; is its file system mounted?"
                     advice = f" If you recreated the folder: mkdir {folder.directory / OWN_FOLDER}" if is_new else ""
-                    self.absent[name] = why + advice
+                    self.absent[name] = cause + advice
                     del self.folders[name]
                     continue
             folder.claim()
@@ -136,7 +136,7 @@ def _count_used_bytes(name: str, totals: Mapping[str, TierTotals]) -> int:
     return totals.get(name, TierTotals()).allocated_bytes
 
 
-def _make_unavailable_error(tier: str, why: str) -> SetupMissing:
+def _make_unavailable_error(tier: str, cause: str) -> SetupMissing:
     return SetupMissing(
         api=Api.NONE,
         operation="open tier",
@@ -145,5 +145,5 @@ def _make_unavailable_error(tier: str, why: str) -> SetupMissing:
         arguments={"tier": tier},
         reason=Reason.NO_DEVICE,
         what_to_do="mount its file system, or correct its directory: --config, --tier, GDRKIT_TIERS_CONFIG",
-        detail=why,
+        detail=cause,
     )

@@ -160,11 +160,11 @@ class TieredFile:
             self._route = route
 
     def _record_size(self, descriptor: int) -> None:
-        info = os.fstat(descriptor)
-        if not info.st_nlink:
+        file_status = os.fstat(descriptor)
+        if not file_status.st_nlink:
             return  # The file was removed while it was open.
         with self._log_catalogue_errors("the size of a file"):
-            self._catalogue.record_file(self.name, self.tier, info)
+            self._catalogue.record_file(self.name, self.tier, file_status)
 
     @contextlib.contextmanager
     def _log_catalogue_errors(self, subject: str) -> Iterator[None]:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 from gdrkit import launch
 from gdrkit.errors import Api, UsageError
 from gdrkit.text import escape_controls
-from gdrkit.twin_run.domain_state import joined_domain, write_devices
+from gdrkit.twin_run.domain_state import find_joined_domain, write_devices
 from gdrkit.twin_run.loaded import LoadedLibraries
-from gdrkit.twin_run.report import report_document, report_lines, used_apis
+from gdrkit.twin_run.report import list_used_apis, report_document, report_lines
 from gdrkit.twin_run.supervisor import exit_like, supervise
 from gdrkit.twin_run.usage import create_usage_file, read_runtimes, read_usage
 
@@ -67,8 +67,8 @@ def run_on_twins(
         raise UsageError(
             message, what_to_do="write it after --, for example: gdrkit run --software -- python my_program.py"
         )
-    if required - options.software:
-        names = ", ".join(sorted(api.value for api in required - options.software))
+    if required - options.twin_apis:
+        names = ", ".join(sorted(api.value for api in required - options.twin_apis))
         message = f"a required API must run on a twin, which --apis excludes: {names}"
         raise UsageError(message)
     environment = launch.environment(options)
@@ -78,7 +78,7 @@ def run_on_twins(
             usage_file = folder / f"run.{os.getpid()}.{secrets.token_hex(4)}"
             create_usage_file(usage_file)
             environment = launch.with_state(environment, options, state=folder, usage_file=usage_file)
-        libraries = LoadedLibraries(options.software, str(usage_file))
+        libraries = LoadedLibraries(options.twin_apis, str(usage_file))
         try:
             status = supervise(command, environment, libraries.observe)
             uses = [] if usage_file is None else read_usage(usage_file)
@@ -87,8 +87,8 @@ def run_on_twins(
             # Another run may still use the folder.
             if usage_file is not None:
                 usage_file.unlink(missing_ok=True)
-    lines = [] if quiet else report_lines(options.software, uses, sorted(libraries.real), runtimes)
-    missing = required - used_apis(uses)
+    lines = [] if quiet else report_lines(options.twin_apis, uses, sorted(libraries.real), runtimes)
+    missing = required - list_used_apis(uses)
     if missing and status == 0:
         names = ", ".join(sorted(api.value for api in missing))
         lines.append(f"the command ended with 0, but it did not use {names}, which --require names")
@@ -110,13 +110,13 @@ def _open_shared_state(options: launch.Launch, environment: dict[str, str]) -> I
     """
     with contextlib.ExitStack() as stack:
         try:
-            folder = stack.enter_context(joined_domain(environment))
+            folder = stack.enter_context(find_joined_domain(environment))
         except OSError as error:
             _warn(f"no report and no device files in /sys and /dev, because the state cannot be stored: {error}")
             yield None
             return
         program = launch.device_writer()
-        if Api.VERBS in options.software and program is not None:
+        if Api.VERBS in options.twin_apis and program is not None:
             reason = write_devices(folder, program, environment)
             if reason is not None:
                 _warn(f"programs do not see the devices in /sys and /dev: {reason}")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["joined_domain", "write_devices"]
+__all__ = ["find_joined_domain", "write_devices"]
 
 # 16 devices with 32 bytes each: native/twins/loader/tree_files.hpp.
 _COUNTERS_FILE_BYTES = 512
@@ -31,7 +31,7 @@ _WRITE_TIMEOUT_S = 30
 
 
 @contextlib.contextmanager
-def joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
+def find_joined_domain(environment: Mapping[str, str]) -> Iterator[Path]:
     """Create or join the folder of the domain that `environment` names, and leave it at the end.
 
     Raises

@@ -38,13 +38,13 @@ class LoadedLibraries:
 
     Parameters
     ----------
-    software : frozenset of Api
+    twin_apis : frozenset of Api
         The APIs that the run has twins of.
     usage_file : str
         The value of the environment variable by which a process of the run is recognized.
     """
 
-    software: frozenset[Api]
+    twin_apis: frozenset[Api]
     usage_file: str
     real: set[RealLibrary] = field(default_factory=set)
     _api_of_path: dict[str, Api | None] = field(default_factory=dict)
@@ -67,6 +67,6 @@ class LoadedLibraries:
         """Return the API whose twin should have been loaded instead of this library, or None."""
         if path not in self._api_of_path:
             api = launch.api_of_library(path)
-            is_real = api in self.software and not launch.is_twin(path)
+            is_real = api in self.twin_apis and not launch.is_twin(path)
             self._api_of_path[path] = api if is_real else None
         return self._api_of_path[path]

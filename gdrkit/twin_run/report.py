@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api
+from gdrkit.text import format_count
 from gdrkit.units import rounded_bytes
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from gdrkit.twin_run.loaded import RealLibrary
     from gdrkit.twin_run.usage import ProcessUse, RuntimeUse
 
-__all__ = ["report_document", "report_lines", "used_apis"]
+__all__ = ["list_used_apis", "report_document", "report_lines"]
 
 # The object that a program must create to use an API, in the singular and in the plural, and the text if there is none.
 _OBJECT_OF_API = {
@@ -28,7 +29,7 @@ _OBJECT_OF_API = {
 _PROGRAMS_MAX, _PROCESSES_MAX = 4, 4
 
 
-def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
+def list_used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
     """Return the APIs of which a process created an object, and verbs if a queue pair reached the state RTR.
 
     A process that only queries devices does not use an API. UCX creates queue pairs for such queries.
@@ -37,7 +38,7 @@ def used_apis(uses: Iterable[ProcessUse]) -> frozenset[Api]:
 
 
 def report_lines(
-    software: frozenset[Api],
+    twin_apis: frozenset[Api],
     uses: Sequence[ProcessUse],
     real_libraries: Sequence[RealLibrary],
     runtimes: Sequence[RuntimeUse] = (),
@@ -47,7 +48,7 @@ def report_lines(
     """
     lines = []
     untouched_apis = []
-    for api in sorted(software, key=lambda api: api.value):
+    for api in sorted(twin_apis, key=lambda api: api.value):
         uses_of_api = [use for use in uses if use.api is api]
         if uses_of_api:
             lines.append(_describe_use(api, uses_of_api))
@@ -101,7 +102,7 @@ def _describe_use(api: Api, uses: Sequence[ProcessUse]) -> str:
     singular, plural, no_object = _OBJECT_OF_API[api]
     if objects_count == 0:
         return f"{api.value}: twin opened by {programs}, but not used: {no_object}"
-    objects = f"{objects_count} {singular if objects_count == 1 else plural}"
+    objects = format_count(objects_count, singular, plural)
     moved_text = f"; {rounded_bytes(moved_bytes)} moved" if moved_bytes else ""
     return f"{api.value}: twin opened by {programs}; {objects}{moved_text}"
 

@@ -93,10 +93,10 @@ def read_usage(path: Path) -> list[ProcessUse]:
     Every process of the run can write into the file, so slots with impossible values are left out.
     """
     uses = []
-    for api, process_id, program, objects_count, moved_bytes, *present in _find_ready_slots(path):
+    for api, process_id, program, objects_count, moved_bytes, *flags in _find_ready_slots(path):
         if api in _API_OF_NUMBER:
             # A forked child that destroyed objects of its parent has negative numbers.
-            present_counts = (max(count, 0) for count in present)
+            present_counts = (max(count, 0) for count in flags)
             uses.append(
                 ProcessUse(_API_OF_NUMBER[api], process_id, program, objects_count, moved_bytes, *present_counts)
             )
@@ -117,12 +117,12 @@ def _find_ready_slots(path: Path) -> Iterator[tuple[int, int, str, int, int, int
     data = path.read_bytes()
     if len(data) != _HEADER.size + _SLOT.size * _SLOT_COUNT or not data.startswith(_MAGIC):
         return
-    for state, api, process_id, _, objects_count, moved_bytes, program, *present in _SLOT.iter_unpack(
+    for state, api, process_id, _, objects_count, moved_bytes, program, *flags in _SLOT.iter_unpack(
         data[_HEADER.size :]
     ):
         if state == _STATE_READY:
             name = program.partition(b"\0")[0].decode("utf-8", "backslashreplace")
-            yield api, process_id, name, objects_count, moved_bytes, *present
+            yield api, process_id, name, objects_count, moved_bytes, *flags
 
 
 def twin_dmabufs(tree: HostTree, process: str, targets: dict[int, str]) -> tuple[HeldDmabuf, ...]:

@@ -230,13 +230,13 @@ def open_active_nics(names: Sequence[str] | None = None, *, count_max: int | Non
     info_by_name = {info.name: info for info in list_nics()}
     chosen_names = [name for name, info in info_by_name.items() if info.active] if names is None else names
     nics: list[Nic] = []
-    undo = ReleaseStack()
+    cleanup_stack = ReleaseStack()
     try:
         for name in chosen_names[:count_max]:
             port = info_by_name[name].active_port if name in info_by_name else None
             nics.append(Nic.open(name, port=port or 1))
-            undo.push(nics[-1].close)
+            cleanup_stack.push(nics[-1].close)
     except BaseException as error:
-        undo.run_after(error)
+        cleanup_stack.run_after(error)
         raise
     return tuple(nics)

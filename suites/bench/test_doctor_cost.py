@@ -13,7 +13,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.other_user import UNPRIVILEGED_DOCTOR, program_command
+from support.other_user import UNPRIVILEGED_DOCTOR, make_program_command
 
 from gdrkit import launch
 from gdrkit.harness.needs import host, needs
@@ -48,11 +48,13 @@ def measure_doctor(
 
 @pytest.mark.parametrize("command", ["doctor", "doctor --read-only"])
 def test_doctor(benchmark: BenchmarkFixture, evidence: Evidence, command: str) -> None:
-    environ = launch.environment(launch.Launch(software=frozenset()))
+    environ = launch.environment(launch.Launch(twin_apis=frozenset()))
     measure_doctor(benchmark, evidence, [sys.executable, "-m", "gdrkit", *command.split()], environ)
 
 
 @needs(host.capability("CAP_SETUID"), host.package_for_all_users)
 def test_doctor_as_an_unprivileged_user(benchmark: BenchmarkFixture, evidence: Evidence) -> None:
-    command, environ = program_command(UNPRIVILEGED_DOCTOR, launch.environment(launch.Launch(software=frozenset())))
+    command, environ = make_program_command(
+        UNPRIVILEGED_DOCTOR, launch.environment(launch.Launch(twin_apis=frozenset()))
+    )
     measure_doctor(benchmark, evidence, command, environ)

@@ -29,14 +29,14 @@ __all__ = ["main"]
 _SIZES_BYTES = (4096, 1 << 20, 1 << 30)
 
 
-def _generate_rows(count: int, now: float) -> Iterator[tuple[object, ...]]:
+def _generate_rows(count: int, now_half_lives: float) -> Iterator[tuple[object, ...]]:
     """Yield rows of the catalogue: files of several sizes in all tiers, most of them rarely used.
 
     One file in a hundred is pinned to a tier, and one file in a hundred has two hard links.
     """
     rng = random.Random(count)
     for file_number in range(count):
-        score = score_from_heat(rng.paretovariate(0.5), at=now - rng.uniform(0, 8))
+        score = score_from_heat(rng.paretovariate(0.5), at_half_lives=now_half_lives - rng.uniform(0, 8))
         size_bytes, percent = rng.choice(_SIZES_BYTES), rng.randrange(100)
         pinned_tier = rng.choice(TIER_NAMES) if percent == 0 else None
         name = f"folder-{file_number % 1000}/file-{file_number}".encode()

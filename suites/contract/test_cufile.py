@@ -43,11 +43,11 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
     version = _get_layout_version()
     words = b"".join(index.to_bytes(8, "little") for index in range(layout.itemsize // 8))
     basic_layout = layout["detailed"]["basic"]
-    for name, value in _layout.basic_of(words, version=version).items():
+    for name, value in _layout.unpack_basic_counters(words, version=version).items():
         # A pair of counters has the successes in the first word and the errors in the second.
         offset_in_pair = 8 if name.endswith("_err") else 0
         assert value * 8 == basic_layout.fields[name.removesuffix("_err")][1] + offset_in_pair, name
-    read_sizes, write_sizes = _layout.histograms_of(words, version=version)
+    read_sizes, write_sizes = _layout.unpack_histograms(words, version=version)
     detailed = layout["detailed"].fields
     assert (read_sizes[0] * 8, write_sizes[0] * 8) == (
         detailed["read_size_kb_hist"][1],
@@ -55,7 +55,7 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
     )
     assert (len(read_sizes), len(write_sizes)) == (32, 32)
     gpu_offset, gpu_fields = layout.fields["per_gpu_stats"][1], layout["per_gpu_stats"].base.fields
-    _uuid, counters = next(iter(_layout.gpus_of(words, version=version)))
+    _uuid, counters = next(iter(_layout.unpack_gpu_counters(words, version=version)))
     assert len(counters) == len(gpu_fields) - 1
     for name, value in counters.items():
         assert value * 8 == gpu_offset + gpu_fields[name][1], name
@@ -64,11 +64,11 @@ def test_statistics_layout_is_that_of_the_bindings() -> None:
 def _get_layout_version() -> int:
     """Return the version of libcufile whose layout the bindings have. Bindings of CUDA 13.0 lack vectored transfers."""
     basic = _cufile.load().stats_level3_dtype["detailed"]["basic"]
-    return _layout.VECTORS_SINCE if "readv_ops" in basic.fields else _layout.STATISTICS_SINCE
+    return _layout.VECTORS_VERSION_MIN if "readv_ops" in basic.fields else _layout.STATISTICS_VERSION_MIN
 
 
 def test_batch_parameter_layout_is_that_of_the_bindings() -> None:
-    parameters = bytes(memoryview(_cufile.io_parameters([(11, 1, 22, 33, 44, 55, 66)])))
+    parameters = bytes(memoryview(_cufile.make_io_parameters([(11, 1, 22, 33, 44, 55, 66)])))
     layout = _cufile.load().io_params_dtype
     assert len(parameters) == layout.itemsize
     batch_offset, batch_fields = layout.fields["u"][1], layout["u"]["batch"].fields

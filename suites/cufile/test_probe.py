@@ -67,13 +67,13 @@ def test_open_that_never_returns_ends_in_a_timeout(tmp_path: Path) -> None:
 
 @NEEDS_TWIN
 def test_missing_libcuda_is_an_error_before_libcufile_loads() -> None:
-    environ = environment(Launch(software=frozenset({Api.CUFILE})))
+    environ = environment(Launch(twin_apis=frozenset({Api.CUFILE})))
     assert open_driver_in_child(environ) == ["dlopen libcuda.so.1", 2, 2, Reason.LIBRARY_MISSING.value]
 
 
 @NEEDS_TWIN
 def test_missing_libcufile_is_named_in_the_error() -> None:
-    environ = environment(Launch(software=frozenset({Api.CUDA})))
+    environ = environment(Launch(twin_apis=frozenset({Api.CUDA})))
     assert open_driver_in_child(environ)[:2] == ["dlopen libcufile.so.0", 2]
 
 
@@ -83,9 +83,13 @@ def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.Monke
     plan_path = tmp_path / "plan"
     plan_path.write_text(f"gdrkit-faults 1\ncuFileDriverOpen call=* status={status}\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
-    with pytest.raises(SetupMissing) as caught:
+    with pytest.raises(SetupMissing) as error_info:
         cufile.probe()
-    assert (caught.value.api, caught.value.status, caught.value.operation) == (Api.CUFILE, status, "cuFileDriverOpen")
+    assert (error_info.value.api, error_info.value.status, error_info.value.operation) == (
+        Api.CUFILE,
+        status,
+        "cuFileDriverOpen",
+    )
 
 
 @NEEDS_TWIN
@@ -94,9 +98,9 @@ def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pyt
     # The cuFile twin (a library that emulates libcufile) fails to open if it cannot parse the plan.
     plan_path.write_text("no plan at all\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
-    with pytest.raises(SetupMissing) as caught:
+    with pytest.raises(SetupMissing) as error_info:
         cufile.probe()
-    assert caught.value.status == 5022
+    assert error_info.value.status == 5022
 
 
 @pytest.mark.parametrize("leaves_the_group", [False, True])
@@ -117,7 +121,7 @@ if "gdrkit.cufile.probe" in sys.orig_argv:
     )
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     start_s = time.monotonic()
-    with pytest.raises(SetupMissing) as raised:
+    with pytest.raises(SetupMissing) as error_info:
         cufile.probe(timeout_s=2)
-    assert raised.value.reason is Reason.TIMEOUT
+    assert error_info.value.reason is Reason.TIMEOUT
     assert time.monotonic() - start_s < 20

@@ -58,7 +58,7 @@ print(json.dumps([json.loads(result.to_json()) for result in results]))
 @pytest.fixture(scope="module")
 def results() -> Iterator[tuple[dict[str, Any], ...]]:
     """Return facts, topology and diagnosis of this machine, with its real libraries."""
-    environment = launch.environment(launch.Launch(software=frozenset()))
+    environment = launch.environment(launch.Launch(twin_apis=frozenset()))
     command = [sys.executable, "-c", EXAMINE_MACHINE]
     with udev.lock_entries():
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=110)
@@ -82,7 +82,7 @@ def _hide_mount_points(text: str) -> str:
 def is_present(path: str) -> bool:
     """Return whether a file exists, or a folder exists and is not empty."""
     # This process may see the devices of the twins in sysfs. The machine is examined without twins.
-    environment = launch.environment(launch.Launch(software=frozenset()))
+    environment = launch.environment(launch.Launch(twin_apis=frozenset()))
     listing = subprocess.run(["ls", "-A", path], env=environment, capture_output=True, check=False)
     return bool(listing.stdout)
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from automation.site.snippets import ROOT, Snippet, guides, snippets, used_names
+from automation.site.snippets import ROOT, Snippet, find_used_names, guides, snippets
 from gdrkit.inventory import load_profile
 from gdrkit.launch import TWINNED, Launch, environment
 
@@ -97,7 +97,7 @@ def select_snippets(kind: str) -> list[Snippet]:
 
 def make_twin_environment(folder: Path) -> dict[str, str]:
     """Return the variables of a command on the twins, isolated from all but the other commands of this case."""
-    environ = environment(Launch(software=TWINNED, isolated=True))
+    environ = environment(Launch(twin_apis=TWINNED, isolated=True))
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     tiers = {"GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow", "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue")}
     return environ | tiers | {"HOME": str(folder)}
@@ -266,7 +266,7 @@ def test_expectation_of_the_document_is_valid(tmp_path: Path) -> None:
 def test_program_of_the_document_uses_names_that_exist(snippet: Snippet) -> None:
     """A program compiles and uses only names that exist, even if no case can run it."""
     ast.parse(snippet.text)
-    for name in used_names(snippet.text):
+    for name in find_used_names(snippet.text):
         parts = name.split(".")
         value: object = importlib.import_module(parts[0])
         for index, part in enumerate(parts[1:], start=2):

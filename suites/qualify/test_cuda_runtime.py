@@ -62,7 +62,7 @@ def test_results_and_errors_are_those_of_a_real_runtime(
 
 def copy_twin(name: str, target: Path) -> Path:
     """Copy a twin to the path `target`, where it stands for a program's own library."""
-    environment = launch.environment(launch.Launch(software=frozenset({Api.CUDA})), base={})
+    environment = launch.environment(launch.Launch(twin_apis=frozenset({Api.CUDA})), base={})
     (twin,) = [path for path in environment["GDRKIT_TWINS_LIBRARIES"].split(":") if Path(path).name == name]
     target.write_bytes(Path(twin).read_bytes())
     return target

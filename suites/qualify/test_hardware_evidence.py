@@ -62,7 +62,7 @@ def run_in_namespaces(script: str, command: list[str], **variables: str) -> subp
 
 def copy_twins_without_notes(folder: Path) -> str:
     """Copy the twins, remove the ELF notes that identify them, and return the library path of the copies."""
-    environment = launch.environment(launch.Launch(software=frozenset(SONAME_OF_API)), base={})
+    environment = launch.environment(launch.Launch(twin_apis=frozenset(SONAME_OF_API)), base={})
     twin_folders = environment["LD_LIBRARY_PATH"].split(os.pathsep)
     copies: list[str] = []
     for original in twin_folders:

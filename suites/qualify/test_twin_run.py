@@ -247,7 +247,7 @@ def read_until(terminal: int, expected: str) -> str:
 
 def copy_twin(folder: Path, api: Api, name: str) -> Path:
     """Copy a twin to another path, where it stands for a real library."""
-    environment = launch.environment(launch.Launch(software=frozenset({api})), base={})
+    environment = launch.environment(launch.Launch(twin_apis=frozenset({api})), base={})
     library = Path(environment["GDRKIT_TWINS_LIBRARIES"].split(":")[0])
     copy = folder / name
     copy.write_bytes(library.read_bytes())

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api
 from gdrkit.twin_run.loaded import RealLibrary
-from gdrkit.twin_run.report import report_lines, used_apis
+from gdrkit.twin_run.report import list_used_apis, report_lines
 from gdrkit.twin_run.usage import ProcessUse, RuntimeUse, create_usage_file, read_runtimes, read_usage
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ def test_lines_name_programs_objects_and_bytes() -> None:
         "cufile: /opt/libcufile.so.0, not the twin, was loaded by python3 (pid 125)",
         "not used: cufile, hlthunk",
     ]
-    assert used_apis(uses) == {Api.VERBS}
+    assert list_used_apis(uses) == {Api.VERBS}
 
 
 def test_long_lists_of_processes_are_shortened() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.faults import inject_faults
-from support.memory_kinds import registration_function
+from support.memory_kinds import find_registration_function
 
 from gdrkit.errors import Api, UsageError
 from gdrkit.harness.needs import needs, software, verbs
@@ -70,7 +70,7 @@ def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, ni
         assert repr(registration) == f"Registration({registration.route.value}, {nic.name}, closed)"
         with RegionCache([nic]) as cache:
             cache.lease(memory).close()
-            assert repr(cache) == f"RegionCache({nic.name}, 1 regions)"
+            assert repr(cache) == f"RegionCache({nic.name}, 1 region)"
         assert repr(cache) == f"RegionCache({nic.name}, closed)"
 
 
@@ -103,7 +103,7 @@ def test_interrupted_waiter_keeps_no_lease(
         signal.signal(signal.SIGUSR1, raise_in_the_waiter)
         registering_thread = threading.Thread(target=lambda: cache.lease(memory).close())
         interrupting_thread = threading.Thread(target=interrupt_the_waiter)
-        with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 hold={hold_file}"):
+        with inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=1 hold={hold_file}"):
             registering_thread.start()
             while not cache.statistics().in_flight:
                 assert registering_thread.is_alive()

@@ -177,7 +177,7 @@ def test_killed_run_has_a_report(run_folder: RunFolder) -> None:
     assert completed.returncode == 0, completed.stderr
     page = run_folder.index.read_text()
     assert '<h1><span class="mark bad"></span>The run did not end</h1>' in page
-    assert "2 of 5 cases have no record; the first of them is a.py::test_3" in page
+    assert "no record of 2 of 5 cases; the first of them is a.py::test_3" in page
     assert "the last line of records.jsonl is cut off" in page
     # A killed run has no run.json, so the page does not name this file.
     assert "run.json" not in page.partition("<footer>")[2]

@@ -16,7 +16,7 @@ from gdrkit.inventory.topology import TopologyDevice
 from gdrkit.registration import Balance, NicLoad
 from gdrkit.report import CaseReason, ClaimedFile, ClaimedRoute, RunFolder, Verdict
 from gdrkit.report.contents import read_contents
-from gdrkit.report.describe import headline_rows
+from gdrkit.report.describe import make_headline_rows
 from gdrkit.report.matrix import balance_matrix, distance_matrix, path_matrix
 from gdrkit.report.measurements import measurements, readable
 from gdrkit.report.render import render, render_html
@@ -50,12 +50,12 @@ def make_topology() -> Topology:
 
 
 def test_headline_names_devices_and_drivers() -> None:
-    rows = dict(headline_rows(make_host_facts(gpu_count=8, nic_count=6)))
+    rows = dict(make_headline_rows(make_host_facts(gpu_count=8, nic_count=6)))
     assert rows["GPUs"] == "8 x NVIDIA H200"
     assert rows["NICs"].startswith("mlx5_0 (400 Gb/sec (4X NDR)), mlx5_1")
     assert rows["NICs"].endswith("mlx5_3 (400 Gb/sec (4X NDR)), 2 more")
     assert rows["NVIDIA driver"] == "580.159.04, CUDA 13.0"
-    assert dict(headline_rows(make_facts()))["NICs"] == "none"
+    assert dict(make_headline_rows(make_facts()))["NICs"] == "none"
 
 
 def test_host_name_is_before_the_verdict(tmp_path: Path) -> None:
@@ -212,9 +212,9 @@ def test_best_of_several_sizes_is_shown_for_rate_and_time() -> None:
 
 
 def test_measurements_nearest_to_their_bounds_are_first() -> None:
-    def make_judged_record(case: str, found: float, bound: float, verdict: str) -> Record:
+    def make_judged_record(case: str, measured_value: float, bound: float, verdict: str) -> Record:
         check = {"number": "rate_gb_per_s", "bound": bound, "verdict": verdict, "text": "a; source"}
-        numbers = {"rate_gb_per_s": found, "wait_us": 3.0}
+        numbers = {"rate_gb_per_s": measured_value, "wait_us": 3.0}
         return make_record(case=case, numbers=numbers, substrate=HARDWARE, evidence={"judged": [check]})
 
     records = [
@@ -251,9 +251,9 @@ def test_damaged_document_of_the_machine_is_refused(tmp_path: Path, name: str) -
     facts = make_host_facts(gpu_count=1, nic_count=1)
     path = write_run(tmp_path / "run", facts, [make_record()])
     (path / name).write_text('{"schema_version": 7}')
-    with pytest.raises(UsageError, match=r"expected schema_version 1, found 7") as raised:
+    with pytest.raises(UsageError, match=r"expected schema_version 1, found 7") as error_info:
         read_contents(path)
-    assert raised.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_topology_survives_a_round_trip() -> None:

@@ -149,9 +149,9 @@ def test_read_does_not_wait_for_a_locked_catalogue(configuration: Configuration)
 def test_migration_with_a_locked_catalogue_ends_busy(configuration: Configuration) -> None:
     with TierManager(replace(configuration, timeout_ms=50)) as manager:
         data = create_file(manager, "file", 1000, seed=1)
-        with lock_catalogue(configuration), pytest.raises(ApiError) as raised:
+        with lock_catalogue(configuration), pytest.raises(ApiError) as error_info:
             manager.move("file", "nvme")
-        error = raised.value
+        error = error_info.value
         assert (error.api, error.reason, error.status_name) == (Api.SQLITE, Reason.BUSY, "SQLITE_BUSY")
         assert "another process" in error.what_to_do
         assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
@@ -166,9 +166,9 @@ def test_catalogue_locked_at_the_end_undoes_the_migration(configuration: Configu
             if phase is Phase.CATALOGUE:
                 connection.execute("BEGIN IMMEDIATE")
 
-        with closing(connection), pytest.raises(ApiError) as raised:
+        with closing(connection), pytest.raises(ApiError) as error_info:
             manager.move("file", "nvme", observe=lock_in_last_phase)
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
         assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         manager.check(repair=True)
         assert not manager.check()
@@ -179,7 +179,7 @@ def test_clock_that_goes_back_makes_no_file_hotter(configuration: Configuration)
     now_s = [1_800_000_000.0]
 
     def read_heat(manager: TierManager, name: str) -> float:
-        return heat(manager.find(name).score, at=manager.catalogue.now())
+        return heat(manager.find(name).score, at_half_lives=manager.catalogue.now())
 
     with TierManager(configuration, clock=lambda: now_s[0]) as manager:
         create_file(manager, "file", 100, seed=1)
@@ -208,9 +208,9 @@ def test_change_of_the_half_life_keeps_the_heat(configuration: Configuration) ->
         for _ in range(15):
             manager.open("file").close()
     with TierManager(replace(configuration, half_life_s=3600.0), clock=lambda: now_s[0]) as manager:
-        assert heat(manager.find("file").score, at=manager.catalogue.now()) == pytest.approx(16)
+        assert heat(manager.find("file").score, at_half_lives=manager.catalogue.now()) == pytest.approx(16)
         now_s[0] += 3600
-        assert heat(manager.find("file").score, at=manager.catalogue.now()) == pytest.approx(8)
+        assert heat(manager.find("file").score, at_half_lives=manager.catalogue.now()) == pytest.approx(8)
 
 
 def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Configuration) -> None:
@@ -222,9 +222,9 @@ def test_name_in_two_tiers_is_reported_and_both_files_stay(configuration: Config
         assert (finding.kind, finding.tier) == (FindingKind.TWICE, "hdd")
         assert "nvme" in finding.text
         assert read_contents(manager, "file") == data
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             manager.move("file", "nvme")
-        assert raised.value.reason is Reason.CONFLICT
+        assert error_info.value.reason is Reason.CONFLICT
         assert list_finding_kinds(manager.check(repair=True)) == [FindingKind.TWICE]
         assert (path_in_nvme.read_bytes(), read_contents(manager, "file")) == (b"another program's", data)
         # A tier that does not have the name accepts the file.
@@ -248,9 +248,9 @@ def test_changes_outside_gdrkit_are_found_and_recorded(manager: TierManager, con
     assert not manager.check()
     assert (manager.find("moved").tier, manager.find("created").tier) == ("nvme", "ssd")
     assert manager.find("grown").size_bytes == 1004
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.find("removed")
-    assert raised.value.errno == errno.ENOENT
+    assert error_info.value.errno == errno.ENOENT
 
 
 def test_file_moved_outside_gdrkit_is_migrated(manager: TierManager, configuration: Configuration) -> None:

@@ -57,18 +57,18 @@ def test_file_is_pinned_migrated_and_listed(command: TiersCommand) -> None:
     assert command.run_json("pin", "folder/file", "--in", "nvme") == {"folder/file": "nvme"}
     (move,) = command.run_json("migrate", "--dry-run")["moves"]
     assert (move["name"], move["source"], move["destination"], move["why"]) == ("folder/file", "hdd", "nvme", "pinned")
-    assert "1 of 1 files would move" in command.run("migrate", "--dry-run")
+    assert "1 of 1 file would move" in command.run("migrate", "--dry-run")
     assert (command.root / "hdd" / "folder" / "file").exists()
     assert command.run_json("migrate")["moved"] == 1
     assert (command.root / "nvme" / "folder" / "file").read_bytes() == b"x" * 10_000
     assert {tier["name"]: tier["files"] for tier in command.run_json("status")} == {"nvme": 1, "ssd": 0, "hdd": 0}
     assert "nvme" in command.run("unpin", "folder/file")
-    assert "1 of 1 files moved, 0 not moved" in command.run("migrate")
+    assert "1 of 1 file moved, 0 not moved" in command.run("migrate")
     assert "catalogue and disks agree" in command.run("check")
 
 
 def test_named_files_move_to_the_named_tier(command: TiersCommand) -> None:
-    assert "1 of 1 files would move" in command.run("migrate", "folder/file", "--to", "ssd", "--dry-run")
+    assert "1 of 1 file would move" in command.run("migrate", "folder/file", "--to", "ssd", "--dry-run")
     assert command.run_json("migrate", "folder/file", "--to", "ssd")["moved"] == 1
     assert (command.root / "ssd" / "folder" / "file").exists()
 

@@ -41,12 +41,12 @@ def make_file_row(
     file_id: int = 1,
 ) -> FileRow:
     """Return a file that has the heat of this number of accesses at the time NOW."""
-    return FileRow(file_id, tier, size_bytes, score_from_heat(accesses, at=NOW), pinned, links)
+    return FileRow(file_id, tier, size_bytes, score_from_heat(accesses, at_half_lives=NOW), pinned, links)
 
 
 def get_decisions(*rows: FileRow, limits: tuple[int, ...] = (), hysteresis: float = 0.1) -> list[Decision]:
     """Return the decisions of the policy about these files. `limits` are the bytes that each tier may have."""
-    return list(decide(rows, make_tier_limits(*limits), at=NOW, hysteresis=hysteresis))
+    return list(decide(rows, make_tier_limits(*limits), at_half_lives=NOW, hysteresis=hysteresis))
 
 
 @pytest.mark.parametrize(
@@ -147,15 +147,15 @@ def test_file_colder_than_every_tier_goes_to_the_last(tier: str) -> None:
         TierLimits("ssd", 20, UNLIMITED),
         TierLimits("hdd", 10, UNLIMITED),
     ]
-    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, at=NOW, hysteresis=0.1))
+    decisions = list(decide([make_file_row(0, tier)], tiers_above_zero, at_half_lives=NOW, hysteresis=0.1))
     assert [decision.destination for decision in decisions] == ["hdd"]
 
 
 def test_least_score_of_a_tier_is_enough() -> None:
-    lowest_score_to_enter = least_score(100, at=NOW)
+    lowest_score_to_enter = least_score(100, at_half_lives=NOW)
     for score, tier in ((lowest_score_to_enter, "nvme"), (math.nextafter(lowest_score_to_enter, 0), "ssd")):
         assert [decision.destination for decision in get_decisions(FileRow(1, "hdd", 100, score, None, 1))] == [tier]
-    lowest_score_to_stay = least_score(100, at=NOW, share=0.9)
+    lowest_score_to_stay = least_score(100, at_half_lives=NOW, share=0.9)
     for score, destinations in ((lowest_score_to_stay, []), (math.nextafter(lowest_score_to_stay, 0), ["ssd"])):
         assert [
             decision.destination for decision in get_decisions(FileRow(1, "nvme", 100, score, None, 1))
@@ -180,18 +180,18 @@ def test_file_that_stays_keeps_its_space() -> None:
 
 
 def test_heat_halves_with_every_half_life() -> None:
-    score = score_from_heat(100, at=NOW)
-    assert [round(heat(score, at=NOW + half_lives), 6) for half_lives in range(4)] == [100, 50, 25, 12.5]
-    assert heat(NEVER_ACCESSED, at=NOW) == 0
+    score = score_from_heat(100, at_half_lives=NOW)
+    assert [round(heat(score, at_half_lives=NOW + half_lives), 6) for half_lives in range(4)] == [100, 50, 25, 12.5]
+    assert heat(NEVER_ACCESSED, at_half_lives=NOW) == 0
 
 
 def test_hundred_accesses_are_a_heat_of_100() -> None:
     score = NEVER_ACCESSED
     for index in range(100):
-        score = add_accesses_to_score(score, accesses=1, at=NOW + index * 1e-5)
-    assert heat(score, at=NOW + 1e-3) == pytest.approx(100, rel=1e-3)
-    assert math.isfinite(add_accesses_to_score(score, accesses=1, at=NOW + 1e6))
-    assert add_accesses_to_score(1e9, accesses=1, at=NOW) == 1e9
+        score = add_accesses_to_score(score, accesses=1, at_half_lives=NOW + index * 1e-5)
+    assert heat(score, at_half_lives=NOW + 1e-3) == pytest.approx(100, rel=1e-3)
+    assert math.isfinite(add_accesses_to_score(score, accesses=1, at_half_lives=NOW + 1e6))
+    assert add_accesses_to_score(1e9, accesses=1, at_half_lives=NOW) == 1e9
 
 
 def test_files_move_up_and_down_by_their_use(configuration: Configuration) -> None:

@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,15 +132,15 @@ def _check_nic_too_old(context: RuleContext) -> RuleResult:
         context.record(f"model and firmware of {name}", f"MT{model}, {firmware or 'unknown'}")
         if model is not None and (model < _CONNECTX_4 or model in _OLDEST_HCA_TYPES):
             old_models.append(f"{name} (MT{model})")
-        numbers = re.match(r"(\d+)\.(\d+)\.", firmware or "")
-        if numbers and int(numbers[2]) < _FIRMWARE_MIN.get(int(numbers[1]), 0):
+        firmware_match = re.match(r"(\d+)\.(\d+)\.", firmware or "")
+        if firmware_match and int(firmware_match[2]) < _FIRMWARE_MIN.get(int(firmware_match[1]), 0):
             old_firmware.append(f"{name} ({firmware})")
     causes = [f"older than ConnectX-4: {', '.join(old_models)}"] if old_models else []
     causes += [f"firmware that NVIDIA no longer supports: {', '.join(old_firmware)}"] if old_firmware else []
     text = "; ".join(causes)
     if not causes:
         return (
-            context.passes(f"{known_count} NICs are ConnectX-4 or newer, and no old firmware is known")
+            context.passes(f"ConnectX-4 or newer: {format_count(known_count, 'NIC')}; no old firmware is known")
             if known_count
             else context.not_run("no NIC of Mellanox, or its model is unknown")
         )

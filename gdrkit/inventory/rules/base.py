@@ -195,7 +195,7 @@ class RuleContext:
     @property
     def read(self) -> tuple[Reading, ...]:
         """The values that were read so far."""
-        return tuple(Reading(where, what) for where, what in self._read.items())
+        return tuple(Reading(path, value) for path, value in self._read.items())
 
     def record(self, source: str, value: object) -> None:
         """Record that `value` was read from `source`. A long text is truncated."""
@@ -319,7 +319,7 @@ class RuleContext:
         """Return the processes that have a GPU open, as far as they could be read."""
         observation = self.machine.observe(GPU_PROCESSES)
         steps = observation.seen if observation else {}
-        processes = tuple(GpuProcess.parse(text) for step, text in steps.items() if step != NOT_READABLE)
+        processes = tuple(GpuProcess.parse(text) for step_name, text in steps.items() if step_name != NOT_READABLE)
         for process in processes:
             self.record(
                 process.title,
@@ -343,8 +343,8 @@ class RuleContext:
 
     def kernel_version(self) -> tuple[int, int]:
         """Return the first two numbers of the version of Linux, or (0, 0) if it is unknown."""
-        numbers = re.match(r"(\d+)\.(\d+)", self.text("/proc/sys/kernel/osrelease") or "")
-        return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+        version_match = re.match(r"(\d+)\.(\d+)", self.text("/proc/sys/kernel/osrelease") or "")
+        return (int(version_match[1]), int(version_match[2])) if version_match else (0, 0)
 
     def kernel_config(self) -> str:
         """Return the configuration of the kernel, from /boot or /proc/config.gz; empty if it cannot be read."""

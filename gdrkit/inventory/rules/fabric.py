@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.host import Distance, config_space, pci_path
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from gdrkit.host import PciDevice
@@ -48,17 +49,19 @@ def _check_acs_redirect(context: RuleContext) -> RuleResult:
         # Parts of the path that are not PCI functions, such as a host bridge (pci0000:00), have no config space.
         if not address[:1].isalnum() or address.startswith("pci"):
             continue
-        space = config_space(context.tree, address)
-        if space is None or not space.is_whole:
+        pci_config = config_space(context.tree, address)
+        if pci_config is None or not pci_config.is_whole:
             unreadable.append(address)
-        elif space.acs is not None:
-            context.record(f"ACSCtl of {address}", space.acs)
-            redirecting_bridges += [address] if space.acs.redirects else []
+        elif pci_config.acs is not None:
+            context.record(f"ACSCtl of {address}", pci_config.acs)
+            redirecting_bridges += [address] if pci_config.acs.redirects else []
     if redirecting_bridges:
         return context.fails(f"traffic between GPU and NIC or NVMe is redirected by {', '.join(redirecting_bridges)}")
     if unreadable:
-        return context.not_run(f"config space of {len(unreadable)} bridges cannot be read: {', '.join(unreadable[:4])}")
-    return context.passes(f"none of {len(bridges)} bridges between GPUs and NICs or NVMe redirects")
+        return context.not_run(
+            f"config space of {format_count(len(unreadable), 'bridge')} cannot be read: {', '.join(unreadable[:4])}"
+        )
+    return context.passes(f"no redirect by {format_count(len(bridges), 'bridge')} between GPUs and NICs or NVMe")
 
 
 @rule(
@@ -78,8 +81,8 @@ def _check_ats_off_in_vm(context: RuleContext) -> RuleResult:
         return context.not_run("no NIC on PCI")
     is_ats_enabled = {}
     for nic in context.nic_functions:
-        space = config_space(context.tree, nic.address)
-        is_ats_enabled[nic.address] = None if space is None or not space.is_whole else space.ats_enabled
+        pci_config = config_space(context.tree, nic.address)
+        is_ats_enabled[nic.address] = None if pci_config is None or not pci_config.is_whole else pci_config.ats_enabled
         context.record(
             f"ATSCtl of {nic.address}",
             {None: "no such capability, or not readable", True: "Enable+", False: "Enable-"}[
@@ -220,7 +223,7 @@ def _check_link_downgraded(context: RuleContext) -> RuleResult:
     return (
         _check_under_load(context, slow_links)
         if slow_links
-        else context.passes(f"{known_count} links run at the maximum of both ends")
+        else context.passes(f"maximum speed of both ends on {format_count(known_count, 'link')}")
     )
 
 
@@ -259,10 +262,10 @@ def _list_links(context: RuleContext) -> list[tuple[PciDevice | None, PciDevice]
 
 
 def _find_link_maximum(upper_device: PciDevice | None, lower_device: PciDevice) -> tuple[float | None, float | None]:
-    """Return the largest width and speed that both ends support. Each is None if the lower end does not report it."""
-    ends = [lower_device] if upper_device is None else [upper_device, lower_device]
-    widths = [width for end in ends if (width := _parse_number(end.link_width_max)) in _LINK_WIDTHS]
-    speeds = [speed for end in ends if (speed := _parse_number(end.link_speed_max))]
+    """Return the largest width and speed of both ends. A value that the lower device does not report is None."""
+    link_devices = [lower_device] if upper_device is None else [upper_device, lower_device]
+    widths = [width for device in link_devices if (width := _parse_number(device.link_width_max)) in _LINK_WIDTHS]
+    speeds = [speed for device in link_devices if (speed := _parse_number(device.link_speed_max))]
     has_width, has_speed = (
         _parse_number(lower_device.link_width_max) in _LINK_WIDTHS,
         bool(_parse_number(lower_device.link_speed_max)),
@@ -290,23 +293,25 @@ def _check_small_read_request(context: RuleContext) -> RuleResult:
         return context.not_run("no NIC on PCI")
     small_requests, known_count, strict_count = [], 0, 0
     for nic in context.nic_functions:
-        space = config_space(context.tree, nic.address)
-        if space is None or space.max_read_request_bytes is None:
+        pci_config = config_space(context.tree, nic.address)
+        if pci_config is None or pci_config.max_read_request_bytes is None:
             continue
         known_count += 1
-        strict_count += not space.relaxed_ordering
+        strict_count += not pci_config.relaxed_ordering
         context.record(
             f"DevCtl of {nic.address}",
-            f"MaxReadReq {space.max_read_request_bytes}, RlxdOrd{'+' if space.relaxed_ordering else '-'}",
+            f"MaxReadReq {pci_config.max_read_request_bytes}, RlxdOrd{'+' if pci_config.relaxed_ordering else '-'}",
         )
-        if space.max_read_request_bytes < _READ_REQUEST_BYTES_MIN:
-            small_requests.append(f"MaxReadReq of {nic.address} is {space.max_read_request_bytes} bytes")
+        if pci_config.max_read_request_bytes < _READ_REQUEST_BYTES_MIN:
+            small_requests.append(f"MaxReadReq of {nic.address} is {pci_config.max_read_request_bytes} bytes")
     if small_requests:
         return context.fails("; ".join(small_requests))
     if not known_count:
         return context.not_run("config space of the NICs cannot be read")
     ordering = f"; relaxed ordering is off on {strict_count}" if strict_count else ""
-    return context.passes(f"MaxReadReq of {known_count} NICs is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering}")
+    return context.passes(
+        f"MaxReadReq of {format_count(known_count, 'NIC')} is at least {_READ_REQUEST_BYTES_MIN} bytes{ordering}"
+    )
 
 
 @rule(
@@ -335,8 +340,8 @@ def _check_gpu_errors(context: RuleContext) -> RuleResult:
     xid_lines = [line for line in kernel_log.lines if _XID.search(line)]
     context.record("kernel log", xid_lines[-1] if xid_lines else kernel_log.unreadable or "no Xid error")
     if xid_lines:
-        numbers = sorted({int(match[1]) for line in xid_lines if (match := _XID.search(line))})
-        defects.append(f"{len(xid_lines)} Xid errors in the kernel log: {', '.join(map(str, numbers))}")
+        xid_numbers = sorted({int(match[1]) for line in xid_lines if (match := _XID.search(line))})
+        defects.append(f"{len(xid_lines)} Xid errors in the kernel log: {', '.join(map(str, xid_numbers))}")
     if defects:
         return context.fails("; ".join(defects))
     if kernel_log.unreadable:

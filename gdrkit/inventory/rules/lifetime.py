@@ -92,7 +92,9 @@ def _check_missing_flush(context: RuleContext) -> RuleResult:
     if observation.failure is not None:
         return context.fails(f"the experiment failed: {observation.failure.message}")
     stale_reads = [
-        f"{where}: {what}" for where, what in observation.seen.items() if where.startswith("old data") and what != "0"
+        f"{step}: {result}"
+        for step, result in observation.seen.items()
+        if step.startswith("old data") and result != "0"
     ]
     if stale_reads:
         return context.fails("; ".join(stale_reads))
@@ -129,8 +131,8 @@ def _check_pool_starved(context: RuleContext) -> RuleResult:  # noqa: PLR0911 - 
             return context.fails(f"{sum(buffer_counts)} bounce buffers for batches of {batch_size}")
     observation = context.observe_cufile("pool")
     if observation is not None and observation.failure is None:
-        text = "; ".join(f"{where}: {what}" for where, what in observation.seen.items())
-        is_complete = all(what.endswith(" COMPLETE") and "," not in what for what in observation.seen.values())
+        text = "; ".join(f"{step}: {result}" for step, result in observation.seen.items())
+        is_complete = all(result.endswith(" COMPLETE") and "," not in result for result in observation.seen.values())
         return context.passes(text) if is_complete else context.unproven(f"the batch completed only in part: {text}")
     if observation is not None and observation.failure is not None:
         if observation.failure.reason is Reason.TIMEOUT:

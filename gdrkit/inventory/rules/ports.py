@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.text import format_count
 from gdrkit.units import MIB, format_bytes
 
 __all__ = ["RULES"]
@@ -34,7 +35,7 @@ def _check_port_down(context: RuleContext) -> RuleResult:
             folder = f"/sys/class/infiniband/{device.name}/ports/{port.number}"
             context.record(f"{folder}/state", f"{port.state}, {port.physical_state}, {port.rate}")
             down_count = context.tree.number(f"{folder}/counters/link_downed")
-            link_down_texts += [f"{device.name} was down {down_count} times"] if down_count else []
+            link_down_texts += [f"{device.name} was down {format_count(down_count, 'time')}"] if down_count else []
         is_usable = any(state == "ACTIVE" for state, _ in states.values())
         up_count += is_usable
         devices_down += [] if is_usable else [device.name]
@@ -47,7 +48,7 @@ def _check_port_down(context: RuleContext) -> RuleResult:
         return context.not_run("the state of the ports is unknown")
     if devices_down:
         return context.fails(f"no active port on {', '.join(devices_down)}")
-    return context.passes("; ".join([f"{up_count} NICs have an active port", *link_down_texts]))
+    return context.passes("; ".join([f"{format_count(up_count, 'NIC')} with an active port", *link_down_texts]))
 
 
 def _list_roce_interfaces(context: RuleContext) -> dict[str, tuple[str, ...]]:

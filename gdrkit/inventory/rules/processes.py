@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.inventory.gpu_processes import GPU_PROCESSES
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.text import format_count
 from gdrkit.units import format_bytes
 
 if TYPE_CHECKING:
@@ -124,7 +125,7 @@ def _check_cuda_ipc_refused(context: RuleContext) -> RuleResult:
     if context.machine.observe(GPU_PROCESSES) is None:
         return context.not_run("the processes that use GPUs were not read")
     gap = "; ".join(filter(None, (_describe_namespace_gap(context), context.gpu_processes_gap)))
-    seen_text = f"{len(processes)} processes with CUDA contexts were seen"
+    seen_text = f"saw {format_count(len(processes), 'process', 'processes')} with CUDA contexts"
     unseen_text = f"; not seen: {gap}" if gap else ""
     if len(processes) > 1 and (has_job or not pairs):
         return context.passes(
@@ -169,7 +170,10 @@ def _check_descriptors_low(context: RuleContext) -> RuleResult:
     if limit is not None:
         context.record("/proc/self/limits", f"Max open files {limit}")
         if limit < _DESCRIPTORS_MIN:
-            causes.append(f"this process may open {limit} descriptors, and a job may need one for each registration")
+            causes.append(
+                f"this process may open {format_count(limit, 'descriptor')}, "
+                "and a job may need one for each registration"
+            )
     if causes:
         return context.fails(_shorten(causes))
     if limit is None and not context.facts.limits.memlock_known:
@@ -190,9 +194,9 @@ def _find_exhausted_descriptors(context: RuleContext) -> Iterator[str]:
                 f"{process.dmabufs_count} of them dma-bufs"
             )
     # The file has the number of open files, an unused number, and the limit.
-    numbers = re.fullmatch(r"(\d+)\s+\d+\s+(\d+)", context.text("/proc/sys/fs/file-nr") or "")
-    if numbers and int(numbers[1]) * 100 >= int(numbers[2]) * _USED_PERCENT:
-        yield f"the machine has {numbers[1]} of {numbers[2]} files open"
+    file_nr_match = re.fullmatch(r"(\d+)\s+\d+\s+(\d+)", context.text("/proc/sys/fs/file-nr") or "")
+    if file_nr_match and int(file_nr_match[1]) * 100 >= int(file_nr_match[2]) * _USED_PERCENT:
+        yield f"the machine has {file_nr_match[1]} of {file_nr_match[2]} files open"
 
 
 def holders_of_dmabufs(context: RuleContext) -> str:

@@ -285,7 +285,7 @@ def _check_p2p_one_way(context: RuleContext) -> RuleResult:
         return context.fails(f"the experiment failed: {observation.failure.message}")
     if not observation.seen:
         return context.not_run("there is no pair of GPU and NIC to test")
-    failed_steps = [f"{where}: {what}" for where, what in observation.seen.items() if what != "SUCCESS"]
+    failed_steps = [f"{step}: {result}" for step, result in observation.seen.items() if result != "SUCCESS"]
     return (
         context.fails("; ".join(failed_steps))
         if failed_steps

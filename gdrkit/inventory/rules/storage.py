@@ -14,6 +14,7 @@ from gdrkit.errors import Reason
 from gdrkit.inventory import cufile_json
 from gdrkit.inventory.observation import DESCRIPTOR_0
 from gdrkit.inventory.rules.base import RuleContext, RuleResult, rule
+from gdrkit.text import format_count
 
 if TYPE_CHECKING:
     from gdrkit.inventory.observation import Observation
@@ -268,7 +269,7 @@ def _check_cufile_descriptor_0(context: RuleContext) -> RuleResult:
     nodes = [name for name in context.tree.names("/dev") if name.startswith("nvidia-fs")]
     context.record("/dev/nvidia-fs*", ", ".join(nodes) or "does not exist")
     if count and not nodes:
-        return context.fails(f"nvidia-fs has {count} devices, and /dev has no nvidia-fs*")
+        return context.fails(f"nvidia-fs has {format_count(count, 'device')}, and /dev has no nvidia-fs*")
     return context.passes("nvidia-fs has its device nodes" if count else "nvidia-fs is not loaded")
 
 
@@ -342,7 +343,9 @@ def _check_silent_fallback(context: RuleContext) -> RuleResult:
         return context.unproven("nvidia-fs does not count: rw_stats_enabled is 0")
     count = re.search(r"n=(\d+)", line)
     if count and int(count[1]) > 0:
-        return context.passes(f"nvidia-fs has served {count[1]} reads, and no log mentions compatibility mode")
+        return context.passes(
+            f"nvidia-fs has served {format_count(int(count[1]), 'read')}, and no log mentions compatibility mode"
+        )
     return context.unproven("nvidia-fs has not served any reads yet")
 
 

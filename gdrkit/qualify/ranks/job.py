@@ -78,11 +78,11 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     rank, contact_texts = exchange_texts(json.dumps(contact_data))
     rank0_contact = json.loads(contact_texts[0])
     present_hardware = launch.present_hardware(HostTree())
-    software = launch.TWINNED if options.software else launch.TWINNED - present_hardware.keys()
+    twin_apis = launch.TWINNED if options.uses_only_twins else launch.TWINNED - present_hardware.keys()
     # Twins of processes with the same domain emulate the same devices, so the ranks of one machine can access the
     # memory of each other.
     launch_options = launch.Launch(
-        software=software, seed=rank0_contact["seed"], domain=f"job-{rank0_contact['token'][:12]}"
+        twin_apis=twin_apis, seed=rank0_contact["seed"], domain=f"job-{rank0_contact['token'][:12]}"
     )
     environment = launch.environment(launch_options)
     hello = RankHello(rank0_contact["token"], rank, _identify_host(), gdrkit.__version__)
@@ -237,7 +237,7 @@ class _Job:
         finally:
             self._progress.close()
         records = read_records(self.folder.records) if self.folder.records.exists() else ()
-        outcome = decide(facts, profile, records, software_asked=self._options.software, is_part=True)
+        outcome = decide(facts, profile, records, software_asked=self._options.uses_only_twins, is_part=True)
         self._write_run(
             profile,
             substrates,
@@ -290,7 +290,7 @@ class _Job:
             profile=profile.name,
             profile_about=profile.about,
             substrate=substrates,
-            software_asked=self._options.software,
+            software_asked=self._options.uses_only_twins,
             seed=self._options.seed or 0,
             commit=install_paths().commit(),
             version=gdrkit.__version__,

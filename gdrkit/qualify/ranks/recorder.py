@@ -150,9 +150,9 @@ class PairRecorder:
         )
         if target.rank_facts.host == self._rank0_facts.host and not result.failure:
             # The table of routes in the report describes only the machine of rank 0.
-            way, path = str(result.evidence["way"]), _find_path(pair, target, initiator)
+            method, path = str(result.evidence["way"]), _find_path(pair, target, initiator)
             unproven = str(result.evidence["unproven"]) or None
-            claim = ClaimedRoute(pair.device, pair.target_nic, way, None, path.value, pair.initiator_nic, unproven)
+            claim = ClaimedRoute(pair.device, pair.target_nic, method, None, path.value, pair.initiator_nic, unproven)
             result.routes = (claim,)
         self.append(result)
 
