@@ -177,8 +177,8 @@ class Sweep:
         """
         length_bytes = self.memory.length_bytes
         with contextlib.ExitStack() as stack:
-            copy, free = make_pinned_copier(self.device, self.memory, length_bytes=length_bytes)
-            stack.callback(free)
+            copy, free_memory = make_pinned_copier(self.device, self.memory, length_bytes=length_bytes)
+            stack.callback(free_memory)
             other_engine = Engine(EngineOptions(chunk_bytes=4 * MIB, buffers_count=3))
             stack.callback(other_engine.close)
 

@@ -106,28 +106,28 @@ def temporary_folder() -> Iterator[Path]:
 
 def create_model(path: Path, shapes: Sequence[tuple[int, ...]]) -> int:
     """Write a file with tensors of BF16 of these shapes and with random bytes. Return the size of its tensors."""
-    entries, position = [], 0
+    entries, data_offset = [], 0
     for index, shape in enumerate(shapes):
         length = 2
         for size in shape:
             length *= size
         name = f"{path.stem}.layers.{index}.weight"
-        entries.append((name, safetensors.TensorEntry("BF16", shape, position, position + length)))
-        position += length
+        entries.append((name, safetensors.TensorEntry("BF16", shape, data_offset, data_offset + length)))
+        data_offset += length
     header = pack_header(entries, {"format": "pt"})
     with path.open("wb") as file:
         file.write(header)
-        file.truncate(len(header) + position)
+        file.truncate(len(header) + data_offset)
         file.flush()
 
         def fill(offset: int) -> None:
-            data = os.urandom(min(_CHUNK_BYTES, position - offset))
+            data = os.urandom(min(_CHUNK_BYTES, data_offset - offset))
             os.pwrite(file.fileno(), data, len(header) + offset)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(fill, range(0, position, _CHUNK_BYTES)))
+            list(pool.map(fill, range(0, data_offset, _CHUNK_BYTES)))
         os.fsync(file.fileno())
-    return position
+    return data_offset
 
 
 def check_tensors(tensors: Mapping[str, Any], paths: Sequence[Path]) -> None:
@@ -212,9 +212,9 @@ def test_files_of_a_model_beside_other_loaders(
     rounds_count = ROUNDS_COUNT if is_measured else 1
     log_progress(f"4 files, {length_bytes / GIB:.2f} GiB, cached")
     with device.allocate(min(length_bytes, 4 * GIB)) as memory:
-        copy, free = make_pinned_copier(device, memory, length_bytes=memory.length_bytes)
+        copy, free_memory = make_pinned_copier(device, memory, length_bytes=memory.length_bytes)
         pinned = measure_in_turn({"pinned": copy}, memory.length_bytes, rounds_count=rounds_count)
-        free()
+        free_memory()
     evidence.number("pinned_copy_gb_per_s", pinned["pinned"].rate_gb_per_s)
     cached = check_and_measure(paths, length_bytes, evidence, rounds_count=rounds_count)
     record(evidence, "cached", cached)

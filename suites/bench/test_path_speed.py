@@ -202,7 +202,11 @@ def format_size(length_bytes: int) -> str:
 
 def compute_cpu_us(measurements: list[dict[str, Any]], process: str) -> float:
     """Return the processor time of an operation in one process, in microseconds."""
-    return float(statistics.median(one["cpu_s"][process] / one["operations"] * 1e6 for one in measurements))
+    return float(
+        statistics.median(
+            measurement["cpu_s"][process] / measurement["operations"] * 1e6 for measurement in measurements
+        )
+    )
 
 
 @needs(verbs.nic())
@@ -241,8 +245,8 @@ def test_reads_beside_io_uring(
             continue
         usrbio_measurements, io_uring_measurements = measurements[f"usrbio_{point}"], measurements[f"io_uring_{point}"]
         ratios = [
-            compute_operations_per_s(one) / compute_operations_per_s(other)
-            for one, other in zip(usrbio_measurements, io_uring_measurements, strict=True)
+            compute_operations_per_s(usrbio_measurement) / compute_operations_per_s(io_uring_measurement)
+            for usrbio_measurement, io_uring_measurement in zip(usrbio_measurements, io_uring_measurements, strict=True)
         ]
         name = f"read_{format_size(length_bytes)}_d{depth}"
         evidence.number(f"{name}_ratio", statistics.median(ratios))
@@ -255,5 +259,6 @@ def test_reads_beside_io_uring(
             evidence.number(f"{name}_{process}_cpu_us_median", time_us)
         summary.append(
             f"{file_kind} {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}) x io_uring, "
-            f"goal {goal}; processor time in us: " + ", ".join(f"{key} {time:.2f}" for key, time in times_us.items())
+            f"goal {goal}; processor time in us: "
+            + ", ".join(f"{key} {cpu_us:.2f}" for key, cpu_us in times_us.items())
         )

@@ -159,11 +159,11 @@ def measure_cached_reads(bench: Bench, file: gds.File) -> str:
         bench.evidence["cached_read_kvikio_best"] = fastest
         bench.check_reader(candidates[fastest])
         bench.check_reader(lambda: file.read_into(bench.memory))
-        copy, free = make_pinned_copier(bench.device, bench.memory, length_bytes=bench.length_bytes)
+        copy, free_memory = make_pinned_copier(bench.device, bench.memory, length_bytes=bench.length_bytes)
         copy()
         reads = {"gdrkit": lambda: file.read_into(bench.memory), "kvikio": candidates[fastest], "pinned copy": copy}
         series = measure_in_turn(reads, bench.length_bytes, rounds_count=bench.rounds_count)
-        free()
+        free_memory()
     bench.check_reader(lambda: file.read_into(bench.memory))
     bench.record_rate("cached_read_gdrkit", series["gdrkit"])
     bench.record_rate("cached_read_kvikio_best", series["kvikio"])

@@ -69,9 +69,9 @@ def test_threads_share_one_deadline_and_are_named() -> None:
         thread.start()
     try:
         started_s = time.monotonic()
-        with pytest.raises(BrokenResource, match=r"within 0\.5 s: waits 0, waits 1, waits 2") as raised:
+        with pytest.raises(BrokenResource, match=r"within 0\.5 s: waits 0, waits 1, waits 2") as error_info:
             children.join_threads(threads, timeout_s=0.5)
-        assert raised.value.reason is Reason.TIMEOUT
+        assert error_info.value.reason is Reason.TIMEOUT
         assert time.monotonic() - started_s < 10
     finally:
         release_event.set()

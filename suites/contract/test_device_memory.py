@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import pytest
-from support.raw_cuda import raw_allocate, raw_export_dmabuf, raw_free
+from support.raw_cuda import allocate_raw, export_raw_dmabuf, free_raw
 
 from gdrkit import cuda, pattern
 from gdrkit.cuda import VmmMemory
@@ -68,9 +68,9 @@ def test_cpu_memcpy_on_device_memory_faults(access: str, evidence: Evidence) -> 
 def test_a_dmabuf_has_its_size_and_cannot_be_mapped(device: Device) -> None:
     with device.allocate(64 * KIB) as memory, memory.export_dmabuf() as dmabuf:
         assert os.lseek(dmabuf.fd, 0, os.SEEK_END) == 64 * KIB
-        with pytest.raises(OSError, match=r".") as raised:
+        with pytest.raises(OSError, match=r".") as error_info:
             mmap.mmap(dmabuf.fd, 64 * KIB)
-        assert raised.value.errno in MMAP_ERRNOS
+        assert error_info.value.errno in MMAP_ERRNOS
 
 
 @needs(cuda_needs.dmabuf_export)
@@ -96,7 +96,7 @@ def test_dmabuf_export_status_matches_the_measured_table(
     device: Device, address_offset: int, length_bytes: int, flags: int, status: int
 ) -> None:
     with device.allocate(64 * KIB) as memory:
-        actual_status, fd = raw_export_dmabuf(
+        actual_status, fd = export_raw_dmabuf(
             device, memory.address + address_offset, length_bytes=length_bytes, flags=flags
         )
         if fd >= 0:
@@ -116,14 +116,14 @@ def test_vmm_memory_has_a_buffer_id_per_chunk_and_one_dmabuf(device: Device) -> 
 
 @pytest.mark.qualify
 def test_reused_address_has_another_buffer_id(device: Device, evidence: Evidence) -> None:
-    old_address = raw_allocate(device, 2 * MIB)
+    old_address = allocate_raw(device, 2 * MIB)
     with cuda.borrow(device, old_address, length_bytes=2 * MIB) as memory:
         old_id = memory.buffer_id()
-    raw_free(device, old_address)
-    new_address = raw_allocate(device, 2 * MIB)
+    free_raw(device, old_address)
+    new_address = allocate_raw(device, 2 * MIB)
     with cuda.borrow(device, new_address, length_bytes=2 * MIB) as memory:
         new_id = memory.buffer_id()
-    raw_free(device, new_address)
+    free_raw(device, new_address)
     evidence["buffer_ids"] = [old_id, new_id]
     assert (new_address, new_id) != (old_address, old_id)
     assert new_id > old_id
@@ -144,17 +144,17 @@ def test_host_memory_is_refused_as_device_memory(device: Device) -> None:
         import ctypes
 
         address = ctypes.addressof(view := ctypes.c_char.from_buffer(host))
-        with pytest.raises((UsageError, ApiError)) as raised:
+        with pytest.raises((UsageError, ApiError)) as error_info:
             cuda.borrow(device, address, length_bytes=64 * KIB)
         del view
-    assert raised.value.reason in {Reason.NOT_DEVICE_MEMORY, Reason.BAD_ARGUMENT}
+    assert error_info.value.reason in {Reason.NOT_DEVICE_MEMORY, Reason.BAD_ARGUMENT}
 
 
 def test_address_range_needs_the_current_context(device: Device) -> None:
     with device.allocate(MIB) as memory:
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             address_range(memory.address)
-        assert raised.value.status == INVALID_CONTEXT
+        assert error_info.value.status == INVALID_CONTEXT
         with device.current():
             allocation = address_range(memory.address)
         assert allocation.base <= memory.address < allocation.base + allocation.length_bytes
@@ -170,8 +170,8 @@ def test_copies_check_their_bounds_exactly(device: Device, seed: int) -> None:
 
 
 def test_too_large_allocation_is_refused_and_others_still_work(device: Device) -> None:
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         device.allocate(1 << 50)
-    assert raised.value.status_name == "CUDA_ERROR_OUT_OF_MEMORY"
-    assert not isinstance(raised.value, Unsupported)
+    assert error_info.value.status_name == "CUDA_ERROR_OUT_OF_MEMORY"
+    assert not isinstance(error_info.value, Unsupported)
     device.allocate(64 * KIB).close()

@@ -83,11 +83,13 @@ def test_dup_is_independent_and_closed_on_exec() -> None:
         assert _is_open(dmabuf.fd)
 
 
-@pytest.mark.parametrize("wrong", [{"offset_bytes": -1}, {"length_bytes": 0}, {"length_bytes": -5}, {"address": -1}])
-def test_invalid_range_closes_its_descriptor(wrong: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "invalid_arguments", [{"offset_bytes": -1}, {"length_bytes": 0}, {"length_bytes": -5}, {"address": -1}]
+)
+def test_invalid_range_closes_its_descriptor(invalid_arguments: dict[str, int]) -> None:
     fd = _open_descriptor()
     handles_before = handles.live()
-    arguments = {"offset_bytes": 0, "length_bytes": 1, "address": 0} | wrong
+    arguments = {"offset_bytes": 0, "length_bytes": 1, "address": 0} | invalid_arguments
     with pytest.raises(UsageError):
         DmabufRange(fd, **arguments)
     assert not _is_open(fd)
@@ -125,6 +127,6 @@ def test_check_range_accepts_ranges_inside(offset: int, length: int) -> None:
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, 11), (11, 0), (5, -1), (1 << 64, 1)])
 def test_check_range_refuses_ranges_outside(offset: int, length: int) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         check_range(offset_bytes=offset, length_bytes=length, size_bytes=10)
-    assert caught.value.reason is Reason.BAD_ARGUMENT
+    assert error_info.value.reason is Reason.BAD_ARGUMENT

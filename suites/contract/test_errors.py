@@ -155,9 +155,9 @@ def _make_kernel_error(error_number: int, error_class: type[ApiError] = ApiError
 def test_kernel_error_is_the_builtin_of_its_errno(
     error_number: int, builtin_class: type[OSError], error_class: type[ApiError]
 ) -> None:
-    with pytest.raises(builtin_class) as caught:
+    with pytest.raises(builtin_class) as error_info:
         raise _make_kernel_error(error_number, error_class, arguments={"path": "/data/x"})
-    error: Any = caught.value
+    error: Any = error_info.value
     assert isinstance(error, error_class)
     assert isinstance(error, builtin_class)
     assert type(error).__name__ == error_class.__name__

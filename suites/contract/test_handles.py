@@ -135,56 +135,56 @@ for handle in open_handles:
 
 
 def test_actions_run_once_and_in_reverse_order() -> None:
-    order: list[str] = []
+    call_order: list[str] = []
     stack = ReleaseStack()
     for name in ("first", "second", "third"):
-        stack.push(lambda name=name: order.append(name))  # type: ignore[misc]
+        stack.push(lambda name=name: call_order.append(name))  # type: ignore[misc]
     stack.run()
     stack.run()
-    assert order == ["third", "second", "first"]
+    assert call_order == ["third", "second", "first"]
 
 
 def test_removed_action_does_not_run() -> None:
-    order: list[str] = []
+    call_order: list[str] = []
     stack = ReleaseStack()
-    remove_action = stack.push(lambda: order.append("no"))
-    stack.push(lambda: order.append("yes"))
+    remove_action = stack.push(lambda: call_order.append("no"))
+    stack.push(lambda: call_order.append("yes"))
     remove_action()
     remove_action()
     stack.run()
-    assert order == ["yes"]
+    assert call_order == ["yes"]
 
 
 def test_action_can_remove_another_action() -> None:
-    order: list[str] = []
+    call_order: list[str] = []
     stack = ReleaseStack()
-    remove_action = stack.push(lambda: order.append("child"))
+    remove_action = stack.push(lambda: call_order.append("child"))
     stack.push(remove_action)
     stack.run()
-    assert order == []
+    assert call_order == []
     assert len(stack) == 0
 
 
 def test_failed_action_is_raised_after_the_others_and_retried() -> None:
-    order: list[str] = []
+    call_order: list[str] = []
     pending_errors = [ValueError("one"), KeyError("two")]
     stack = ReleaseStack()
 
     def fail(name: str) -> None:
-        order.append(name)
+        call_order.append(name)
         if pending_errors:
             raise pending_errors.pop(0)
 
     for name in ("a", "b"):
         stack.push(lambda name=name: fail(name))  # type: ignore[misc]
-    stack.push(lambda: order.append("c"))
-    with pytest.raises(ValueError, match="one") as caught:
+    stack.push(lambda: call_order.append("c"))
+    with pytest.raises(ValueError, match="one") as error_info:
         stack.run()
-    assert order == ["c", "b", "a"]
-    assert any("two" in note for note in caught.value.__notes__)
+    assert call_order == ["c", "b", "a"]
+    assert any("two" in note for note in error_info.value.__notes__)
     assert len(stack) == 2
     stack.run()
-    assert order == ["c", "b", "a", "b", "a"]
+    assert call_order == ["c", "b", "a", "b", "a"]
     assert len(stack) == 0
 
 

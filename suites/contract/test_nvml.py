@@ -49,30 +49,30 @@ def call_driver(name: str, *arguments: Any) -> Any:  # noqa: ANN401 - any result
     return results[0] if len(results) == 1 else results
 
 
-def get_attribute(ordinal: int, attribute: int) -> int:
+def get_attribute(device_index: int, attribute: int) -> int:
     from cuda.bindings import driver
 
-    return int(call_driver("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), ordinal))
+    return int(call_driver("cuDeviceGetAttribute", driver.CUdevice_attribute(attribute), device_index))
 
 
 def test_nvml_and_cuda_agree_about_every_device(device: Device) -> None:
     assert pynvml.nvmlSystemGetCudaDriverVersion_v2() == call_driver("cuDriverGetVersion")
-    for ordinal in range(call_driver("cuDeviceGetCount")):
+    for device_index in range(call_driver("cuDeviceGetCount")):
         handle = pynvml.nvmlDeviceGetHandleByPciBusId(
-            call_driver("cuDeviceGetPCIBusId", 32, ordinal).partition(b"\0")[0].decode()
+            call_driver("cuDeviceGetPCIBusId", 32, device_index).partition(b"\0")[0].decode()
         )
-        digits = call_driver("cuDeviceGetUuid", ordinal).bytes.hex()
+        digits = call_driver("cuDeviceGetUuid", device_index).bytes.hex()
         uuid = "GPU-" + "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
         assert pynvml.nvmlDeviceGetUUID(handle) == uuid
         handle_by_uuid = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         assert pynvml.nvmlDeviceGetIndex(handle_by_uuid) == pynvml.nvmlDeviceGetIndex(handle)
-        name = call_driver("cuDeviceGetName", _NAME_BYTES, ordinal).partition(b"\0")[0].decode()
+        name = call_driver("cuDeviceGetName", _NAME_BYTES, device_index).partition(b"\0")[0].decode()
         assert pynvml.nvmlDeviceGetName(handle) == name
-        capability = [get_attribute(ordinal, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
+        capability = [get_attribute(device_index, attribute) for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR)]
         assert list(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) == capability
-        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == get_attribute(ordinal, _PCI_BUS_ID)
+        assert pynvml.nvmlDeviceGetPciInfo(handle).bus == get_attribute(device_index, _PCI_BUS_ID)
         # NVML also counts memory that the driver reserves.
-        assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= call_driver("cuDeviceTotalMem", ordinal)
+        assert pynvml.nvmlDeviceGetMemoryInfo(handle).total >= call_driver("cuDeviceTotalMem", device_index)
 
 
 @needs(software(Api.CUDA))

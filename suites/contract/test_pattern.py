@@ -44,9 +44,9 @@ def test_check_reports_the_first_wrong_byte(wrong_index: int) -> None:
     pattern.check(data, seed=11, offset_bytes=5)
     data[wrong_index] ^= 0x80
     data[-1] ^= 0x01
-    with pytest.raises(DataMismatch) as caught:
+    with pytest.raises(DataMismatch) as error_info:
         pattern.check(data, seed=11, offset_bytes=5)
-    error = caught.value
+    error = error_info.value
     assert error.first_offset_bytes == wrong_index
     assert error.length_bytes == len(data)
     assert error.actual == bytes(data[wrong_index : wrong_index + 16])

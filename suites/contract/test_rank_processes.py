@@ -37,17 +37,17 @@ def test_first_line_of_rank_0_is_passed_to_the_others(tmp_path: Path) -> None:
 
 def test_deadlocked_ranks_end_at_the_deadline(tmp_path: Path) -> None:
     waiting_rank = make_rank_command("import sys; sys.stdin.read()")
-    with pytest.raises(RankError, match=r"did not end within 1 s\n--- rank 0: was killed") as caught:
+    with pytest.raises(RankError, match=r"did not end within 1 s\n--- rank 0: was killed") as error_info:
         run_ranks([waiting_rank, waiting_rank], folder=tmp_path, environ=os.environ, deadline_s=1.0)
-    assert "--- rank 1: was killed" in str(caught.value)
+    assert "--- rank 1: was killed" in str(error_info.value)
 
 
 def test_failed_rank_ends_the_others_with_their_stacks(tmp_path: Path) -> None:
     waiting_rank = make_rank_command("import os, sys; print(os.getpid(), flush=True); sys.stdin.read()")
     failing_rank = make_rank_command("import sys; sys.exit(f'no device for {sys.stdin.readline()}')")
-    with pytest.raises(RankError, match=r"^rank 1 ended with exit code 1\n") as caught:
+    with pytest.raises(RankError, match=r"^rank 1 ended with exit code 1\n") as error_info:
         run_ranks([waiting_rank, failing_rank], folder=tmp_path, environ=os.environ, deadline_s=DEADLINE_S)
-    message = str(caught.value)
+    message = str(error_info.value)
     assert "--- rank 1: exit 1\nno device for " in message
     # The stack of rank 0 shows the line that it was executing.
     assert re.search(r'--- rank 0: was killed\nFatal Python error: Aborted[\s\S]*<string>", line 1', message)

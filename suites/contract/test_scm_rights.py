@@ -86,11 +86,11 @@ def make_socket_with_message(data: bytes, count: int) -> Iterator[socket.socket]
 def assert_refused(receive: Receiver, connection: socket.socket) -> UsageError:
     """Receive a message, which must raise UsageError(MALFORMED) and leave no descriptor open."""
     open_before = list_open_descriptors()
-    with pytest.raises(UsageError) as raised, receive(connection):
+    with pytest.raises(UsageError) as error_info, receive(connection):
         pass
-    assert raised.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
     assert list_open_descriptors() == open_before
-    return raised.value
+    return error_info.value
 
 
 @pytest.mark.parametrize(("receive", "data", "too_many_count"), RECEIVERS)
@@ -118,10 +118,10 @@ def test_dropped_descriptors_are_refused_and_the_rest_closed(
         lowest_free_fd = os.dup(0)
         os.close(lowest_free_fd)
         # The limit of open files allows one of the two descriptors.
-        with limit_open_files(lowest_free_fd + 1), pytest.raises(UsageError) as raised, receive(connection):
+        with limit_open_files(lowest_free_fd + 1), pytest.raises(UsageError) as error_info, receive(connection):
             pass
-        assert raised.value.reason is Reason.MALFORMED
-        assert "RLIMIT_NOFILE" in raised.value.what_to_do
+        assert error_info.value.reason is Reason.MALFORMED
+        assert "RLIMIT_NOFILE" in error_info.value.what_to_do
         # No descriptor stays open, so the next new descriptor gets the same number.
         next_fd = os.dup(0)
         os.close(next_fd)
@@ -156,26 +156,26 @@ def test_message_that_is_too_long_is_refused() -> None:
     with receiving_socket, sending_socket, tempfile.TemporaryFile() as file:
         socket.send_fds(sending_socket, [b"x" * 11], [file.fileno()])
         open_before = list_open_descriptors()
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             scm_rights.receive(receiving_socket, length_bytes=10, descriptors_max=1)
-        assert raised.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
         assert list_open_descriptors() == open_before
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    parts=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.integers(0, 8)), max_size=6),
+    messages=st.lists(st.tuples(st.binary(min_size=1, max_size=40), st.integers(0, 8)), max_size=6),
     length_bytes=st.integers(1, 50),
     descriptors_max=st.integers(0, 6),
 )
 def test_random_messages_are_received_or_refused(
-    parts: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
+    messages: list[tuple[bytes, int]], length_bytes: int, descriptors_max: int
 ) -> None:
     open_before = list_open_descriptors()
     receiving_socket, sending_socket = socket.socketpair()
     with receiving_socket:
         with sending_socket, tempfile.TemporaryFile() as file:
-            for data, count in parts:
+            for data, count in messages:
                 socket.send_fds(sending_socket, [data], [file.fileno()] * count)
         received, descriptor_count, reasons = b"", 0, set[Reason]()
         has_ended = False
@@ -191,9 +191,9 @@ def test_random_messages_are_received_or_refused(
                 descriptor_count += len(descriptors)
                 scm_rights.close_all(descriptors)
                 has_ended = not data
-        if any(count > descriptors_max for _data, count in parts):
+        if any(count > descriptors_max for _data, count in messages):
             assert reasons == {Reason.MALFORMED}
         else:
-            assert received == b"".join(data for data, _count in parts)
-            assert descriptor_count == sum(count for _data, count in parts)
+            assert received == b"".join(data for data, _count in messages)
+            assert descriptor_count == sum(count for _data, count in messages)
     assert list_open_descriptors() == open_before

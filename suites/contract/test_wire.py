@@ -29,18 +29,18 @@ def test_wire_value_round_trips_through_json(
 
 
 @pytest.mark.parametrize(("value_class", "valid_fields"), [(RemoteRange, RANGE), (Endpoint, ENDPOINT)])
-@pytest.mark.parametrize("wrong", [None, [], "text", 7, {}])
+@pytest.mark.parametrize("invalid_value", [None, [], "text", 7, {}])
 def test_wrong_json_object_is_malformed(
-    value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str], wrong: object
+    value_class: type[RemoteRange | Endpoint], valid_fields: dict[str, int | str], invalid_value: object
 ) -> None:
-    _assert_malformed(value_class, wrong)
+    _assert_malformed(value_class, invalid_value)
     _assert_malformed(value_class, valid_fields | {"more": 1})
     for name in valid_fields:
         _assert_malformed(value_class, {key: value for key, value in valid_fields.items() if key != name})
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_value",
     [
         {"address": -1},
         {"address": 1 << 64},
@@ -53,12 +53,12 @@ def test_wrong_json_object_is_malformed(
         {"length_bytes": (1 << 63) + 1},
     ],
 )
-def test_remote_range_out_of_limits_is_malformed(wrong: dict[str, object]) -> None:
-    _assert_malformed(RemoteRange, RANGE | wrong)
+def test_remote_range_out_of_limits_is_malformed(invalid_value: dict[str, object]) -> None:
+    _assert_malformed(RemoteRange, RANGE | invalid_value)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "invalid_value",
     [
         {"qp_number": 1 << 24},
         {"psn": -1},
@@ -72,8 +72,8 @@ def test_remote_range_out_of_limits_is_malformed(wrong: dict[str, object]) -> No
         {"gid": "fe80:0000:0000:0000:0000:0000:0000:0001\n"},
     ],
 )
-def test_endpoint_out_of_limits_is_malformed(wrong: dict[str, object]) -> None:
-    _assert_malformed(Endpoint, ENDPOINT | wrong)
+def test_endpoint_out_of_limits_is_malformed(invalid_value: dict[str, object]) -> None:
+    _assert_malformed(Endpoint, ENDPOINT | invalid_value)
 
 
 @pytest.mark.parametrize(
@@ -89,21 +89,21 @@ def test_numbers_are_allowed_up_to_their_limits(
     for name, largest in limits.items():
         for value in (0, largest):
             assert getattr(value_class.from_dict(valid_fields | {name: value}), name) == value
-        for wrong in (-1, largest + 1, True, 1.0, "1", None):
-            _assert_malformed(value_class, valid_fields | {name: wrong})
+        for invalid_value in (-1, largest + 1, True, 1.0, "1", None):
+            _assert_malformed(value_class, valid_fields | {name: invalid_value})
 
 
 @pytest.mark.parametrize("mtu_bytes", [256, 512, 1024, 2048, 4096])
 def test_mtu_is_one_of_the_five_of_infiniband(mtu_bytes: int) -> None:
     assert Endpoint.from_dict(ENDPOINT | {"mtu_bytes": mtu_bytes}).mtu_bytes == mtu_bytes
-    for wrong in (mtu_bytes - 1, mtu_bytes + 1, 2 * mtu_bytes + 1, 8192, 128, float(mtu_bytes)):
-        _assert_malformed(Endpoint, ENDPOINT | {"mtu_bytes": wrong})
+    for invalid_value in (mtu_bytes - 1, mtu_bytes + 1, 2 * mtu_bytes + 1, 8192, 128, float(mtu_bytes)):
+        _assert_malformed(Endpoint, ENDPOINT | {"mtu_bytes": invalid_value})
 
 
 def test_refusal_names_the_missing_and_the_unknown_keys() -> None:
-    wrong = {key: value for key, value in RANGE.items() if key != "rkey"} | {"b": 1, "a": 2}
+    invalid_value = {key: value for key, value in RANGE.items() if key != "rkey"} | {"b": 1, "a": 2}
     with pytest.raises(UsageError, match=r"RemoteRange lacks \['rkey'\], has unknown \['a', 'b'\]"):
-        RemoteRange.from_dict(wrong)
+        RemoteRange.from_dict(invalid_value)
 
 
 def test_part_of_a_remote_range_stays_inside() -> None:
@@ -119,6 +119,6 @@ def test_part_of_a_remote_range_stays_inside() -> None:
 
 
 def _assert_malformed(value_class: type[RemoteRange | Endpoint], data: object) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         value_class.from_dict(data)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED

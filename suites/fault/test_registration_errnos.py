@@ -85,10 +85,10 @@ def test_failed_registration_leaves_nothing(
         handles_before = handles.live()
         with (
             inject_faults(Api.VERBS, f"{operation} call={call} errno={error_number}"),
-            pytest.raises((ApiError, RegistrationFailed)) as raised,
+            pytest.raises((ApiError, RegistrationFailed)) as error_info,
         ):
             cache.lease(memory)
-        error: BaseException = raised.value
+        error: BaseException = error_info.value
         if isinstance(error, RegistrationFailed):
             # The cache may use only this route, and the route does not exist.
             assert error.reason is Reason.NO_ROUTE
@@ -113,10 +113,10 @@ def test_failed_host_registration_leaves_nothing(nics: tuple[Nic, ...], call: in
         handles_before = handles.live()
         with (
             inject_faults(Api.VERBS, f"ibv_reg_mr call={call} errno={error_number}"),
-            pytest.raises((ApiError, RegistrationFailed)) as raised,
+            pytest.raises((ApiError, RegistrationFailed)) as error_info,
         ):
             cache.lease(memory)
-        error: BaseException = raised.value
+        error: BaseException = error_info.value
         error_type, reason = _DEFAULT_MEANINGS[error_number]
         if error_type is Unsupported:
             # Host memory has no other route.
@@ -143,9 +143,9 @@ def test_only_unsupported_dmabuf_leads_to_peer_memory(device: Device, nics: tupl
                 assert registration.route is RegistrationRoute.PEER_MEMORY
                 check_error(registration.refusals[0], "ibv_reg_dmabuf_mr", error_number)
         else:
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ApiError) as error_info:
                 register(memory, nics)
-            check_error(raised.value, "ibv_reg_dmabuf_mr", error_number)
+            check_error(error_info.value, "ibv_reg_dmabuf_mr", error_number)
 
 
 @each_errno
@@ -157,10 +157,10 @@ def test_failed_deregistration_keeps_the_memory(
         cache.lease(memory).close()
         with (
             inject_faults(Api.VERBS, f"ibv_dereg_mr call={call} errno={error_number}"),
-            pytest.raises(ApiError) as raised,
+            pytest.raises(ApiError) as error_info,
         ):
             memory.close()
-        check_error(raised.value, "ibv_dereg_mr", error_number)
+        check_error(error_info.value, "ibv_dereg_mr", error_number)
         assert not memory.closed
         statistics = cache.statistics()
         assert (statistics.regions, statistics.not_deregistered, statistics.registered_bytes) == (0, 1, 64 * KIB)
@@ -172,9 +172,9 @@ def test_failed_deregistration_keeps_the_memory(
 @pytest.mark.parametrize("operation", ["ibv_alloc_pd", "ibv_open_device"])
 def test_failed_open_of_a_nic_leaves_nothing(nic: Nic, operation: str, error_number: int) -> None:
     handles_before = handles.live()
-    with inject_faults(Api.VERBS, f"{operation} call=* errno={error_number}"), pytest.raises(ApiError) as raised:
+    with inject_faults(Api.VERBS, f"{operation} call=* errno={error_number}"), pytest.raises(ApiError) as error_info:
         Nic.open(nic.name)
-    check_error(raised.value, operation, error_number)
+    check_error(error_info.value, operation, error_number)
     assert handles.live() == handles_before
     Nic.open(nic.name).close()
 
@@ -189,9 +189,12 @@ def test_failed_export_differs_from_unsupported_export(device: Device, nics: tup
                 with cache.lease(memory) as lease:
                     assert lease.route is RegistrationRoute.PEER_MEMORY
             else:
-                with pytest.raises(ApiError) as raised:
+                with pytest.raises(ApiError) as error_info:
                     cache.lease(memory)
-                assert (raised.value.operation, raised.value.status) == ("cuMemGetHandleForAddressRange", status)
-                assert raised.value.errno is None
-                assert raised.value.__cause__ is not raised.value
+                assert (error_info.value.operation, error_info.value.status) == (
+                    "cuMemGetHandleForAddressRange",
+                    status,
+                )
+                assert error_info.value.errno is None
+                assert error_info.value.__cause__ is not error_info.value
         cache.lease(memory).close()

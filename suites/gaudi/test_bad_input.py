@@ -64,12 +64,12 @@ def test_invalid_export_arguments_are_refused(gaudi: Device, changed_arguments: 
             "flags": EXPORT_FLAGS,
             **changed_arguments,
         }
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error_info:
             _hlthunk.call(EXPORT_FUNCTION, **arguments)
-        assert (caught.value.api, caught.value.operation) == (Api.HLTHUNK, EXPORT_FUNCTION)
-        assert (caught.value.errno, caught.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
-        assert dict(caught.value.arguments) == arguments
-        assert "hlthunk_device_memory_map" in caught.value.what_to_do
+        assert (error_info.value.api, error_info.value.operation) == (Api.HLTHUNK, EXPORT_FUNCTION)
+        assert (error_info.value.errno, error_info.value.reason) == (errno.EINVAL, Reason.BAD_ARGUMENT)
+        assert dict(error_info.value.arguments) == arguments
+        assert "hlthunk_device_memory_map" in error_info.value.what_to_do
         # The memory is unchanged, and the next valid export succeeds.
         memory.export_dmabuf().close()
 
@@ -86,10 +86,14 @@ def test_invalid_export_arguments_are_refused(gaudi: Device, changed_arguments: 
 def test_call_on_missing_memory_is_refused(
     gaudi: Device, operation: str, arguments: dict[str, Any], reason: Reason
 ) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         _hlthunk.call(operation, fd=gaudi.fd, **arguments)
-    assert (caught.value.operation, caught.value.errno, caught.value.reason) == (operation, errno.EINVAL, reason)
-    assert caught.value.what_to_do
+    assert (error_info.value.operation, error_info.value.errno, error_info.value.reason) == (
+        operation,
+        errno.EINVAL,
+        reason,
+    )
+    assert error_info.value.what_to_do
 
 
 @needs_mapped_memory
@@ -98,18 +102,18 @@ def test_second_free_is_refused(gaudi: Device) -> None:
     arguments = {"fd": fd, "size": SIZE_BYTES, "page_size": 0, "contiguous": True, "shared": False}
     handle = _hlthunk.call("hlthunk_device_memory_alloc", **arguments)
     _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=handle)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         _hlthunk.call("hlthunk_device_memory_free", fd=fd, handle=handle)
-    assert (caught.value.errno, caught.value.status_name) == (errno.EINVAL, "EINVAL")
+    assert (error_info.value.errno, error_info.value.status_name) == (errno.EINVAL, "EINVAL")
 
 
 @needs(gaudi_needs.device())
 def test_descriptor_of_another_file_is_refused(gaudi: Device) -> None:
     read_fd, write_fd = os.pipe()
     for fd, expected_errno in ((read_fd, errno.ENOTTY), (1 << 20, errno.EBADF)):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error_info:
             _hlthunk.call("hlthunk_memory_unmap", fd=fd, device_virt_addr=0)
-        assert (caught.value.errno, caught.value.reason) == (expected_errno, Reason.BAD_DESCRIPTOR)
+        assert (error_info.value.errno, error_info.value.reason) == (expected_errno, Reason.BAD_DESCRIPTOR)
     os.close(read_fd)
     os.close(write_fd)
     assert not gaudi.closed
@@ -119,9 +123,9 @@ def test_descriptor_of_another_file_is_refused(gaudi: Device) -> None:
 @pytest.mark.parametrize(("offset_bytes", "length_bytes"), [(-1, 10), (SIZE_BYTES, 1), (0, SIZE_BYTES + 1), (5, 0)])
 def test_part_outside_the_memory_is_refused(gaudi: Device, offset_bytes: int, length_bytes: int) -> None:
     with gaudi.allocate(SIZE_BYTES) as memory:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError) as error_info:
             memory.export_dmabuf(offset_bytes=offset_bytes, length_bytes=length_bytes)
-        assert caught.value.reason is Reason.BAD_ARGUMENT
+        assert error_info.value.reason is Reason.BAD_ARGUMENT
 
 
 @needs(software("hlthunk"))

@@ -104,10 +104,10 @@ def test_documented_function_does_not_exist(raw_device: RawDevice, name: str) ->
 def test_export_of_host_memory_raises_unsupported(gaudi: Device) -> None:
     buffer = bytearray(SIZE_BYTES)
     with gaudi.map_host(buffer) as mapping:
-        with pytest.raises(Unsupported) as caught:
+        with pytest.raises(Unsupported) as error_info:
             mapping.export_dmabuf()
-        assert caught.value.reason is Reason.DMABUF_EXPORT_UNSUPPORTED
-        assert "host memory" in caught.value.detail
+        assert error_info.value.reason is Reason.DMABUF_EXPORT_UNSUPPORTED
+        assert "host memory" in error_info.value.detail
         with gaudi.query(mapping.address) as query_result:
             assert query_result.dmabuf is None
     assert mapping.closed

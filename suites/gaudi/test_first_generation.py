@@ -65,9 +65,9 @@ def test_gaudi1_memory_is_allocated_by_gdrkit(gaudi: Device) -> None:
         assert first_memory.read(length_bytes=3000) == b"one" * 1000
     with gaudi.allocate(5000) as reallocated_memory:
         assert reallocated_memory.address == first_memory.address
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         gaudi.allocate(64 * GIB)
-    assert (caught.value.errno, caught.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
+    assert (error_info.value.errno, error_info.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
 
 
 @needs(software("hlthunk"))

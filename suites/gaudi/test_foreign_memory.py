@@ -52,9 +52,9 @@ def test_memory_of_other_code_is_found_with_its_bounds(
             assert (query_result.dmabuf.offset_bytes, query_result.dmabuf.address) == (address - base, address)
             assert (query_result.dmabuf.length_bytes, query_result.dmabuf.size_bytes) == (length_bytes, size_bytes)
     for address, length_bytes in ((base - 1, 2), (end - 1, 2), (end + gaudi.page_bytes, 1), (0, 1)):
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             gaudi.query(address, length_bytes=length_bytes)
-        assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
+        assert error_info.value.reason is Reason.NOT_DEVICE_MEMORY
     # The query has left no dma-buf open. Otherwise, the driver would refuse to unmap the memory.
     assert foreign_device.unmap(base) == 0
     assert foreign_device.free(handle) == 0
@@ -66,9 +66,9 @@ def test_host_memory_mapped_by_other_code_is_not_found(gaudi: Device, foreign_de
     buffer = bytearray(64 * KIB)
     address = foreign_device.map_host(buffer)
     assert address
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         gaudi.query(address)
-    assert raised.value.reason is Reason.NOT_DEVICE_MEMORY
+    assert error_info.value.reason is Reason.NOT_DEVICE_MEMORY
     assert foreign_device.unmap(address) == 0
 
 

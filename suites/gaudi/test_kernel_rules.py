@@ -144,6 +144,6 @@ def test_mapped_host_memory_is_never_exported(raw_device: RawDevice) -> None:
 
 def test_second_open_of_a_device_is_busy(raw_device: RawDevice) -> None:
     assert raw_device.fd >= 0
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         Device(0)
-    assert caught.value.errno == errno.EBUSY
+    assert error_info.value.errno == errno.EBUSY

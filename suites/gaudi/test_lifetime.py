@@ -33,12 +33,12 @@ SIZE_BYTES = 64 * KIB
 
 def assert_close_is_refused(memory: GaudiMemory) -> ApiError:
     """Check that a close of the memory fails with EINVAL, and return the error."""
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         memory.close()
-    assert (caught.value.operation, caught.value.errno) == ("hlthunk_memory_unmap", errno.EINVAL)
-    assert caught.value.reason is Reason.BUSY
+    assert (error_info.value.operation, error_info.value.errno) == ("hlthunk_memory_unmap", errno.EINVAL)
+    assert error_info.value.reason is Reason.BUSY
     assert not memory.closed
-    return caught.value
+    return error_info.value
 
 
 def test_region_survives_the_close_of_its_descriptor(gaudi: Device, nic: Nic, peer: Peer, seed: int) -> None:
@@ -105,9 +105,9 @@ def test_dmabuf_survives_the_close_of_its_device(nic: Nic, peer: Peer, seed: int
         peer_pair.write(region.remote(), seed=seed).expect(Status.SUCCESS)
         peer_pair.read(region.remote(), seed=seed).completion.expect(Status.SUCCESS)
     # The dma-buf holds the file of the device, so no other program can open the device before the dma-buf is closed.
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         Device(0)
-    assert caught.value.errno == errno.EBUSY
+    assert error_info.value.errno == errno.EBUSY
     region.close()
     Device(0).close()
 

@@ -53,12 +53,12 @@ def test_device_opens_by_number_bus_id_and_module() -> None:
 
 @NEEDS_GAUDI
 def test_open_of_a_missing_device_is_refused() -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         Device(device_count())
-    assert caught.value.reason is Reason.NO_DEVICE
-    with pytest.raises(UsageError) as caught:
+    assert error_info.value.reason is Reason.NO_DEVICE
+    with pytest.raises(UsageError) as error_info:
         Device(module_id=4711)
-    assert caught.value.reason is Reason.NO_DEVICE
+    assert error_info.value.reason is Reason.NO_DEVICE
     with pytest.raises(ApiError) as second_error:
         Device(pci_bus_id="ffff:ff:1f.7")
     assert second_error.value.errno == errno.EINVAL
@@ -118,9 +118,9 @@ def test_device_close_closes_its_objects() -> None:
 @pytest.mark.parametrize("function", ["hlthunk_memory_unmap", "hlthunk_device_memory_free"])
 def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: str) -> None:
     memory = gaudi.allocate(100)
-    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as caught:
+    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno=EBUSY"), pytest.raises(ApiError) as error_info:
         memory.close()
-    assert (caught.value.operation, caught.value.errno) == (function, errno.EBUSY)
+    assert (error_info.value.operation, error_info.value.errno) == (function, errno.EBUSY)
     memory.close()
 
 
@@ -134,18 +134,22 @@ def test_failed_release_continues_at_the_failed_step(gaudi: Device, function: st
     ],
 )
 def test_failed_allocation_leaves_nothing(gaudi: Device, function: str, status_name: str, reason: Reason) -> None:
-    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno={status_name}"), pytest.raises(ApiError) as caught:
+    with inject_faults(Api.HLTHUNK, f"{function} call=1 errno={status_name}"), pytest.raises(ApiError) as error_info:
         gaudi.allocate(100)
-    assert (caught.value.api, caught.value.operation, caught.value.reason) == (Api.HLTHUNK, function, reason)
-    assert caught.value.status_name == status_name
+    assert (error_info.value.api, error_info.value.operation, error_info.value.reason) == (
+        Api.HLTHUNK,
+        function,
+        reason,
+    )
+    assert error_info.value.status_name == status_name
 
 
 @needs(gaudi_needs.device(), software("hlthunk"))
 def test_refused_copy_is_an_error(gaudi: Device) -> None:
     with gaudi.allocate(100) as memory:
-        with inject_faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as caught:
+        with inject_faults(Api.HLTHUNK, "hlthunk_wait_for_cs call=1 errno=EIO"), pytest.raises(ApiError) as error_info:
             memory.write(b"data")
-        assert (caught.value.operation, caught.value.errno) == ("hlthunk_wait_for_cs", errno.EIO)
+        assert (error_info.value.operation, error_info.value.errno) == ("hlthunk_wait_for_cs", errno.EIO)
 
 
 @needs(gaudi_needs.device(), software("hlthunk"))
@@ -171,9 +175,9 @@ def test_lost_device_can_be_closed_with_its_memory() -> None:
         memory, pool, mapping = device.allocate(100), device.pool(MIB), device.map_host(bytearray(100))
         # A copy to an unmapped address is a page fault of the device. The driver resets the device, and this context
         # becomes unusable.
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error_info:
             device.copies.write(memory.address + (1 << 40), memoryview(b"nowhere"))
-        assert caught.value.errno == errno.EIO
+        assert error_info.value.errno == errno.EIO
         with pytest.raises(ApiError) as second_error:
             device.allocate(100)
         assert second_error.value.errno == errno.EBUSY
@@ -249,12 +253,12 @@ def test_pool_is_exported_as_one_dmabuf(gaudi: Device) -> None:
 @NEEDS_GAUDI
 def test_full_pool_reports_its_largest_free_part(gaudi: Device) -> None:
     with gaudi.pool(64 * KIB) as pool:
-        parts = [pool.allocate(16 * KIB) for _ in range(4)]
-        with pytest.raises(ApiError) as caught:
+        allocations = [pool.allocate(16 * KIB) for _ in range(4)]
+        with pytest.raises(ApiError) as error_info:
             pool.allocate(1)
-        assert (caught.value.errno, caught.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
-        parts[1].close()
-        parts[2].close()
+        assert (error_info.value.errno, error_info.value.reason) == (errno.ENOMEM, Reason.OUT_OF_MEMORY)
+        allocations[1].close()
+        allocations[2].close()
         with pool.allocate(32 * KIB) as joined_part:
             assert joined_part.address == pool.address + 16 * KIB
 
@@ -302,25 +306,25 @@ def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
         assert isinstance(pool, MemoryPool)
         assert isinstance(mapping, HostMapping)
         for address, length_bytes in ((memory.address - 1, 1), (memory.address, 1 << 30), (0, 1)):
-            with pytest.raises(UsageError) as caught:
+            with pytest.raises(UsageError) as error_info:
                 gaudi.query(address, length_bytes=length_bytes)
-            assert caught.value.reason is Reason.NOT_DEVICE_MEMORY
+            assert error_info.value.reason is Reason.NOT_DEVICE_MEMORY
 
 
 @NEEDS_GAUDI_AND_NIC
 def test_gaudi_memory_is_registered_only_by_dmabuf(gaudi: Device, nic: Nic) -> None:
     assert RegistrationRoute.methods_for(MemoryKind.GAUDI) == (RegistrationRoute.DMABUF,)
-    with gaudi.allocate(4096) as memory, pytest.raises(RegistrationFailed) as caught:
+    with gaudi.allocate(4096) as memory, pytest.raises(RegistrationFailed) as error_info:
         register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
-    assert [cause.reason for cause in caught.value.causes] == [Reason.PEER_MEMORY_UNSUPPORTED]
+    assert [cause.reason for cause in error_info.value.causes] == [Reason.PEER_MEMORY_UNSUPPORTED]
 
 
 @NEEDS_GAUDI
 @pytest.mark.parametrize("kind", list(ShareKind))
 def test_gaudi_memory_has_no_share_handle(gaudi: Device, kind: ShareKind) -> None:
-    with gaudi.allocate(4096) as memory, pytest.raises(Unsupported) as caught:
+    with gaudi.allocate(4096) as memory, pytest.raises(Unsupported) as error_info:
         export_memory(memory, kind=kind)
-    assert caught.value.errno == errno.ENOTSUP
+    assert error_info.value.errno == errno.ENOTSUP
 
 
 @NEEDS_GAUDI_AND_NIC

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 REFERENCE_FILE = Path(__file__).parents[1] / "vectors" / "gaudi_calls.txt"
 
 
-def reference_calls() -> list[Call]:
+def list_reference_calls() -> list[Call]:
     return [parse_call(line) for line in REFERENCE_FILE.read_text().splitlines() if line and not line.startswith("#")]
 
 
 @needs(gaudi.device(), gaudi.mapped_memory, verbs.nic(), verbs.dmabuf_region, software("hlthunk"), software("verbs"))
 def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
-    expected_calls = reference_calls()
+    expected_calls = list_reference_calls()
     names = {call.name for call in expected_calls}
     assert nic.supports_dmabuf()  # This probe makes calls of its own, so it must run first.
     with (
@@ -42,7 +42,7 @@ def test_call_order_and_arguments_match_perftest(nic: Nic) -> None:
 
 
 def test_missing_swapped_or_changed_call_is_detected() -> None:
-    expected_calls = reference_calls()
+    expected_calls = list_reference_calls()
     calls_with_names = [
         dataclasses.replace(
             call,

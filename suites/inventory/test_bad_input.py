@@ -41,10 +41,10 @@ HOSTILE_CONFIG_SPACES = {
 @pytest.mark.parametrize("name", HOSTILE_CONFIG_SPACES)
 def test_hostile_config_space_is_one_clear_error(name: str) -> None:
     data, message = HOSTILE_CONFIG_SPACES[name]
-    with pytest.raises(ApiError, match=message) as caught:
+    with pytest.raises(ApiError, match=message) as error_info:
         parse_config_space(data, name=NIC)
-    assert caught.value.reason is Reason.MALFORMED
-    assert NIC in str(caught.value)
+    assert error_info.value.reason is Reason.MALFORMED
+    assert NIC in str(error_info.value)
 
 
 def test_random_config_space_is_read_or_refused() -> None:

@@ -108,9 +108,9 @@ def test_links_of_a_capture_stay_inside_it() -> None:
     )
     files = CapturedFiles(recorded_reads)
     for name in ("/a", "/b", "/c"):
-        with pytest.raises(OSError, match=r".") as caught:
+        with pytest.raises(OSError, match=r".") as error_info:
             files.read(name)
-        assert caught.value.errno in (errno.ENODATA, errno.ENOENT)
+        assert error_info.value.errno in (errno.ENODATA, errno.ENOENT)
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
         files.read("/d/x")
     assert files.read("/f/name") == b"inside"
@@ -132,9 +132,9 @@ HOSTILE_READS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", HOSTILE_READS)
 def test_hostile_capture_is_one_clear_error(name: str) -> None:
     data = {"schema_version": 1, "origin": "a case", "answers": HOSTILE_READS[name]}
-    with pytest.raises(UsageError, match=r"^capture") as caught:
+    with pytest.raises(UsageError, match=r"^capture") as error_info:
         parse_capture(json.dumps(data).encode())
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 MALFORMED_FILES = {
@@ -151,9 +151,9 @@ MALFORMED_FILES = {
 
 @pytest.mark.parametrize("name", MALFORMED_FILES)
 def test_malformed_file_is_one_clear_error(name: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         parse_capture(MALFORMED_FILES[name], name="file")
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_unreadable_path_is_one_clear_error(tmp_path: Path) -> None:

@@ -63,10 +63,10 @@ def test_elf_file_has_soname_build_id_and_notes() -> None:
 
 def test_truncated_elf_file_is_refused_at_every_length() -> None:
     for size_bytes in range(len(COMPLETE_ELF)):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error_info:
             evidence.parse_elf(COMPLETE_ELF[:size_bytes])
-        assert caught.value.reason is Reason.LIBRARY_DAMAGED
-        assert caught.value.errno is None
+        assert error_info.value.reason is Reason.LIBRARY_DAMAGED
+        assert error_info.value.errno is None
 
 
 @HYPOTHESIS_SETTINGS

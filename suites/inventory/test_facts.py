@@ -52,9 +52,9 @@ def test_facts_cannot_be_changed(empty_facts: Facts) -> None:
 def test_error_of_malformed_facts_names_the_field(empty_facts: Facts, field: str, value: object, message: str) -> None:
     data = json.loads(empty_facts.to_json())
     data[field] = value
-    with pytest.raises(UsageError, match=message.replace("[", r"\[").replace("]", r"\]")) as caught:
+    with pytest.raises(UsageError, match=message.replace("[", r"\[").replace("]", r"\]")) as error_info:
         Facts.from_json(json.dumps(data))
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", "null"])
@@ -145,9 +145,9 @@ def test_profile_foresees_by_patterns(tmp_path: Path) -> None:
 )
 def test_malformed_profile_is_refused(tmp_path: Path, text: str) -> None:
     write_profile(tmp_path, "bad", text)
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         load_profile("bad", folder=tmp_path)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_unknown_profile_error_lists_the_profiles(tmp_path: Path) -> None:

@@ -261,9 +261,9 @@ def test_full_bar1_names_the_holders_of_dmabufs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["{", '{"process_id": "x"}', "[" * 100_000])
 def test_malformed_observation_is_a_usage_error(tmp_path: Path, text: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         GpuProcess.parse(text)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
     observations = {GPU_PROCESSES: Observation(GPU_PROCESSES, seen={"pid 1 (x)": text})}
     finding = rule_of("cuda-ipc-refused").apply(make_machine(tmp_path, observations=observations))
     assert finding.verdict is Verdict.UNPROVEN

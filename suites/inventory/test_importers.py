@@ -170,16 +170,16 @@ BAD_LSPCI_OUTPUTS = {
 
 @pytest.mark.parametrize("name", BAD_TOPOLOGIES)
 def test_bad_topology_is_one_clear_error(name: str) -> None:
-    with pytest.raises(UsageError, match="NCCL topology: ") as caught:
+    with pytest.raises(UsageError, match="NCCL topology: ") as error_info:
         parse_capture(BAD_TOPOLOGIES[name])
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("name", BAD_LSPCI_OUTPUTS)
 def test_bad_lspci_output_is_one_clear_error(name: str) -> None:
-    with pytest.raises(UsageError, match="lspci: ") as caught:
+    with pytest.raises(UsageError, match="lspci: ") as error_info:
         parse_capture(BAD_LSPCI_OUTPUTS[name].encode())
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_bad_copied_tree_is_one_clear_error(tmp_path: Path) -> None:
@@ -187,9 +187,9 @@ def test_bad_copied_tree_is_one_clear_error(tmp_path: Path) -> None:
         read_capture(tmp_path)
     (tmp_path / "mlx5_0" / "ports").mkdir(parents=True)
     os.mkfifo(tmp_path / "mlx5_0" / "fw_ver")
-    with pytest.raises(UsageError, match="neither a file nor a folder") as caught:
+    with pytest.raises(UsageError, match="neither a file nor a folder") as error_info:
         read_capture(tmp_path)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @NEEDS_CAPTURES

@@ -180,9 +180,9 @@ LINK = "[[links]]\nquantity = '{}'\nat_least = {}\ncount = {}\nsource = '{}'\n"
 def test_malformed_links_and_extends_are_refused(tmp_path: Path, text: str, error: str) -> None:
     (tmp_path / "a.toml").write_text(PROFILE_START + text)
     (tmp_path / "b.toml").write_text(PROFILE_START + "extends = 'a'")
-    with pytest.raises(UsageError, match=error) as caught:
+    with pytest.raises(UsageError, match=error) as error_info:
         load_profile("a", folder=tmp_path)
-    assert caught.value.reason is Reason.MALFORMED or "'c'" in error
+    assert error_info.value.reason is Reason.MALFORMED or "'c'" in error
 
 
 def test_extended_profile_adds_to_the_entries_of_its_base(tmp_path: Path) -> None:

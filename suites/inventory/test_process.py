@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BOOT_ID = uuid.UUID("11111111-2222-3333-4444-555555555555")
 OWNER = ProcessIdentity(boot_id=BOOT_ID.bytes, process_id=77, namespace=4026531836, started_ticks=1234)
 # The program name contains parentheses and spaces. A parser that splits the line at spaces would misread it.
-STAT = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {started} 1000 10"
+STAT = "77 (a) b (c) {state} 1 77 77 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 {start_ticks} 1000 10"
 
 
 def write_proc(
@@ -35,19 +35,25 @@ def write_proc(
 
 
 @pytest.mark.parametrize(
-    ("state", "started", "running"), [("S", 1234, True), ("R", 1234, True), ("Z", 1234, False), ("S", 1235, False)]
+    ("state", "start_ticks", "is_owner_running"),
+    [("S", 1234, True), ("R", 1234, True), ("Z", 1234, False), ("S", 1235, False)],
 )
 def test_process_is_identified_by_id_and_start_time(
     tmp_path: Path,
     state: str,
-    started: int,
-    running: bool,  # noqa: FBT001
+    start_ticks: int,
+    is_owner_running: bool,  # noqa: FBT001
 ) -> None:
-    assert is_running(OWNER, write_proc(tmp_path, stat=STAT.format(state=state, started=started))) is running
+    assert (
+        is_running(OWNER, write_proc(tmp_path, stat=STAT.format(state=state, start_ticks=start_ticks)))
+        is is_owner_running
+    )
 
 
 def test_process_of_an_earlier_boot_is_not_running(tmp_path: Path) -> None:
-    tree_after_reboot = write_proc(tmp_path, boot_id=str(uuid.UUID(int=1)), stat=STAT.format(state="S", started=1234))
+    tree_after_reboot = write_proc(
+        tmp_path, boot_id=str(uuid.UUID(int=1)), stat=STAT.format(state="S", start_ticks=1234)
+    )
     assert is_running(OWNER, tree_after_reboot) is False
 
 
@@ -68,9 +74,9 @@ def test_real_process_is_running_until_it_ends() -> None:
     ) as child:
         assert child.stdout is not None
         boot, *numbers = child.stdout.readline().split()
-        process_id, namespace, started = map(int, numbers)
+        process_id, namespace, start_ticks = map(int, numbers)
         owner = ProcessIdentity(
-            boot_id=bytes.fromhex(boot), process_id=process_id, namespace=namespace, started_ticks=started
+            boot_id=bytes.fromhex(boot), process_id=process_id, namespace=namespace, started_ticks=start_ticks
         )
         assert is_running(owner) is True
         child.communicate("\n")

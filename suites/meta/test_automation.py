@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from automation import commands, environments, machine, system_packages
-from automation.gdrkit_commands import suite_parts
+from automation.gdrkit_commands import list_suite_parts
 from automation.side_by_side import Part, call_side_by_side
 from gdrkit import remedies
 
@@ -83,13 +83,13 @@ def run_install(folder: Path, distribution: str = "debian") -> subprocess.Comple
     ],
 )
 def test_apt_may_update_within_the_release_only(row: str, *, replaces: bool, is_allowed: bool) -> None:
-    (change,) = system_packages.apt_changes(f"Reading package lists...\n{row}\nConf xfsprogs\n")
+    (change,) = system_packages.list_apt_changes(f"Reading package lists...\n{row}\nConf xfsprogs\n")
     assert (change.replaces, change.is_allowed) == (replaces, is_allowed)
     assert change.text == row.removeprefix("Inst ")
 
 
 def test_dnf_may_update_within_the_release_only() -> None:
-    changes = {change.package: change for change in system_packages.dnf_changes(DNF_OUTPUT)}
+    changes = {change.package: change for change in system_packages.list_dnf_changes(DNF_OUTPUT)}
     assert [name for name, change in changes.items() if not change.replaces] == [
         "xfsprogs",
         "python3.12-a-module-with-a-long-name",
@@ -233,11 +233,11 @@ def test_side_by_side_keeps_output_and_exit_codes(capfd: pytest.CaptureFixture[s
     # Each of the two commands waits for a file that the other command creates. They end only if they run at the same
     # time.
     wait = "until [ -e {0}/{2} ]; do :; done; echo {1}; echo {1}; exit {3}"
-    parts = [
-        make_shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other, code))
-        for name, other, code in (("first", "second", 0), ("second", "first", 3))
+    commands = [
+        make_shell_part(name, f"echo {name}; touch {tmp_path}/{name}; " + wait.format(tmp_path, name, other_name, code))
+        for name, other_name, code in (("first", "second", 0), ("second", "first", 3))
     ]
-    assert call_side_by_side(parts, jobs=2) == {"first": 0, "second": 3}
+    assert call_side_by_side(commands, jobs=2) == {"first": 0, "second": 3}
     output = capfd.readouterr().out
     assert "first\nfirst\nfirst\n" in output
     assert "second\nsecond\nsecond\n" in output
@@ -251,7 +251,7 @@ def test_side_by_side_runs_no_more_than_jobs(tmp_path: Path) -> None:
 
 
 def test_every_default_case_file_is_in_one_part() -> None:
-    paths = [path for paths in suite_parts().values() for path in paths]
+    paths = [path for paths in list_suite_parts().values() for path in paths]
     files = [file for path in paths for file in ([path] if path.is_file() else path.rglob("test_*.py"))]
     default_files = {*(ROOT / "suites").rglob("test_*.py"), *(ROOT / "hardware" / "throughput").rglob("test_*.py")}
     assert sorted(files) == sorted(path for path in default_files if path.relative_to(ROOT).parts[1] != "meta")

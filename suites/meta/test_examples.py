@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from automation.site.snippets import example_files
+from automation.site.snippets import list_example_files
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("path", example_files(), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", list_example_files(), ids=lambda path: path.stem)
 def test_example_runs_on_the_twins(path: Path, tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "gdrkit", "run", "--software", "--isolated", "--quiet", "--"]
     command = [*launcher, sys.executable, "-W", "error", str(path)]

@@ -122,13 +122,13 @@ def test_equivalent_mutant_is_not_run() -> None:
 
 def test_seed_gives_the_same_sample_twice() -> None:
     modules = {"outcome": MODULES["outcome"], "requests": MODULES["requests"]}
-    first, repeated, sample_of_another_seed = (
+    first_sample, second_sample, sample_of_another_seed = (
         draw_mutants(OPERATORS, TREE, modules, seed=seed, count=10) for seed in ("1", "1", "2")
     )
-    assert first == repeated
-    assert len(first) == 10
-    assert {mutant.name for mutant in first} != {mutant.name for mutant in sample_of_another_seed}
-    for mutant in first:
+    assert first_sample == second_sample
+    assert len(first_sample) == 10
+    assert {mutant.name for mutant in first_sample} != {mutant.name for mutant in sample_of_another_seed}
+    for mutant in first_sample:
         assert (TREE / mutant.file).read_text() != mutant.source
         assert mutant.before != mutant.after
 

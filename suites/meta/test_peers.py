@@ -20,14 +20,14 @@ from support.records import make_record
 from gdrkit.report import CaseReason, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.peers import run as run_module
-from hardware.peers.cuda_programs import cuda_programs
+from hardware.peers.cuda_programs import list_cuda_programs
 from hardware.peers.cuda_python import join_results
 from hardware.peers.cuda_python_child import run_module as run_cuda_python_module
 from hardware.peers.lab import Difference, compare
-from hardware.peers.programs import StockProgram, debian_programs
+from hardware.peers.programs import StockProgram, list_debian_programs
 from hardware.peers.rdma_core import RdmaCoreResults
 from hardware.peers.run import DeviceUnderTest, run_program
-from hardware.peers.speed import speed_record
+from hardware.peers.speed import make_speed_record
 
 DEVICE_WITHOUT_TWINS = DeviceUnderTest("rxe0", "127.0.0.1", 1, timeout_s=20)
 DEVICE_ON_TWINS = DeviceUnderTest(
@@ -114,7 +114,7 @@ def test_command_of_a_record_has_no_path_of_this_tree() -> None:
 
 
 def test_names_of_programs_are_unique() -> None:
-    names = [stock_program.name for stock_program in [*debian_programs(), *cuda_programs(sys.executable)]]
+    names = [stock_program.name for stock_program in [*list_debian_programs(), *list_cuda_programs(sys.executable)]]
     assert len(names) == len(set(names))
 
 
@@ -159,7 +159,7 @@ def test_case_of_cuda_python_counts_only_without_kernels(tmp_path: Path) -> None
 
 def test_twin_that_is_kinder_than_a_gpu_fails(tmp_path: Path) -> None:
     join = join_results(*write_results(tmp_path, {"m.py::a": ("pass", "pass", []), "m.py::b": ("fail: x", "pass", [])}))
-    assert join.failure == "1 cases pass on the twin and fail on the GPU, such as m.py::b"
+    assert join.failure == "1 case passes on the twin, but not on the GPU, such as m.py::b"
 
 
 def test_module_of_cuda_python_goes_on_after_a_crash(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_speed_passes_only_within_its_limits(figure: str, value: float, missed: 
     names = ("ucx_tcp_tag_lat_us", "memcpy_gbps", "ib_write_bw_gbps", "ib_read_bw_gbps", "ucx_tcp_put_bw_gbps")
     values = {name: [1.0, 9.0, 1.0] for name in names}
     values |= {"ib_write_lat_us": [0.5] * 3, "ucx_verbs_put_bw_gbps": [2.0] * 3, figure: [value] * 3}
-    record = speed_record(values, load=(0.0, 0.0), duration_s=1.0)
+    record = make_speed_record(values, load=(0.0, 0.0), duration_s=1.0)
     assert "; ".join(reason.text for reason in record.reasons) == missed
     assert (record.verdict is Verdict.PASS) == (not missed)
 

@@ -15,18 +15,18 @@ from pathlib import Path
 import pytest
 
 from automation.site import flowchart, reference, stage
-from automation.site.examples import all_programs, programs_by_name
+from automation.site.examples import find_programs_by_name, list_all_programs
 from automation.site.snippets import ROOT, guides
 from gdrkit import errors
 from gdrkit.cufile import Cause
 from gdrkit.inventory import RULES
 
-PAGES = reference.api_pages({})
+PAGES = reference.make_api_pages({})
 # These public names have no example. The reason is in the table.
 WITHOUT_EXAMPLE: dict[str, str] = tomllib.loads((Path(__file__).parent / "without_example.toml").read_text())
 
 
-def declared_names() -> set[str]:
+def list_declared_names() -> set[str]:
     """Return the full names in the `__all__` of each package and of each module beside the packages."""
     names = set()
     for path in sorted((ROOT / "gdrkit").rglob("*.py")):
@@ -48,7 +48,7 @@ def test_reference_has_every_public_name() -> None:
         for page, text in PAGES.items()
         for name in re.findall(r"^## (\w+)$", text, re.MULTILINE)
     }
-    names = declared_names()
+    names = list_declared_names()
     assert len(names) > 450
     assert names - headings == set()
 
@@ -57,7 +57,7 @@ def test_public_class_or_function_has_a_docstring() -> None:
     # The two native classes have the interfaces of the protocols Iovec and Ioring in gdrkit.usrbio.native_types.
     undocumented = [
         f"{module_name}.{name}"
-        for module_name, module in reference.public_modules().items()
+        for module_name, module in reference.list_public_modules().items()
         for name in module.__all__
         if (inspect.isclass(value := getattr(module, name)) or inspect.isfunction(value)) and not value.__doc__
     ]
@@ -73,10 +73,10 @@ def needs_an_example(value: object) -> bool:
 
 
 def test_name_that_programs_call_has_an_example() -> None:
-    programs = programs_by_name(all_programs())
+    programs = find_programs_by_name(list_all_programs())
     missing = {
         f"{module_name}.{name}"
-        for module_name, module in reference.public_modules().items()
+        for module_name, module in reference.list_public_modules().items()
         for name in module.__all__
         if needs_an_example(getattr(module, name)) and not programs[f"{module_name}.{name}"]
     }
@@ -89,14 +89,16 @@ def test_page_of_commands_has_the_printed_help(name: str) -> None:
     printed = subprocess.run(
         command, env={"COLUMNS": "100", "PATH": "/usr/bin"}, capture_output=True, text=True, check=True
     ).stdout
-    section = re.search(rf"^## {name}\n\n```text\n(.*?)\n```$", reference.commands_page(), re.MULTILINE | re.DOTALL)
+    section = re.search(
+        rf"^## {name}\n\n```text\n(.*?)\n```$", reference.make_commands_page(), re.MULTILINE | re.DOTALL
+    )
     assert section is not None
     # The texts differ in the name of the program, and may differ in line breaks.
     assert "".join(section[1].split()) == "".join(printed.replace("python -m gdrkit", "gdrkit").split())
 
 
 def test_page_of_errors_has_every_class_and_reason() -> None:
-    page = reference.errors_page()
+    page = reference.make_errors_page()
     classes = [name for name in errors.__all__ if name not in {"Api", "Reason", "errno_name", "GdrkitWarning"}]
     assert [name for name in classes if f"[{name}](" not in page] == []
     assert [reason.name for reason, meaning in reference.reasons().items() if not meaning] == []
@@ -111,7 +113,7 @@ def test_every_guide_is_in_the_navigation() -> None:
 
 
 def test_link_of_a_document_leads_to_a_file() -> None:
-    assert stage.dead_links() == []
+    assert stage.find_dead_links() == []
 
 
 def test_external_links_are_valid_addresses() -> None:
@@ -120,7 +122,7 @@ def test_external_links_are_valid_addresses() -> None:
 
 @pytest.mark.parametrize("link", ["http://example.com/", "https://localhost/x", "ftp://example.com/x"])
 def test_invalid_external_link_is_found(link: str) -> None:
-    assert list(stage.invalid_links(f"See [this]({link}).")) == [link]
+    assert list(stage.find_invalid_links(f"See [this]({link}).")) == [link]
 
 
 def test_flowchart_of_the_architecture_is_drawn() -> None:

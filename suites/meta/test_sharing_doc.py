@@ -24,7 +24,7 @@ PARTS = {
 }
 
 
-def layout_table() -> str:
+def make_layout_table() -> str:
     lines = ["| offset | bytes | field | value |", "|---|---|---|---|"]
     for field in LAYOUT:
         size = struct.calcsize(f"<{field.code}")
@@ -32,7 +32,7 @@ def layout_table() -> str:
     return "\n".join(lines)
 
 
-def export_table() -> str:
+def make_export_table() -> str:
     lines = ["| memory | IPC | VMM | dma-buf |", "|---|---|---|---|"]
     for memory in dict.fromkeys(row.memory for row in EXPORTS):
         cells = []
@@ -46,7 +46,7 @@ def export_table() -> str:
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("table", [layout_table, export_table])
+@pytest.mark.parametrize("table", [make_layout_table, make_export_table])
 def test_document_has_the_table_of_the_code(table: object) -> None:
     assert callable(table)
     assert table() in DOCUMENT.read_text(), f"docs/sharing.md must have:\n{table()}"

@@ -63,12 +63,12 @@ def _check(data: bytes) -> None:
             value["data_offsets"],
         ]
     assert len(document) == len(parsed_header.tensors)
-    position = 0
+    data_offset = 0
     for name, entry in parsed_header.tensors.items():
-        assert entry.begin == position, name
+        assert entry.begin == data_offset, name
         assert (entry.end - entry.begin) * 8 == math.prod(entry.shape) * ELEMENT_TYPES[entry.dtype].bits, name
-        position = entry.end
-    assert position == _DATA_BYTES
+        data_offset = entry.end
+    assert data_offset == _DATA_BYTES
     text = header.pack_header(parsed_header.tensors.items(), parsed_header.metadata)[8:]
     reparsed_header = header.parse_header(text, data_bytes=_DATA_BYTES, path="model.safetensors")
     assert (reparsed_header.tensors, reparsed_header.metadata) == (parsed_header.tensors, parsed_header.metadata)

@@ -52,11 +52,11 @@ def write_model(
 ) -> ModelFile:
     """Write a file with tensors of these names, types and shapes, and with random bytes."""
     header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
-    contents, position = {}, 0
+    contents, data_offset = {}, 0
     for index, (name, dtype, shape) in enumerate(tensors):
         contents[name] = pattern.payload(compute_tensor_bytes(dtype, shape), seed=seed + index)
-        end = position + len(contents[name])
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [position, end]}
-        position = end
+        end = data_offset + len(contents[name])
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [data_offset, end]}
+        data_offset = end
     path.write_bytes(pack_file(header, b"".join(contents.values())))
     return ModelFile(path, contents, {name: shape for name, _dtype, shape in tensors})

@@ -168,10 +168,10 @@ def test_invalid_file_is_refused_with_its_cause(tmp_path: Path, name: str) -> No
     contents, message = INVALID_FILES[name]
     (tmp_path / "model").write_bytes(contents)
     with gds.File(tmp_path / "model", direct="never") as file:
-        with pytest.raises(UsageError, match=message) as caught:
+        with pytest.raises(UsageError, match=message) as error_info:
             read_header(file)
-        assert caught.value.reason is Reason.MALFORMED
-        assert str(caught.value).startswith(f"{tmp_path / 'model'} is not a valid safetensors file: ")
+        assert error_info.value.reason is Reason.MALFORMED
+        assert str(error_info.value).startswith(f"{tmp_path / 'model'} is not a valid safetensors file: ")
 
 
 def test_tensors_are_in_the_order_of_their_bytes() -> None:

@@ -140,17 +140,21 @@ def slice_lists(
     nested: list[list[list[int]]], shape: tuple[int, ...], index: object
 ) -> tuple[list[int], tuple[int, ...]]:
     """Return the elements and the shape of a part, by the slices of lists."""
-    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    if ... in items:
-        position = items.index(...)
-        items[position : position + 1] = [slice(None)] * (len(shape) - len(items) + 1)
-    items += [slice(None)] * (len(shape) - len(items))
-    selected = [
+    ranges: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if ... in ranges:
+        ellipsis_index = ranges.index(...)
+        ranges[ellipsis_index : ellipsis_index + 1] = [slice(None)] * (len(shape) - len(ranges) + 1)
+    ranges += [slice(None)] * (len(shape) - len(ranges))
+    selected_indexes = [
         range(size)[item] if isinstance(item, slice) else [range(size)[item]]
-        for item, size in zip(items, shape, strict=True)
+        for item, size in zip(ranges, shape, strict=True)
     ]
-    part_shape = tuple(len(chosen) for chosen, item in zip(selected, items, strict=True) if isinstance(item, slice))
-    return [nested[i][j][k] for i in selected[0] for j in selected[1] for k in selected[2]], part_shape
+    part_shape = tuple(
+        len(chosen) for chosen, item in zip(selected_indexes, ranges, strict=True) if isinstance(item, slice)
+    )
+    return [
+        nested[i][j][k] for i in selected_indexes[0] for j in selected_indexes[1] for k in selected_indexes[2]
+    ], part_shape
 
 
 @pytest.mark.parametrize(
@@ -277,9 +281,9 @@ def test_file_that_shrinks_while_it_is_loaded_is_named(tmp_path: Path, seed: int
     paths = [model.path for model in models]
     with safe_open(models[1].path, "dlpack", device_argument) as file:
         os.truncate(models[1].path, 5 * MIB)
-        with pytest.raises(gds.TransferFailed) as caught:
+        with pytest.raises(gds.TransferFailed) as error_info:
             file.get_tensor("1")
-    assert (caught.value.reason, caught.value.arguments["path"]) == (Reason.END_OF_FILE, os.fspath(paths[1]))
+    assert (error_info.value.reason, error_info.value.arguments["path"]) == (Reason.END_OF_FILE, os.fspath(paths[1]))
     with pytest.raises(UsageError, match="8388608 bytes, but 5242"):
         load_files(paths, device_argument, framework="dlpack")
     gds.close_engines()
@@ -328,9 +332,9 @@ def test_full_device_is_one_clear_error(tmp_path: Path, seed: int, device: Devic
     with (tmp_path / "model").open("wb") as file:
         file.write(pack_file({"a": {"dtype": "U8", "shape": [free_bytes * 2], "data_offsets": [0, free_bytes * 2]}}))
         file.truncate(file.tell() + free_bytes * 2)
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         load_file(tmp_path / "model", device.index, framework="dlpack")
-    assert caught.value.reason is Reason.OUT_OF_MEMORY
+    assert error_info.value.reason is Reason.OUT_OF_MEMORY
     assert device.memory_info().free_bytes == free_bytes
     assert handles.live() == handles_before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
 

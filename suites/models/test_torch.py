@@ -84,9 +84,9 @@ def test_patch_replaces_the_functions_and_restores_them(tmp_path: Path, seed: in
             assert file.get_tensor("a").equal(expected)
             assert file.get_slice("a")[...].equal(expected)
             assert file.get_slice("a")[2:4, 1:].equal(expected[2:4, 1:])
-        with pytest.raises(UsageError) as caught, safetensors.patch():
+        with pytest.raises(UsageError) as error_info, safetensors.patch():
             pass
-        assert caught.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
     assert (library.safe_open, torch_functions.safe_open, torch_functions.load_file) == originals
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.kernel_exporters import DMA_HEAP, UDMABUF, VGEM
-from support.other_user import folder_for_all_users, program_command, run_program
+from support.other_user import folder_for_all_users, make_program_command, run_program
 from support.processes import LineChild
 
 from gdrkit.errors import Api
@@ -230,7 +230,7 @@ from support.other_user import become_unprivileged
 sys.argv = ["gdrkit", "observe", "--json", "--", "{folder}/sleep", "0.5"]
 gdrkit.cli.main()
 """
-        command, environ = program_command(program, os.environ)
+        command, environ = make_program_command(program, os.environ)
         completed = subprocess.run(
             command,
             env=environ,

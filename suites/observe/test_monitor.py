@@ -160,10 +160,10 @@ def test_reading_costs_less_than_one_percent_of_a_core() -> None:
         process = stack.enter_context(start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0"))
         address = read_address(process.stdout)
         scrape(address)  # The first reading imports libraries.
-        before_s = processor_time_s(process.pid)
+        before_s = read_processor_time_s(process.pid)
         for _ in range(READING_COUNT):
             scrape(address)
-        reading_s = (processor_time_s(process.pid) - before_s) / READING_COUNT
+        reading_s = (read_processor_time_s(process.pid) - before_s) / READING_COUNT
     assert reading_s < 0.01 * SCRAPE_INTERVAL_S
 
 
@@ -184,7 +184,7 @@ def test_thread_of_the_server_receives_no_signals() -> None:
     assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
 
 
-def processor_time_s(process_id: int) -> float:
+def read_processor_time_s(process_id: int) -> float:
     """Return the user and system time of a process."""
     fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
@@ -465,10 +465,10 @@ def test_address_is_parsed(text: str, address: tuple[str, int]) -> None:
 def test_used_port_is_an_error_with_the_address() -> None:
     with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
         port = int(server.address.split(":")[2].partition("/")[0])
-        with pytest.raises(ApiError) as failure:
+        with pytest.raises(ApiError) as error_info:
             monitor.serve_metrics("127.0.0.1", port, metrics=tuple)
-    assert failure.value.errno == errno.EADDRINUSE
-    assert failure.value.arguments == {"host": "127.0.0.1", "port": port}
+    assert error_info.value.errno == errno.EADDRINUSE
+    assert error_info.value.arguments == {"host": "127.0.0.1", "port": port}
 
 
 def test_missing_library_is_exit_code_3(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 from hypothesis import strategies
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
-from support.raw_cuda import raw_allocate, raw_free
+from support.raw_cuda import allocate_raw, free_raw
 
 from gdrkit import cuda, handles, pattern
 from gdrkit.errors import ClosedResource, Reason, UsageError
@@ -127,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         # allocated by gdrkit, which notifies the cache of each free.
         if not is_raw or isinstance(allocator, HostAllocator):
             return self._add_memory(allocator.allocate(SIZE_BYTES), is_raw=False)
-        address = raw_allocate(allocator, SIZE_BYTES)
+        address = allocate_raw(allocator, SIZE_BYTES)
         return self._add_memory(cuda.borrow(allocator, address, length_bytes=SIZE_BYTES), is_raw=True)
 
     @rule(owner=consumes(owners))
@@ -139,11 +139,11 @@ class CacheMachine(RuleBasedStateMachine):
             # The cache is not notified of this free. A program must not free leased memory, so the leases end first.
             self._end_leases(owner)
             owner.memory.close()
-            self._raw_free(address)
+            self._free_raw(address)
         elif any(held_lease.is_open and held_lease.owner is owner for held_lease in self.held_leases):
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 owner.memory.close()
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
             self._end_leases(owner)
             owner.memory.close()
         else:
@@ -241,9 +241,9 @@ class CacheMachine(RuleBasedStateMachine):
                 held_lease.is_open = False
                 held_lease.lease.close()
 
-    def _raw_free(self, address: int) -> None:
+    def _free_raw(self, address: int) -> None:
         assert not isinstance(self.resources.allocator, HostAllocator)
-        raw_free(self.resources.allocator, address)
+        free_raw(self.resources.allocator, address)
 
     def teardown(self) -> None:
         for owner in tuple(self.live_memories):
@@ -251,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
             address = owner.memory.address
             owner.memory.close()
             if owner.is_raw:
-                self._raw_free(address)
+                self._free_raw(address)
         self.cache.close()
         assert self.cache.statistics().registered_bytes == 0
         self.stack.close()

@@ -68,10 +68,10 @@ def draw_handle(draw: st.DrawFn) -> ShareHandle:
 
 def check_refused(data: bytes) -> None:
     """Require that the parser refuses the data."""
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         ShareHandle.parse(data)
-    assert type(raised.value) is UsageError
-    assert raised.value.reason is Reason.MALFORMED
+    assert type(error_info.value) is UsageError
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @settings(max_examples=EXAMPLES_COUNT, deadline=None)
@@ -120,9 +120,9 @@ def test_80_byte_handle_round_trips_or_is_refused(data: bytes) -> None:
     if len(data) == GDR_HANDLE_BYTES and any(ipc) and 0 < length_bytes <= LENGTH_BYTES_MAX and device_index < 1 << 31:
         assert GdrHandle.parse(data).pack() == data
         return
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         GdrHandle.parse(data)
-    assert raised.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.timeout(FUZZ_S + 120)

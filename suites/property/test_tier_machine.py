@@ -110,9 +110,9 @@ class TierMachine(RuleBasedStateMachine):
     @rule(name=names)
     def remove(self, name: str) -> None:
         if self._has_writer(name):
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ApiError) as error_info:
                 self.manager.remove(name)
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
         elif name in self.model:
             self._freeze_readers(name)
             self.manager.remove(name)
@@ -249,9 +249,9 @@ class TierMachine(RuleBasedStateMachine):
             self.pins.pop(name, None)
 
     def _check_move_is_refused(self, name: str, destination: str) -> None:
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             self.manager.move(name, destination)
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
 
     def _try_move(self, name: str, destination: str, observe: Callable[[Phase, str, int], None]) -> bool:
         try:

@@ -100,7 +100,7 @@ def call_device_functions(recorder: CallRecorder) -> None:
 
 def call_memory_functions(recorder: CallRecorder) -> None:
     """Allocations of devices and of the host."""
-    pointer, other = c_void_p(), c_void_p()
+    pointer, other_pointer = c_void_p(), c_void_p()
     recorder.call("null", "cudaMalloc", None, c_size_t(16))
     recorder.call("no bytes", "cudaMalloc", byref(pointer), c_size_t(0), output=pointer)
     recorder.call("too many bytes", "cudaMalloc", byref(pointer), c_size_t(1 << 60))
@@ -131,11 +131,11 @@ def call_memory_functions(recorder: CallRecorder) -> None:
     recorder.call("not registered", "cudaHostUnregister", address)
     recorder.call("once", "cudaHostRegister", address, c_size_t(8 * KIB), c_uint(0))
     recorder.call("twice", "cudaHostRegister", address, c_size_t(8 * KIB), c_uint(0))
-    recorder.call("registered", "cudaHostGetDevicePointer", byref(other), address, c_uint(0))
+    recorder.call("registered", "cudaHostGetDevicePointer", byref(other_pointer), address, c_uint(0))
     recorder.call("registered", "cudaHostUnregister", address)
-    recorder.call("not registered", "cudaHostGetDevicePointer", byref(other), address, c_uint(0))
-    free, total = c_size_t(), c_size_t()
-    recorder.call("free and total", "cudaMemGetInfo", byref(free), byref(total))
+    recorder.call("not registered", "cudaHostGetDevicePointer", byref(other_pointer), address, c_uint(0))
+    free_bytes, total_bytes = c_size_t(), c_size_t()
+    recorder.call("free and total", "cudaMemGetInfo", byref(free_bytes), byref(total_bytes))
 
 
 def call_copy_functions(recorder: CallRecorder) -> None:
@@ -203,9 +203,21 @@ def call_copy_functions(recorder: CallRecorder) -> None:
 def call_stream_functions(recorder: CallRecorder) -> None:
     """Streams and events."""
     pointer, number = c_void_p(), c_int()
-    least, greatest = c_int(), c_int()
-    recorder.call("least", "cudaDeviceGetStreamPriorityRange", byref(least), byref(greatest), output=least)
-    recorder.call("greatest", "cudaDeviceGetStreamPriorityRange", byref(least), byref(greatest), output=greatest)
+    least_priority, greatest_priority = c_int(), c_int()
+    recorder.call(
+        "least",
+        "cudaDeviceGetStreamPriorityRange",
+        byref(least_priority),
+        byref(greatest_priority),
+        output=least_priority,
+    )
+    recorder.call(
+        "greatest",
+        "cudaDeviceGetStreamPriorityRange",
+        byref(least_priority),
+        byref(greatest_priority),
+        output=greatest_priority,
+    )
     recorder.call("null", "cudaStreamCreate", None)
     recorder.call("unknown flags", "cudaStreamCreateWithFlags", byref(pointer), c_uint(6))
     for priority in (-99, 99):

@@ -77,18 +77,18 @@ def call_shared_pool_functions(recorder: CallRecorder) -> None:
     )
     recorder.call("private", "cudaMemPoolCreate", byref(private_pool), byref(PoolProperties(1, 0, Location(1, 0))))
     recorder.call("shared", "cudaMemPoolCreate", byref(shared_pool), byref(PoolProperties(1, 1, Location(1, 0))))
-    export_function, zero = "cudaMemPoolExportToShareableHandle", c_uint(0)
-    recorder.call("private pool", export_function, byref(fd), private_pool, 1, zero)
+    export_function, no_flags = "cudaMemPoolExportToShareableHandle", c_uint(0)
+    recorder.call("private pool", export_function, byref(fd), private_pool, 1, no_flags)
     recorder.call("unknown flags", export_function, byref(fd), shared_pool, 1, c_uint(1))
-    recorder.call("another type", export_function, byref(fd), shared_pool, 8, zero)
-    recorder.call("shared pool", export_function, byref(fd), shared_pool, 1, zero)
+    recorder.call("another type", export_function, byref(fd), shared_pool, 8, no_flags)
+    recorder.call("shared pool", export_function, byref(fd), shared_pool, 1, no_flags)
     recorder.call(
         "1 KiB from a shared pool", "cudaMallocFromPoolAsync", byref(pointer), c_size_t(KIB), shared_pool, None
     )
     recorder.call("memory of a shared pool", "cudaMemPoolExportPointer", byref(data), pointer)
     recorder.call("no memory", "cudaMemPoolExportPointer", byref(data), c_void_p(0x1000))
     import_function = "cudaMemPoolImportFromShareableHandle"
-    recorder.call("closed descriptor", import_function, byref(imported_pool), c_void_p(0xFFFF), 1, zero)
+    recorder.call("closed descriptor", import_function, byref(imported_pool), c_void_p(0xFFFF), 1, no_flags)
     recorder.call("unknown flags", import_function, byref(imported_pool), c_void_p(fd.value), 1, c_uint(1))
     recorder.call(
         "pool that is not imported", "cudaMemPoolImportPointer", byref(imported_pointer), shared_pool, byref(data)
@@ -210,8 +210,8 @@ def call_capture_functions(recorder: CallRecorder) -> None:
 
 def call_graph_functions(recorder: CallRecorder) -> None:
     """Graphs of memsets and empty nodes."""
-    graph, node, second, executable, clone = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p()
-    memory, number, count, none = (
+    graph, node, memset_node, executable, clone = c_void_p(), c_void_p(), c_void_p(), c_void_p(), c_void_p()
+    memory, number, count, zero_count = (
         recorder.call_for_pointer("cudaMalloc", c_size_t(KIB)),
         c_int(),
         c_size_t(),
@@ -223,8 +223,8 @@ def call_graph_functions(recorder: CallRecorder) -> None:
     recorder.call("empty", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0))
     recorder.call("empty", "cudaGraphLaunch", executable, None)
     recorder.call("empty", "cudaGraphExecDestroy", executable)
-    recorder.call("first", "cudaGraphAddEmptyNode", byref(node), graph, None, none)
-    recorder.call("no list", "cudaGraphAddEmptyNode", byref(second), graph, None, c_size_t(1))
+    recorder.call("first", "cudaGraphAddEmptyNode", byref(node), graph, None, zero_count)
+    recorder.call("no list", "cudaGraphAddEmptyNode", byref(memset_node), graph, None, c_size_t(1))
     for title, destination, width, element_bytes in (
         ("of device memory", memory, KIB, 1),
         ("too long", memory, KIB + 1, 1),
@@ -232,12 +232,14 @@ def call_graph_functions(recorder: CallRecorder) -> None:
         ("null", None, KIB, 1),
     ):
         memset = MemsetParameters(destination, 0, 7, element_bytes, width, 1)
-        recorder.call(title, "cudaGraphAddMemsetNode", byref(second), graph, byref(node), c_size_t(1), byref(memset))
+        recorder.call(
+            title, "cudaGraphAddMemsetNode", byref(memset_node), graph, byref(node), c_size_t(1), byref(memset)
+        )
     recorder.call("number", "cudaGraphGetNodes", graph, None, byref(count), output=count)
     recorder.call("number", "cudaGraphGetRootNodes", graph, None, byref(count), output=count)
-    recorder.call("memset", "cudaGraphNodeGetType", second, byref(number), output=number)
-    recorder.call("memset", "cudaGraphMemsetNodeGetParams", second, byref(MemsetParameters()))
-    recorder.call("memset", "cudaGraphHostNodeGetParams", second, byref(MemsetParameters()))
+    recorder.call("memset", "cudaGraphNodeGetType", memset_node, byref(number), output=number)
+    recorder.call("memset", "cudaGraphMemsetNodeGetParams", memset_node, byref(MemsetParameters()))
+    recorder.call("memset", "cudaGraphHostNodeGetParams", memset_node, byref(MemsetParameters()))
     recorder.call("unknown flags", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0x100))
     recorder.call("graph", "cudaGraphInstantiate", byref(executable), graph, ctypes.c_uint64(0))
     recorder.call("graph", "cudaGraphClone", byref(clone), graph)
@@ -252,7 +254,7 @@ def call_graph_functions(recorder: CallRecorder) -> None:
 
 def call_array_functions(recorder: CallRecorder) -> None:
     """Arrays and mipmapped arrays, as memory."""
-    array, level, host, zero = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
+    array, level, host, no_flags = c_void_p(), c_void_p(), ctypes.create_string_buffer(64 * KIB), c_uint(0)
     two_shorts = ChannelFormat(16, 16, 0, 0, 1)
     for title, channels, width, height, flags in (
         ("no elements", two_shorts, 0, 0, 0),
@@ -266,8 +268,8 @@ def call_array_functions(recorder: CallRecorder) -> None:
     ):
         sizes = (c_size_t(width), c_size_t(height), c_uint(flags))
         recorder.call(title, "cudaMallocArray", byref(array), byref(channels), *sizes)
-    recorder.call("null", "cudaMallocArray", byref(array), None, c_size_t(8), c_size_t(8), zero)
-    nothing, row, rows = c_size_t(0), c_size_t(80), c_size_t(5)
+    recorder.call("null", "cudaMallocArray", byref(array), None, c_size_t(8), c_size_t(8), no_flags)
+    zero_bytes, row_bytes, row_count = c_size_t(0), c_size_t(80), c_size_t(5)
     for title, x_bytes, pitch, width, height, kind in (
         ("all", 0, 80, 80, 5, HOST_TO_DEVICE),
         ("default", 0, 80, 80, 5, DEFAULT),
@@ -279,15 +281,28 @@ def call_array_functions(recorder: CallRecorder) -> None:
         ("nothing", 0, 80, 0, 5, HOST_TO_DEVICE),
     ):
         region = (c_size_t(pitch), c_size_t(width), c_size_t(height))
-        recorder.call(title, "cudaMemcpy2DToArray", array, c_size_t(x_bytes), nothing, host, *region, kind)
-    recorder.call("all", "cudaMemcpy2DFromArray", host, row, array, nothing, nothing, row, rows, DEVICE_TO_HOST)
+        recorder.call(title, "cudaMemcpy2DToArray", array, c_size_t(x_bytes), zero_bytes, host, *region, kind)
+    recorder.call(
+        "all",
+        "cudaMemcpy2DFromArray",
+        host,
+        row_bytes,
+        array,
+        zero_bytes,
+        zero_bytes,
+        row_bytes,
+        row_count,
+        DEVICE_TO_HOST,
+    )
     recorder.call("a part", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(1), host, c_size_t(16), HOST_TO_DEVICE)
-    recorder.call("beyond the end", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(4), host, row, HOST_TO_DEVICE)
+    recorder.call(
+        "beyond the end", "cudaMemcpyToArray", array, c_size_t(4), c_size_t(4), host, row_bytes, HOST_TO_DEVICE
+    )
     recorder.call("array", "cudaGetChannelDesc", byref(ChannelFormat()), array)
     recorder.call("array", "cudaArrayGetInfo", byref(ChannelFormat()), None, None, array)
     recorder.call("array", "cudaFreeArray", array)
     recorder.call("null", "cudaFreeArray", None)
-    recorder.call("null", "cudaGetMipmappedArrayLevel", byref(level), None, zero)
+    recorder.call("null", "cudaGetMipmappedArrayLevel", byref(level), None, no_flags)
     recorder.call("null", "cudaFreeMipmappedArray", None)
 
 

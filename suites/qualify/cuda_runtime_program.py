@@ -93,13 +93,14 @@ def check_errors_of_threads() -> None:
 
 def launch_kernel() -> None:
     """Register a kernel, as a compiled program does, and launch it."""
-    kernel, one = ctypes.c_int(), Dimensions(1, 1, 1)
+    kernel, one_block = ctypes.c_int(), Dimensions(1, 1, 1)
     register_binary, register_function = runtime["__cudaRegisterFatBinary"], runtime["__cudaRegisterFunction"]
     register_binary.restype = ctypes.c_void_p
     binary = ctypes.c_void_p(register_binary(bytes(16)))
     register_function(binary, ctypes.byref(kernel), None, b"_Z5scalePff", -1, None, None, None, None, None)
     require_status(
-        runtime.cudaLaunchKernel(ctypes.byref(kernel), one, one, None, ctypes.c_size_t(0), None), expected=NOT_SUPPORTED
+        runtime.cudaLaunchKernel(ctypes.byref(kernel), one_block, one_block, None, ctypes.c_size_t(0), None),
+        expected=NOT_SUPPORTED,
     )
     require_status(runtime.cudaGetLastError(), NOT_SUPPORTED)
 

@@ -160,7 +160,7 @@ def _run_job(
         options = ["--mca", "plm_rsh_agent", str(remote_shell), "--mca", "plm_rsh_no_tree_spawn", "1"]
         slots = ",".join(f"{host}:{ranks_per_host}" for host in hosts)
         ranks = ["--host", slots, "-np", str(len(hosts) * ranks_per_host)]
-        line = shlex.join(_mpirun_command(Path(folder), [*options, *ranks, *_qualify_command(command, output)]))
+        line = shlex.join(_make_mpirun_command(Path(folder), [*options, *ranks, *_qualify_command(command, output)]))
         set_host_name = ["unshare", "--uts", "sh", "-c", f"hostname {hosts[0]}; exec {line}"]
         fabric = {"GDRKIT_TWINS_FABRIC_SECRET": secrets.token_hex(16), **variables}
         with _start_job(["ip", "netns", "exec", hosts[0], *set_host_name], fabric) as job:
@@ -180,7 +180,7 @@ def run_job_on_this_machine(output: Path, *, command_of_rank_1: Sequence[str] = 
             "1",
             *_qualify_command(command_of_rank_1, output),
         ]
-        with _start_job(_mpirun_command(Path(folder), ranks), {}) as job:
+        with _start_job(_make_mpirun_command(Path(folder), ranks), {}) as job:
             yield job
 
 
@@ -203,7 +203,7 @@ def _run_ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True)
 
 
-def _mpirun_command(folder: Path, options: Sequence[str]) -> list[str]:
+def _make_mpirun_command(folder: Path, options: Sequence[str]) -> list[str]:
     return ["mpirun", "--mca", "orte_tmpdir_base", str(folder), "--oversubscribe", *options]
 
 

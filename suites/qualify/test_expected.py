@@ -138,6 +138,6 @@ def test_expectations_of_all_profiles_have_a_source() -> None:
 )
 def test_malformed_expectation_is_refused(tmp_path: Path, line: str, error: str) -> None:
     (tmp_path / "a.toml").write_text(PROFILE_START + line)
-    with pytest.raises(UsageError, match=error) as caught:
+    with pytest.raises(UsageError, match=error) as error_info:
         load_profile("a", folder=tmp_path)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED

@@ -76,9 +76,9 @@ def test_valid_plan_is_accepted(name: str) -> None:
 @pytest.mark.parametrize("name", MALFORMED_PLANS)
 def test_malformed_plan_is_an_error_with_its_line(name: str) -> None:
     rules, line = MALFORMED_PLANS[name]
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         parse_plan(HEADER + rules)
-    error = caught.value
+    error = error_info.value
     assert (error.api, error.operation, error.errno) == (Api.TWINS, "read fault plan", errno.EINVAL)
     assert error.reason is Reason.MALFORMED
     assert error.arguments["line"] == line
@@ -118,9 +118,9 @@ def test_rules_have_the_calls_and_codes_of_their_lines() -> None:
 
 
 def test_unreadable_plan_has_the_errno_of_the_kernel() -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         read_plan("/proc/self/never there")
-    assert caught.value.errno == errno.ENOENT
+    assert error_info.value.errno == errno.ENOENT
 
 
 @needs(software(Api.VERBS))
@@ -134,7 +134,7 @@ def test_twin_has_the_same_grammar(name: str, capfd: pytest.CaptureFixture[str])
         launch.twin_control().set_faults("verbs", HEADER)
         return
     rules, line = MALFORMED_PLANS[name]
-    with pytest.raises(OSError, match="malformed") as caught:
+    with pytest.raises(OSError, match="malformed") as error_info:
         launch.twin_control().set_faults("verbs", HEADER + rules)
-    assert caught.value.errno == errno.EINVAL
+    assert error_info.value.errno == errno.EINVAL
     assert f"line {line}" in capfd.readouterr().err

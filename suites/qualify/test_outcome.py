@@ -270,7 +270,7 @@ def test_failed_case_outweighs_a_passed_one() -> None:
 
 def test_route_that_registration_refuses_is_not_possible() -> None:
     refused_route, possible_route = route_statuses(
-        make_facts(routes=[make_route_facts("peer_memory", possible=False), make_route_facts("dmabuf")]), []
+        make_facts(routes=[make_route_facts("peer_memory", is_possible=False), make_route_facts("dmabuf")]), []
     )[::-1]
     cause = "ibv_reg_mr failed: Bad address (EFAULT); load a module"
     assert (refused_route.state, refused_route.cause) == (RouteOutcome.NOT_POSSIBLE, cause)

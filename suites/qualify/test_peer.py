@@ -118,9 +118,9 @@ def test_message_that_is_not_an_object_is_refused(text: bytes) -> None:
     sender, receiver_socket = socket.socketpair()
     with sender, contextlib.closing(Channel(receiver_socket)) as receiver:
         sender.sendall(text + b'{"id": 1}\n')
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError) as error_info:
             receiver.receive(timeout_s=5)
-        assert caught.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
         assert receiver.receive(timeout_s=5) == {"id": 1}
 
 
@@ -132,13 +132,13 @@ def test_message_has_at_most_sixteen_descriptors(channels: tuple[Channel, Channe
         if count == 16:
             assert receiver.receive(timeout_s=5) == {}
         else:
-            with pytest.raises(UsageError) as caught:
+            with pytest.raises(UsageError) as error_info:
                 receiver.receive(timeout_s=5)
-            assert caught.value.reason is Reason.MALFORMED
+            assert error_info.value.reason is Reason.MALFORMED
             return
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UsageError) as error_info:
             receiver.take_descriptors(count + 1)
-        assert caught.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
         descriptors = receiver.take_descriptors(count - 1)
         assert all(os.path.sameopenfile(descriptor, file.fileno()) for descriptor in descriptors)
         for descriptor in descriptors:
@@ -215,9 +215,9 @@ def test_new_peer_is_another_process_without_api_libraries() -> None:
 
 def test_killed_peer_is_broken_and_reports_the_signal(peer: Peer) -> None:
     peer.kill()
-    with pytest.raises(BrokenResource, match="SIGKILL") as caught:
+    with pytest.raises(BrokenResource, match="SIGKILL") as error_info:
         peer.modules()
-    assert caught.value.reason is Reason.PEER_GONE
+    assert error_info.value.reason is Reason.PEER_GONE
     assert not peer.alive
 
 
@@ -231,24 +231,24 @@ def test_peer_can_exit_without_clean_up(peer: Peer) -> None:
 def test_peer_that_does_not_reply_is_killed(peer: Peer) -> None:
     peer.modules()
     peer.stop()
-    with pytest.raises(BrokenResource) as caught:
+    with pytest.raises(BrokenResource) as error_info:
         peer.request("modules", request_timeout_s=0.05)
-    assert caught.value.reason is Reason.TIMEOUT
+    assert error_info.value.reason is Reason.TIMEOUT
     assert not peer.alive
 
 
 def test_output_of_a_peer_is_in_the_error_when_it_ends(peer: Peer) -> None:
-    with pytest.raises(BrokenResource) as caught:
+    with pytest.raises(BrokenResource) as error_info:
         peer.request("close", there_is_no_such_argument=1)
-    assert "TypeError" in "\n".join(caught.value.__notes__)
+    assert "TypeError" in "\n".join(error_info.value.__notes__)
 
 
 def test_unknown_operation_and_handle_are_usage_errors(peer: Peer) -> None:
     with pytest.raises(UsageError, match="no operation 'fly'"):
         peer.request("fly")
-    with pytest.raises(UsageError, match="handle 5") as caught:
+    with pytest.raises(UsageError, match="handle 5") as error_info:
         peer.request("close", number=5)
-    assert "raised in peer" in caught.value.__notes__[-1]
+    assert "raised in peer" in error_info.value.__notes__[-1]
 
 
 def test_peers_returns_another_peer_for_each_call(peers: Callable[[], Peer]) -> None:
@@ -260,9 +260,9 @@ def test_peer_finds_a_changed_byte_in_its_buffer(peer: Peer) -> None:
     buffer = peer.buffer(4096, seed=5)
     assert buffer.check(seed=5) == buffer.check(seed=5)
     buffer.fill(seed=6, offset_bytes=100, length_bytes=1)
-    with pytest.raises(DataMismatch) as caught:
+    with pytest.raises(DataMismatch) as error_info:
         buffer.check(seed=5)
-    assert caught.value.first_offset_bytes == 100
+    assert error_info.value.first_offset_bytes == 100
     assert len(buffer.contents(offset_bytes=4000)) == 96
 
 
@@ -304,8 +304,8 @@ def test_peer_that_outlives_sigkill_is_broken() -> None:
     peer = Peer()
     peer.modules()
     with trace_process(peer.process_id):
-        with pytest.raises(BrokenResource, match="was left behind") as raised:
+        with pytest.raises(BrokenResource, match="was left behind") as error_info:
             peer.kill()
-        assert raised.value.reason is Reason.TIMEOUT
+        assert error_info.value.reason is Reason.TIMEOUT
     peer.close()
     assert peer.exit_code == -9

@@ -30,7 +30,7 @@ DISCONNECT_TIME_MIN_S = 5.0
 TOKEN = "token of the job"  # noqa: S105 - it protects nothing here.
 
 
-def rank_hello(rank: int, *, version: str = gdrkit.__version__) -> RankHello:
+def make_rank_hello(rank: int, *, version: str = gdrkit.__version__) -> RankHello:
     return RankHello(TOKEN, rank, "near 01234567 1", version)
 
 
@@ -58,9 +58,9 @@ class Admission:
         connection.sendall(data)
         return connection
 
-    def start_rank(self, rank_hello: RankHello, facts: Facts) -> None:
+    def start_rank(self, make_rank_hello: RankHello, facts: Facts) -> None:
         """Start a rank in another thread. It serves until the connection is closed."""
-        self._threads.submit(lambda: serve(join(self.address, rank_hello), facts, {}))
+        self._threads.submit(lambda: serve(join(self.address, make_rank_hello), facts, {}))
 
     def wait_for_ranks(self) -> AdmittedRanks:
         """Wait for the end of the admission, and return the ranks that were admitted."""
@@ -83,7 +83,7 @@ def admission() -> Iterator[Admission]:
 
 
 def pack_rank_hello(**changes: object) -> bytes:
-    return json.dumps({**dataclasses.asdict(rank_hello(1)), **changes}).encode() + b"\n"
+    return json.dumps({**dataclasses.asdict(make_rank_hello(1)), **changes}).encode() + b"\n"
 
 
 WRONG_TOKEN, LONE_SURROGATE = {"token": "guessed"}, {"token": "\ud800"}
@@ -111,7 +111,7 @@ def test_untrusted_peers_do_not_delay_the_ranks(admission: Admission, facts: Fac
     peer_with_incomplete_hello = admission.connect(pack_rank_hello()[:-1])
     start_s = time.monotonic()
     for rank in (1, 0):
-        admission.start_rank(rank_hello(rank), facts)
+        admission.start_rank(make_rank_hello(rank), facts)
     admitted_ranks = admission.wait_for_ranks()
     assert time.monotonic() - start_s < DISCONNECT_TIME_MIN_S
     assert (list(admitted_ranks.ranks), admitted_ranks.rejected) == ([0, 1], {})
@@ -145,18 +145,18 @@ def wait_for_close(connection: socket.socket) -> None:
 
 
 def test_second_connection_of_a_rank_is_closed(admission: Admission, facts: Facts) -> None:
-    admission.start_rank(rank_hello(1), facts)
+    admission.start_rank(make_rank_hello(1), facts)
     is_admitted = False
     while not is_admitted:
         with admission.connect(pack_rank_hello()) as second_connection:
             is_admitted = second_connection.recv(100) == b""
-    admission.start_rank(rank_hello(0), facts)
+    admission.start_rank(make_rank_hello(0), facts)
     assert list(admission.wait_for_ranks().ranks) == [0, 1]
 
 
 def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts) -> None:
-    admission.start_rank(rank_hello(0), facts)
-    rejected_rank = join(admission.address, rank_hello(1, version="0.0.9"))
+    admission.start_rank(make_rank_hello(0), facts)
+    rejected_rank = join(admission.address, make_rank_hello(1, version="0.0.9"))
     admitted_ranks = admission.wait_for_ranks()
     assert list(admitted_ranks.ranks) == [0]
     text = f"rank 1 (near): it has gdrkit 0.0.9, and rank 0 has {gdrkit.__version__}: install one version on all hosts"
@@ -168,8 +168,8 @@ def test_rank_of_another_version_is_rejected(admission: Admission, facts: Facts)
 
 @pytest.mark.parametrize("message", [{"facts": "{}"}, {"facts": 7}, {}, {"exit_code": 0}])
 def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Facts, message: dict[str, object]) -> None:
-    admission.start_rank(rank_hello(0), facts)
-    rejected_rank = join(admission.address, rank_hello(1))
+    admission.start_rank(make_rank_hello(0), facts)
+    rejected_rank = join(admission.address, make_rank_hello(1))
     rejected_rank.send(message, timeout_s=STEP_TIMEOUT_S)
     admitted_ranks = admission.wait_for_ranks()
     assert (list(admitted_ranks.ranks), list(admitted_ranks.rejected)) == ([0], [1])
@@ -178,9 +178,9 @@ def test_rank_with_malformed_facts_is_rejected(admission: Admission, facts: Fact
 
 
 def test_rank_that_disconnects_before_its_facts_may_reconnect(admission: Admission, facts: Facts) -> None:
-    join(admission.address, rank_hello(1)).close()
+    join(admission.address, make_rank_hello(1)).close()
     for rank in (0, 1):
-        admission.start_rank(rank_hello(rank), facts)
+        admission.start_rank(make_rank_hello(rank), facts)
     assert list(admission.wait_for_ranks().ranks) == [0, 1]
 
 
@@ -191,11 +191,11 @@ def test_rank_skips_an_address_where_another_program_answers(admission: Admissio
     """
     with socket.create_server(("127.0.0.2", admission.port)) as echo_listener:
         admission.address["addresses"] = ["127.0.0.3", "127.0.0.2", "127.0.0.1"]
-        admission.start_rank(rank_hello(1), facts)
+        admission.start_rank(make_rank_hello(1), facts)
         with contextlib.closing(MessageSocket(echo_listener.accept()[0])) as echo:
             echo.send(echo.receive(timeout_s=STEP_TIMEOUT_S), timeout_s=STEP_TIMEOUT_S)
             admission.address["addresses"] = ["127.0.0.1"]
-            admission.start_rank(rank_hello(0), facts)
+            admission.start_rank(make_rank_hello(0), facts)
             assert list(admission.wait_for_ranks().ranks) == [0, 1]
 
 
@@ -204,4 +204,4 @@ def test_rank_that_cannot_connect_reports_all_addresses() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(GdrkitError, match=rf"port {port} of 127\.0\.0\.1 \(.*refused\), 127\.0\.0\.2 \(.*refused\)"):
-        join({"addresses": ["127.0.0.1", "127.0.0.2"], "port": port}, rank_hello(1))
+        join({"addresses": ["127.0.0.1", "127.0.0.2"], "port": port}, make_rank_hello(1))

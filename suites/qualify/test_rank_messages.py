@@ -98,9 +98,9 @@ def test_rank_that_has_ended_is_an_error(sockets: tuple[socket.socket, socket.so
 def test_malformed_message_is_refused(sockets: tuple[socket.socket, socket.socket], text: bytes) -> None:
     local, remote = sockets
     remote.sendall(text + b"\n")
-    with pytest.raises(UsageError, match=r"^a message: ") as caught:
+    with pytest.raises(UsageError, match=r"^a message: ") as error_info:
         MessageSocket(local).receive(timeout_s=LONG_S)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])

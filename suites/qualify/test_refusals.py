@@ -353,6 +353,6 @@ def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
 )
 def test_malformed_refusal_of_a_profile_is_refused(tmp_path: Path, refusal: str) -> None:
     (tmp_path / "malformed.toml").write_text(f'schema_version = 1\nabout = ""\n[[refused]]\n{refusal}\n')
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         load_profile("malformed", folder=tmp_path)
-    assert raised.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED

@@ -90,10 +90,10 @@ def test_refused_operation_raises_its_completion_status(nic: Nic) -> None:
         nic.register_host(data, access=Access.LOCAL_WRITE | Access.REMOTE_READ) as region,
         connect_initiator(nic, memory_bytes=64) as initiator,
     ):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(ApiError) as error_info:
             initiator.run(Direction.WRITE, region.remote(), length_bytes=64, operations=4, depth=2)
-        assert caught.value.status == Status.REM_ACCESS_ERR
-        assert caught.value.operation == "wc rdma_write"
+        assert error_info.value.status == Status.REM_ACCESS_ERR
+        assert error_info.value.operation == "wc rdma_write"
     assert data == bytearray(64)
 
 
@@ -132,9 +132,9 @@ def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> Non
             with pytest.raises(UsageError):
                 initiator.run(Direction.WRITE, remote, **invalid)
         for invalid in ({"depth": 9}, {"depth": 4, "list_length": 5}):
-            with pytest.raises(ApiError) as caught:
+            with pytest.raises(ApiError) as error_info:
                 initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, **invalid)
-            assert caught.value.reason is Reason.BAD_ARGUMENT
+            assert error_info.value.reason is Reason.BAD_ARGUMENT
         with pytest.raises(UsageError):
             initiator.write(bytes(4097))
         initiator.run(Direction.WRITE, remote, length_bytes=8, operations=9, depth=8)
@@ -144,10 +144,10 @@ def test_invalid_numbers_are_refused_and_initiator_stays_usable(nic: Nic) -> Non
 
 @needs(verbs.nic())
 def test_error_names_the_missing_device(nic: Nic) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(ApiError) as error_info:
         Initiator(f"{nic.name}_not", memory_bytes=64)
-    assert caught.value.reason is Reason.NO_DEVICE
-    assert f"{nic.name}_not" in str(caught.value)
+    assert error_info.value.reason is Reason.NO_DEVICE
+    assert f"{nic.name}_not" in str(error_info.value)
 
 
 @needs(verbs.nic())

@@ -62,15 +62,15 @@ def test_ports_count_the_packets_of_the_path_mtu(
     if None in counters_before:
         evidence.unproven("the port has no packet counters (counters_missing)")
         return
-    growth = [
+    increase = [
         tuple(map(int.__sub__, count_after, count_before))
         for count_before, count_after in zip(counters_before, counters_after, strict=True)
         if count_before and count_after
     ]
-    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = growth
+    (sent_packets, received_packets), (peer_sent_packets, peer_received_packets) = increase
     expected_packets = OPERATIONS * -(-TRANSFER_BYTES // nic.port.mtu_bytes)
     evidence["packets"] = {"expected": expected_packets, "mtu": nic.port.mtu_bytes, "repeated": repeated_packets}
-    evidence["growth"] = {"nic": growth[0], "peer": growth[1]}
+    evidence["growth"] = {"nic": increase[0], "peer": increase[1]}
     # The other two counters also count acknowledgements and requests. Their number is not known.
     if is_write:
         assert (sent_packets - repeated_packets, peer_received_packets - repeated_packets) == pytest.approx(

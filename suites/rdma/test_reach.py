@@ -41,10 +41,10 @@ def record_results(results: Sequence[Reach], devices: Sequence[Device], evidence
 def make_row(reach: Reach) -> dict[str, object]:
     """Return the row of the record."""
     counted_bytes = {
-        f"{end}_{direction}": getattr(growth, direction)
-        for end, growth in (("nic", reach.nic_growth), ("peer_nic", reach.peer_growth))
+        f"{end}_{direction}": getattr(increase, direction)
+        for end, increase in (("nic", reach.nic_growth), ("peer_nic", reach.peer_growth))
         for direction in ("sent_bytes", "received_bytes")
-        if growth is not None
+        if increase is not None
     }
     return {
         "gpu": reach.pci_bus_id,

@@ -115,18 +115,18 @@ def test_shared_dmabuf_is_found_by_its_identity(dmabufs: tuple[int, int], nic: N
 def test_memory_that_the_cpu_cannot_map_is_not_copied(dmabufs: tuple[int, int]) -> None:
     with DmabufMemory(DmabufRange.from_fd(dmabufs[0])) as memory:
         for copy_bytes in (lambda: memory.read(length_bytes=1), lambda: memory.write(b"x")):
-            with pytest.raises(Unsupported) as raised:
+            with pytest.raises(Unsupported) as error_info:
                 copy_bytes()
-            assert raised.value.reason is Reason.NOT_SUPPORTED
+            assert error_info.value.reason is Reason.NOT_SUPPORTED
 
 
 def test_descriptor_without_a_size_is_refused() -> None:
     reader, writer = os.pipe()
     handles_before = handles.live()
     for fd in (-1, 987_654, reader):
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             DmabufRange.from_fd(fd)
-        assert raised.value.reason is Reason.BAD_DESCRIPTOR
+        assert error_info.value.reason is Reason.BAD_DESCRIPTOR
     assert handles.live() == handles_before
     os.close(reader)
     os.close(writer)
@@ -165,9 +165,9 @@ def test_kernel_exporter_is_refused_by_a_nic_without_dmabufs(exporter: str, nic:
             DmabufMemory(DmabufRange.from_fd(stack.enter_context(export_dmabuf(exporter, MIB))))
         )
         handles_before = handles.live()
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             register(memory, [nic])
         assert handles.live() == handles_before
-    (cause,) = raised.value.causes
+    (cause,) = error_info.value.causes
     assert isinstance(cause, Unsupported)
     assert (cause.operation, cause.status_name) == ("ibv_reg_dmabuf_mr", "EOPNOTSUPP")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts
-from support.memory_kinds import DMABUF, connect_peer_queue_pair, registration_function
+from support.memory_kinds import DMABUF, connect_peer_queue_pair, find_registration_function
 from support.raw_cuda import RawMemory, remap_chunk
 
 from gdrkit import cuda, handles, pattern
@@ -168,9 +168,9 @@ def test_free_by_gdrkit_removes_the_entry_first(allocator: AnyAllocator, nic: Ni
 def test_free_of_leased_memory_is_refused_until_lease_ends(allocator: AnyAllocator, nic: Nic) -> None:
     with RegionCache([nic]) as cache, allocator.allocate(256 * KIB) as memory:
         with cache.lease(memory) as lease:
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 memory.close()
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
             assert not memory.closed
             # The cache has removed the entry, and the lease is still valid.
             assert cache.statistics().regions == 0
@@ -257,10 +257,10 @@ def test_failed_registration_is_not_cached(allocator: AnyAllocator, nic: Nic) ->
     assert nic.supports_dmabuf()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         handles_before = handles.live()
-        with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 errno=ENOMEM"):
-            with pytest.raises(ApiError) as raised:
+        with inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=1 errno=ENOMEM"):
+            with pytest.raises(ApiError) as error_info:
                 cache.lease(memory)
-            assert raised.value.errno == errno.ENOMEM
+            assert error_info.value.errno == errno.ENOMEM
             assert handles.live() == handles_before
             assert (cache.statistics().regions, cache.statistics().in_flight) == (0, 0)
             cache.lease(memory).close()
@@ -271,9 +271,9 @@ def test_close_with_open_leases_is_refused_and_cache_stays_open(allocator: AnyAl
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         lease = cache.lease(memory)
         for timeout_ms in (0, 1):
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 cache.close(timeout_ms=timeout_ms)
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
         cache.lease(memory).close()
         lease.close()
         lease.close()
@@ -289,9 +289,9 @@ def test_close_with_open_leases_is_refused_and_cache_stays_open(allocator: AnyAl
 def test_failed_deregistration_is_counted_and_retried(allocator: AnyAllocator, nic: Nic) -> None:
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         cache.lease(memory).close()
-        with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as raised:
+        with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError) as error_info:
             cache.invalidate(memory.address, length_bytes=1)
-        assert raised.value.errno == errno.EBUSY
+        assert error_info.value.errno == errno.EBUSY
         assert (cache.statistics().regions, cache.statistics().not_deregistered) == (0, 1)
         # Before the free, gdrkit tries the deregistration again. So the memory is never freed while it is registered.
         with inject_faults(Api.VERBS, "ibv_dereg_mr call=1 errno=EBUSY"), pytest.raises(ApiError):

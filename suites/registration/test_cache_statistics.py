@@ -144,9 +144,9 @@ def test_cache_without_arguments_has_the_documented_limits(nic: Nic) -> None:
 def test_close_without_a_timeout_fails_at_once(nic: Nic) -> None:
     with HostMemory(LENGTH_BYTES) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory):
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 cache.close()
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
             assert not cache.closed
         cache.close()
         assert cache.closed
@@ -189,9 +189,9 @@ def test_registration_names_its_nics_and_refuses_others(nic: Nic) -> None:
         with register(memory, [nic]) as registration:
             assert (registration.memory, registration.route) == (memory, RegistrationRoute.HOST)
             assert (registration.refusals, registration.nics, registration.closed) == ((), (nic,), False)
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 registration.region(other_nic)
-            assert raised.value.reason is Reason.BAD_ARGUMENT
+            assert error_info.value.reason is Reason.BAD_ARGUMENT
             part = registration.remote(nic, offset_bytes=5, length_bytes=7)
             assert (part.address, part.length_bytes) == (memory.address + 5, 7)
             assert registration.remote(nic).length_bytes == LENGTH_BYTES
@@ -211,9 +211,9 @@ def test_closed_memory_is_refused(nic: Nic) -> None:
 
 def test_host_memory_has_one_route(nic: Nic) -> None:
     with HostMemory(LENGTH_BYTES) as memory:
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
-        assert raised.value.reason is Reason.BAD_ARGUMENT
+        assert error_info.value.reason is Reason.BAD_ARGUMENT
         with pytest.raises(RegistrationFailed) as failed_registration:
             register(memory, [nic], route=RegistrationRoute.DMABUF)
         assert (failed_registration.value.reason, len(failed_registration.value.causes)) == (Reason.NO_ROUTE, 1)
@@ -224,6 +224,6 @@ def test_host_memory_has_one_route(nic: Nic) -> None:
 @needs(cuda.device())
 def test_device_memory_as_host_memory_is_refused(nic: Nic, device: Device) -> None:
     with device.allocate(LENGTH_BYTES) as memory:
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             register(memory, [nic], route=RegistrationRoute.HOST)
-        assert raised.value.reason is Reason.BAD_ARGUMENT
+        assert error_info.value.reason is Reason.BAD_ARGUMENT

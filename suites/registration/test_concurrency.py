@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts, read_peak_delayed_calls
-from support.memory_kinds import connect_peer_queue_pair, registration_function
+from support.memory_kinds import connect_peer_queue_pair, find_registration_function
 
 from gdrkit import launch
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -53,7 +53,7 @@ def allocate_memories(allocator: AnyAllocator, count: int) -> Iterator[list[Devi
 
 def make_delay_rule(allocator: AnyAllocator) -> str:
     """Return the fault rule that delays every registration."""
-    return f"{registration_function(allocator)} call=* delay_us=100000"
+    return f"{find_registration_function(allocator)} call=* delay_us=100000"
 
 
 @contextlib.contextmanager
@@ -139,14 +139,14 @@ def test_concurrent_lookups_of_one_key_register_once(allocator: AnyAllocator, ni
         RegionCache([nic]) as cache,
         inject_faults(Api.VERBS, make_delay_rule(allocator)),
     ):
-        calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
+        calls_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
 
         def lease_and_get_rkey(_index: int) -> int:
             with cache.lease(memory) as lease:
                 return lease.remote(nic).rkey
 
         assert len(set(run_in_all_threads(lease_and_get_rkey))) == 1
-        assert read_call_counts(Api.VERBS)[registration_function(allocator)] == calls_before + 1
+        assert read_call_counts(Api.VERBS)[find_registration_function(allocator)] == calls_before + 1
         statistics = cache.statistics()
         assert (statistics.registrations, statistics.hits + statistics.misses) == (1, THREAD_COUNT)
         assert (statistics.leases, statistics.in_flight, statistics.waiting) == (0, 0, 0)
@@ -157,11 +157,11 @@ def test_registrations_of_different_keys_overlap(allocator: AnyAllocator, nic: N
     assert nic.supports_dmabuf()
     with allocate_memories(allocator, 8) as memories, RegionCache([nic]) as cache:
         with inject_faults(Api.VERBS, make_delay_rule(allocator)):
-            calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
+            calls_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
             run_in_all_threads(lambda index: cache.lease(memories[index % 8]).close())
             # The calls overlap in the library itself: neither the cache nor the interpreter serializes them.
-            assert read_peak_delayed_calls(Api.VERBS)[registration_function(allocator)] > 1
-            assert read_call_counts(Api.VERBS)[registration_function(allocator)] == calls_before + 8
+            assert read_peak_delayed_calls(Api.VERBS)[find_registration_function(allocator)] > 1
+            assert read_call_counts(Api.VERBS)[find_registration_function(allocator)] == calls_before + 8
         assert cache.statistics().registrations == 8
 
 
@@ -169,10 +169,10 @@ def test_registrations_of_different_keys_overlap(allocator: AnyAllocator, nic: N
 def test_failed_registration_is_shared_and_not_cached(allocator: AnyAllocator, nic: Nic) -> None:
     assert nic.supports_dmabuf()
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
-        with inject_faults(Api.VERBS, f"{registration_function(allocator)} call=* errno=ENOMEM delay_us=100000"):
-            calls_before = read_call_counts(Api.VERBS)[registration_function(allocator)]
+        with inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=* errno=ENOMEM delay_us=100000"):
+            calls_before = read_call_counts(Api.VERBS)[find_registration_function(allocator)]
             errors = run_in_all_threads(lambda _index: cache.lease(memory))
-            registration_count = read_call_counts(Api.VERBS)[registration_function(allocator)] - calls_before
+            registration_count = read_call_counts(Api.VERBS)[find_registration_function(allocator)] - calls_before
         assert all(isinstance(error, ApiError) and error.errno == errno.ENOMEM for error in errors)
         # Threads that joined the pending registration get the same failure, each as a separate error object. If several
         # threads raised one object, its traceback would have the frames of all threads.
@@ -195,7 +195,7 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
                 return lease.remote(nic).rkey
 
         with (
-            inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 hold={hold_file}"),
+            inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=1 hold={hold_file}"),
             ThreadPoolExecutor(2) as threads,
         ):
             first_future = threads.submit(lease_and_get_rkey, 0)
@@ -205,9 +205,9 @@ def test_waiting_lease_misses_after_invalidate(allocator: AnyAllocator, nic: Nic
             while not cache.statistics().waiting:
                 assert not second_future.done()
             # While the registration is pending, a free is refused and does not wait. It still invalidates the range.
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 memory.close()
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
             with cache.lease(memory) as new_lease:
                 new_rkey = new_lease.remote(nic).rkey
                 assert cache.statistics().in_flight == 1
@@ -241,15 +241,15 @@ def test_random_lookups_and_invalidations_leave_no_region(
         allocate_memories(allocator, 6) as memories,
         connect_peer_queue_pair(nic, peer) as peer_pair,
         RegionCache([nic], regions_max=3) as cache,
-        delay_calls(f"{registration_function(allocator)} call=* delay_us=1000"),
+        delay_calls(f"{find_registration_function(allocator)} call=* delay_us=1000"),
     ):
         # One registration runs first, so that a machine without any route fails once and not in all threads.
         cache.lease(memories[0]).close()
 
         def lease_and_invalidate(index: int) -> None:
-            for step in range(20):
-                memory = memories[(index * 7 + step * 5) % 6]
-                if (index + step) % 5 == 0:
+            for round_index in range(20):
+                memory = memories[(index * 7 + round_index * 5) % 6]
+                if (index + round_index) % 5 == 0:
                     cache.invalidate(memory.address, length_bytes=1)
                 else:
                     with cache.lease(memory, offset_bytes=index, length_bytes=64) as lease:

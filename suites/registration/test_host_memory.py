@@ -115,9 +115,9 @@ def test_mapping_longer_than_its_file_is_refused(tmp_path: Path) -> None:
     handles_before = handles.live()
     with (tmp_path / "shared").open("r+b") as file:
         for length_bytes in (0, -1, 2):
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 MappedFile(file.fileno(), length_bytes=length_bytes)
-            assert raised.value.reason is Reason.BAD_ARGUMENT
+            assert error_info.value.reason is Reason.BAD_ARGUMENT
     assert handles.live() == handles_before
 
 
@@ -126,9 +126,9 @@ def test_borrowed_host_memory_stays_mapped(nic: Nic) -> None:
     with HostMemory(LENGTH_BYTES) as memory:
         allocation = memory.allocation()
         registration = register(allocation, [nic])
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             memory.close()
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
         assert not memory.closed
         assert not registration.closed
         allocation.close()
@@ -143,10 +143,10 @@ def test_host_memory_has_neither_peer_memory_nor_dmabuf(nic: Nic) -> None:
         handles_before = handles.live()
         with pytest.raises(UsageError):
             register(memory, [nic], route=RegistrationRoute.PEER_MEMORY)
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             register(memory, [nic], route=RegistrationRoute.DMABUF)
         # The policy probes the NIC first, so the refusal may come from the NIC.
-        (cause,) = raised.value.causes
+        (cause,) = error_info.value.causes
         assert cause.reason in {Reason.DMABUF_EXPORT_UNSUPPORTED, Reason.DMABUF_REGION_UNSUPPORTED}
         with pytest.raises(Unsupported):
             memory.export_dmabuf()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.memory_kinds import DMABUF, connect_peer_queue_pair
-from support.raw_cuda import raw_allocate_managed, raw_free
+from support.raw_cuda import allocate_raw_managed, free_raw
 
 from gdrkit import cuda, pattern
 from gdrkit.buffers import MemoryKind
@@ -122,9 +122,9 @@ def test_wrapped_array_is_registered_and_not_freed(
     ids=str,
 )
 def test_malformed_array_interface_is_refused(device: Device, fields: dict[str, object], reason: Reason) -> None:
-    with device.allocate(LENGTH_BYTES) as memory, pytest.raises(UsageError) as raised:
+    with device.allocate(LENGTH_BYTES) as memory, pytest.raises(UsageError) as error_info:
         cuda.wrap(ArrayWithInterface(memory, **fields), device=device)
-    assert raised.value.reason is reason
+    assert error_info.value.reason is reason
 
 
 def test_read_only_array_needs_read_only_argument(device: Device) -> None:
@@ -141,15 +141,15 @@ def test_object_without_a_protocol_is_refused(device: Device) -> None:
 
 
 def test_managed_memory_is_refused_with_advice(device: Device) -> None:
-    address = raw_allocate_managed(device, LENGTH_BYTES)
+    address = allocate_raw_managed(device, LENGTH_BYTES)
     try:
-        with device.allocate(LENGTH_BYTES) as memory, pytest.raises(Unsupported) as raised:
+        with device.allocate(LENGTH_BYTES) as memory, pytest.raises(Unsupported) as error_info:
             cuda.wrap(ArrayWithInterface(memory, data=(address, False)), device=device)
     finally:
-        raw_free(device, address)
-    assert raised.value.reason is Reason.NOT_SUPPORTED
-    assert "managed" in raised.value.detail
-    assert raised.value.what_to_do
+        free_raw(device, address)
+    assert error_info.value.reason is Reason.NOT_SUPPORTED
+    assert "managed" in error_info.value.detail
+    assert error_info.value.what_to_do
 
 
 def test_managed_and_host_memory_by_dlpack_are_refused(device: Device) -> None:
@@ -159,9 +159,9 @@ def test_managed_and_host_memory_by_dlpack_are_refused(device: Device) -> None:
 
     with device.allocate(LENGTH_BYTES) as memory:
         device_type = 13  # kDLCUDAManaged
-        with pytest.raises(Unsupported) as raised:
+        with pytest.raises(Unsupported) as error_info:
             cuda.wrap(ArrayOnOtherDevice(memory), device=device)
-        assert raised.value.status_name == "kDLCUDAManaged"
+        assert error_info.value.status_name == "kDLCUDAManaged"
         # kDLCPU, kDLCUDAHost and kDLROCM.
         for device_type in (1, 3, 10):  # noqa: B007 - the class above reads it.
             with pytest.raises(UsageError) as raised_for_host:
@@ -175,9 +175,9 @@ def test_dlpack_export_and_import_keep_the_address(device: Device, max_version: 
     with cuda.wrap(DlpackArray(memory, max_version=max_version), device=device) as wrapped:
         assert (wrapped.address, wrapped.length_bytes) == (memory.address, LENGTH_BYTES - 100)
         # The consumer still uses the tensor.
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             memory.close()
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
         assert not memory.closed
     memory.close()
 
@@ -198,13 +198,13 @@ def test_capsule_can_be_consumed_once(device: Device) -> None:
 
     with device.allocate(LENGTH_BYTES) as memory:
         capsule = memory.__dlpack__()
-        with cuda.wrap(ArrayOfCapsule(memory), device=device), pytest.raises(UsageError) as raised:
+        with cuda.wrap(ArrayOfCapsule(memory), device=device), pytest.raises(UsageError) as error_info:
             cuda.wrap(ArrayOfCapsule(memory), device=device)
-        assert raised.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
         capsule = object()
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             cuda.wrap(ArrayOfCapsule(memory), device=device)
-        assert raised.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
 
 
 def test_dlpack_copy_or_other_device_raises_buffer_error(device: Device) -> None:

@@ -90,9 +90,9 @@ def test_free_with_an_unlinked_lease_is_refused_at_once(allocator: AnyAllocator,
     with allocator.allocate(64 * KIB) as memory, RegionCache([nic]) as cache:
         with cache.lease(memory):
             cache.invalidate(memory.address, length_bytes=1)
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 memory.close()
-            assert raised.value.reason is Reason.BUSY
+            assert error_info.value.reason is Reason.BUSY
         memory.close()
 
 

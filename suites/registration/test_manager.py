@@ -86,10 +86,10 @@ def test_missing_api_is_a_state_and_nothing_stays_open(api: Api, rules: tuple[st
         (obstacle,) = manager.state.obstacles
         assert obstacle.reason is reason
         for method_call in (lambda: manager.nics, lambda: manager.device(0), lambda: manager.nearest_nic(0)):
-            with pytest.raises(RegistrationFailed) as raised:
+            with pytest.raises(RegistrationFailed) as error_info:
                 method_call()
-            assert raised.value.causes
-            assert raised.value.reason is reason
+            assert error_info.value.causes
+            assert error_info.value.reason is reason
 
 
 @NEEDS_TWINS
@@ -105,9 +105,9 @@ def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
         assert failed_gpu.route is None
         assert failed_gpu.obstacle is not None
         assert failed_gpu.obstacle.reason is Reason.OUT_OF_MEMORY
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             manager.cache(failed_gpu.index)
-        (cause,) = raised.value.causes
+        (cause,) = error_info.value.causes
         assert isinstance(cause, ApiError)
         assert cause.operation == "cuMemAlloc"
         with manager.device(working_gpu.index).allocate(64 * KIB) as memory:
@@ -117,13 +117,13 @@ def test_unavailable_gpu_does_not_affect_other_gpus() -> None:
 @DMABUF
 def test_gpu_that_was_not_requested_is_refused() -> None:
     with GdrManager(gpu_indices=[0]) as manager:
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             manager.device(77)
-        assert raised.value.reason is Reason.NO_DEVICE
+        assert error_info.value.reason is Reason.NO_DEVICE
     handles_before = handles.live()
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         GdrManager(nic_names=["no-such-nic"])
-    assert raised.value.reason is Reason.NO_DEVICE
+    assert error_info.value.reason is Reason.NO_DEVICE
     assert handles.live() == handles_before
 
 
@@ -133,9 +133,9 @@ def test_close_is_refused_until_the_lease_ends() -> None:
     with manager:
         memory = manager.device(0).allocate(64 * KIB)
         lease = manager.lease(memory)
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             manager.close()
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
         assert lease.remote(manager.nics[0]).length_bytes == 64 * KIB
         lease.close()
         manager.close()
@@ -162,7 +162,7 @@ def test_device_that_needs_a_flush_is_flushed_or_refused(device: Device) -> None
     ordering_with_flush = Ordering(device.index, FlushOption.HOST, WriteVisibility.NONE)
     assert ordering_with_flush.make_visible(device)
     ordering_without_flush = Ordering(device.index, FlushOption.NONE, WriteVisibility.NONE)
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         ordering_without_flush.make_visible(device)
-    assert raised.value.reason is Reason.NOT_SUPPORTED
+    assert error_info.value.reason is Reason.NOT_SUPPORTED
     assert Ordering(device.index, FlushOption.NONE, WriteVisibility.ALL_DEVICES).make_visible(device) is False

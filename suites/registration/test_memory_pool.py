@@ -49,14 +49,16 @@ def test_blocks_grow_in_powers_of_two_then_in_halves(length_bytes: int, expected
 def test_memory_of_the_pool_is_registered_once(allocator: AnyAllocator, nic: Nic, peer: Peer, seed: int) -> None:
     rng = random.Random(seed)
     with MemoryPool(allocator) as pool, RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
-        for turn in range(60):
+        for round_index in range(60):
             length_bytes = int(4 * KIB * 2 ** rng.uniform(0, 9))
             with (
                 pool.allocate(length_bytes) as pooled_memory,
                 cache.lease(pooled_memory.memory, length_bytes=length_bytes) as lease,
             ):
-                peer_pair.write(lease.remote(nic), seed=seed + turn).expect(Status.SUCCESS)
-                pattern.check(pooled_memory.memory.read(offset_bytes=0, length_bytes=length_bytes), seed=seed + turn)
+                peer_pair.write(lease.remote(nic), seed=seed + round_index).expect(Status.SUCCESS)
+                pattern.check(
+                    pooled_memory.memory.read(offset_bytes=0, length_bytes=length_bytes), seed=seed + round_index
+                )
         statistics = pool.statistics()
         assert statistics.hits + statistics.misses == 60
         assert statistics.misses == statistics.idle_blocks == cache.statistics().registrations <= 10
@@ -74,9 +76,9 @@ def test_limits_free_the_longest_idle(device: Device) -> None:
         statistics = pool.statistics()
         assert (statistics.idle_blocks, statistics.idle_bytes, statistics.trimmed_blocks) == (2, 3 * MIB // 2, 1)
         assert pool.allocate(512 * KIB).memory is memories[1].memory
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             pool.close()
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
         (memory_in_use,) = pool._in_use  # noqa: SLF001 - the case dropped the only reference.
         memory_in_use.close()
     with MemoryPool(device, idle_ms_max=0) as pool:
@@ -91,9 +93,9 @@ def test_leased_memory_is_not_freed_by_trimming(allocator: AnyAllocator, nic: Ni
         pooled_memory = stack.enter_context(pool.allocate(MIB))
         lease = cache.lease(pooled_memory.memory)
         pooled_memory.close()
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             pool.trim()
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
         assert pool.statistics().idle_blocks == 1
         lease.close()
 
@@ -104,8 +106,8 @@ def test_threads_never_share_memory(device: Device) -> None:
     lock = threading.Lock()
 
     def allocate_repeatedly(index: int) -> None:
-        for turn in range(50):
-            with pool.allocate((64 << (turn + index) % 3) * KIB) as pooled_memory:
+        for round_index in range(50):
+            with pool.allocate((64 << (round_index + index) % 3) * KIB) as pooled_memory:
                 with lock:
                     assert pooled_memory.memory.address not in addresses
                     addresses.add(pooled_memory.memory.address)
@@ -126,9 +128,9 @@ def test_idle_memory_is_freed_if_the_device_is_full(device: Device) -> None:
         with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pool.allocate(8 * MIB):
             assert pool.statistics().trimmed_blocks == 1
         pool.trim()
-        with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pytest.raises(ApiError) as raised:
+        with inject_faults(Api.CUDA, "cuMemAlloc_v2 call=1 status=2"), pytest.raises(ApiError) as error_info:
             pool.allocate(8 * MIB)
-        assert raised.value.reason is Reason.OUT_OF_MEMORY
+        assert error_info.value.reason is Reason.OUT_OF_MEMORY
 
 
 @needs(cuda.device())

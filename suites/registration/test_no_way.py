@@ -50,11 +50,11 @@ def register_and_get_causes(
     options = {} if access is None else {"access": access}
     with refuse_both_routes():
         handles_before = handles.live()
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             register(memory, nics, route=route, **options)
         assert handles.live() == handles_before
-    assert raised.value.reason is Reason.NO_ROUTE
-    causes = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
+    assert error_info.value.reason is Reason.NO_ROUTE
+    causes = [cause for cause in error_info.value.causes if isinstance(cause, ApiError)]
     assert all(cause.what_to_do for cause in causes)
     return [(cause.operation, cause.errno) for cause in causes]
 

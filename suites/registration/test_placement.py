@@ -47,9 +47,9 @@ def test_device_missing_in_sysfs_has_unknown_distance(tmp_path: Path) -> None:
 
 
 def test_distance_of_a_missing_nic_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_9'") as caught:
+    with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_9'") as error_info:
         Placement(create_pci_tree(tmp_path, {"nic": "0000:04:00.0"})).distance(GPU_ADDRESS, "mlx5_9")
-    assert caught.value.what_to_do == "choose from nic"
+    assert error_info.value.what_to_do == "choose from nic"
     with pytest.raises(UsageError, match="there is no RDMA device 'mlx5_99'"):
         Placement().distance(GPU_ADDRESS, "mlx5_99")
 

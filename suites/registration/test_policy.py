@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.faults import inject_faults
-from support.memory_kinds import DMABUF, connect_peer_queue_pair, register_by_route, registration_function
+from support.memory_kinds import DMABUF, connect_peer_queue_pair, find_registration_function, register_by_route
 
 from gdrkit import handles
 from gdrkit.cuda import VmmMemory
@@ -67,11 +67,11 @@ def test_peer_memory_is_used_without_dmabuf_and_keeps_the_error(
 def test_no_route_error_has_both_causes_and_leaves_nothing(device: Device, nics: tuple[Nic, ...]) -> None:
     with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
         handles_before = handles.live()
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             register(memory, nics)
         assert handles.live() == handles_before
-    assert raised.value.reason is Reason.NO_ROUTE
-    causes = [cause for cause in raised.value.causes if isinstance(cause, ApiError)]
+    assert error_info.value.reason is Reason.NO_ROUTE
+    causes = [cause for cause in error_info.value.causes if isinstance(cause, ApiError)]
     assert [(cause.operation, cause.errno) for cause in causes] == [
         ("ibv_reg_dmabuf_mr", errno.EOPNOTSUPP),
         ("ibv_reg_mr", errno.EFAULT),
@@ -90,9 +90,9 @@ def test_failed_registrations_keep_no_memory_alive(device: Device, nics: tuple[N
     def register_and_fail() -> None:
         with device.allocate(64 * KIB) as memory:
             references.append(weakref.ref(memory))
-            with pytest.raises(RegistrationFailed) as raised:
+            with pytest.raises(RegistrationFailed) as error_info:
                 register(memory, nics)
-            traceback_lengths.add(len(raised.traceback))
+            traceback_lengths.add(len(error_info.traceback))
 
     with inject_faults(Api.VERBS, NO_DMABUF, NO_PEER_MEMORY):
         for _ in range(50):
@@ -134,14 +134,17 @@ def test_failure_of_the_second_nic_deregisters_the_first(allocator: AnyAllocator
         assert nic.supports_dmabuf()
     with (
         allocator.allocate(64 * KIB) as memory,
-        inject_faults(Api.VERBS, f"{registration_function(allocator)} call=2 errno=ENOMEM"),
+        inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=2 errno=ENOMEM"),
     ):
         handles_before = handles.live()
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             register(memory, nics)
         assert handles.live() == handles_before
         # ENOMEM does not mean that the route is unsupported, so the policy does not try another route.
-        assert (raised.value.operation, raised.value.errno) == (registration_function(allocator), errno.ENOMEM)
+        assert (error_info.value.operation, error_info.value.errno) == (
+            find_registration_function(allocator),
+            errno.ENOMEM,
+        )
         register(memory, nics).close()
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.ledger import read_call_counts
-from support.memory_kinds import connect_peer_queue_pair, registration_function
+from support.memory_kinds import connect_peer_queue_pair, find_registration_function
 
 from gdrkit import handles, pattern
 from gdrkit.errors import Api, ApiError, ClosedResource, Reason, UsageError
@@ -75,9 +75,9 @@ def test_allocate_makes_no_verbs_call(allocator: AnyAllocator, nic: Nic) -> None
 def test_allocate_from_an_empty_pool_times_out(allocator: AnyAllocator, nic: Nic) -> None:
     with BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=1) as pool, pool.allocate():
         for timeout_ms in (0, 1):
-            with pytest.raises(UsageError) as raised:
+            with pytest.raises(UsageError) as error_info:
                 pool.allocate(timeout_ms=timeout_ms)
-            assert raised.value.reason is Reason.TIMEOUT
+            assert error_info.value.reason is Reason.TIMEOUT
         statistics = pool.statistics()
         assert (statistics.free, statistics.waiting, statistics.timeouts, statistics.allocations) == (0, 0, 2, 1)
 
@@ -132,9 +132,9 @@ def test_buffer_closed_by_two_threads_is_returned_once(allocator: AnyAllocator, 
 def test_pool_close_with_an_open_buffer_is_refused(allocator: AnyAllocator, nic: Nic) -> None:
     pool = BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2)
     buffer = pool.allocate()
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         pool.close()
-    assert raised.value.reason is Reason.BUSY
+    assert error_info.value.reason is Reason.BUSY
     assert buffer.remote(nic).length_bytes == BUFFER_BYTES
     pool.allocate().close()
     buffer.close()
@@ -150,7 +150,7 @@ def test_pool_with_failed_registration_leaves_nothing(allocator: AnyAllocator, n
     with allocator.allocate(BUFFER_BYTES):
         handles_before = handles.live()
         with (
-            inject_faults(Api.VERBS, f"{registration_function(allocator)} call=1 errno=ENOMEM"),
+            inject_faults(Api.VERBS, f"{find_registration_function(allocator)} call=1 errno=ENOMEM"),
             pytest.raises(ApiError),
         ):
             BufferPool(allocator, [nic], buffer_bytes=BUFFER_BYTES, count=2)

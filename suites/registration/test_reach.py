@@ -107,10 +107,10 @@ def test_failed_nic_is_measured_again_only_later(device: Device, nics: tuple[Nic
 
 
 def test_gpu_without_a_working_nic_has_every_cause(device: Device, nics: tuple[Nic, ...]) -> None:
-    with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as raised:
+    with inject_faults(Api.VERBS, "wc.rdma_read call=* status=10"), pytest.raises(RegistrationFailed) as error_info:
         Placement().usable(device, nics)
-    assert len(raised.value.causes) == len(nics)
-    for cause in raised.value.causes:
+    assert len(error_info.value.causes) == len(nics)
+    for cause in error_info.value.causes:
         assert isinstance(cause, RegistrationFailed)
         (error,) = cause.causes
         assert isinstance(error, ApiError)

@@ -38,7 +38,7 @@ def compare_records(before: Record, after: Record) -> Comparison:
     return compare(make_contents(before), make_contents(after), noise_percent=5.0)
 
 
-def measured_record(draw: Callable[[], float], rate: float) -> Record:
+def make_measured_record(draw: Callable[[], float], rate: float) -> Record:
     """Return a record with the median and the spread of several rounds. `draw` returns the noise factor of a round."""
     rounds = sorted(rate * draw() for _ in range(ROUND_COUNT))
     lower_quartile, median, upper_quartile = statistics.quantiles(rounds, n=4)
@@ -50,7 +50,7 @@ def measured_record(draw: Callable[[], float], rate: float) -> Record:
     return make_record(numbers=numbers, substrate=HARDWARE)
 
 
-def single_number_record(draw: Callable[[], float], rate: float) -> Record:
+def make_single_number_record(draw: Callable[[], float], rate: float) -> Record:
     """Return a record with one number and no spread. `draw` returns the noise factor of the number."""
     return make_record(numbers={"rate_gb_per_s": rate * draw()}, substrate=HARDWARE)
 
@@ -61,7 +61,7 @@ def is_worse(before: Record, after: Record) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "make", "alarms_max", "misses_max"),
-    [("15 rounds", measured_record, 5, 5), ("one number", single_number_record, 30, 30)],
+    [("15 rounds", make_measured_record, 5, 5), ("one number", make_single_number_record, 30, 30)],
 )
 def test_regression_of_10_percent_exceeds_noise_of_3_percent(
     name: str,
@@ -74,7 +74,7 @@ def test_regression_of_10_percent_exceeds_noise_of_3_percent(
     def draw() -> float:
         return (
             generator.gauss(1.0, RELATIVE_NOISE)
-            if make is measured_record
+            if make is make_measured_record
             else generator.uniform(1 - RELATIVE_NOISE, 1 + RELATIVE_NOISE)
         )
 
@@ -100,16 +100,18 @@ def test_regression_of_10_percent_exceeds_noise_of_3_percent(
     ],
 )
 def test_direction_of_a_change_follows_from_the_unit(name: str, before: float, after: float, outcome: str) -> None:
-    earlier, later = (make_record(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
-    (change,) = compare_records(earlier, later).changes
+    earlier_record, later_record = (make_record(numbers={name: value}, substrate=HARDWARE) for value in (before, after))
+    (change,) = compare_records(earlier_record, later_record).changes
     assert change.outcome == outcome
     assert change.origins == ("records.jsonl:1", "records.jsonl:1")
 
 
 def test_noise_band_widens_with_the_spread() -> None:
     numbers = {"rate_spread_percent": 40.0, "rounds_count": 15.0}
-    earlier, later = (make_record(numbers={RATE_NAME: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0))
-    (change,) = compare_records(earlier, later).changes
+    earlier_record, later_record = (
+        make_record(numbers={RATE_NAME: rate, **numbers}, substrate=HARDWARE) for rate in (50.0, 40.0)
+    )
+    (change,) = compare_records(earlier_record, later_record).changes
     assert change.outcome == "same"
     assert change.band_percent is not None
     assert change.band_percent > 20
@@ -140,8 +142,10 @@ def test_numbers_of_different_substrates_are_not_compared() -> None:
 
 
 def test_numbers_of_twins_have_a_change_and_no_value() -> None:
-    earlier, later = (make_record(numbers={"rate_gb_per_s": rate}, substrate=ON_TWINS) for rate in (12.345, 6.0))
-    comparison = compare_records(earlier, later)
+    earlier_record, later_record = (
+        make_record(numbers={"rate_gb_per_s": rate}, substrate=ON_TWINS) for rate in (12.345, 6.0)
+    )
+    comparison = compare_records(earlier_record, later_record)
     assert comparison.is_worse
     assert "-51.4 %" in describe_comparison(comparison)
     assert "12.3" not in describe_comparison(comparison) + comparison.to_json()
@@ -164,10 +168,10 @@ def test_worse_verdicts_and_routes_are_found() -> None:
 
 def test_hostile_name_is_escaped() -> None:
     name = "a.py::test\x1b[2J\x9b31m\u202e\ud800[ü]"
-    earlier, later = (
+    earlier_record, later_record = (
         make_record(case=name, numbers={"rate_gb_per_s": rate}, substrate=HARDWARE) for rate in (50.0, 40.0)
     )
-    comparison = compare_records(earlier, later)
+    comparison = compare_records(earlier_record, later_record)
     for text in (comparison.to_json(), describe_comparison(comparison)):
         assert [character for character in "\x1b\x9b\u202e\ud800" if character in text] == []
     # A JSON parser returns the original name.

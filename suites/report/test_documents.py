@@ -186,7 +186,7 @@ def test_only_numbers_of_hardware_are_in_the_page() -> None:
 def test_tables_have_captions_and_cases_have_details() -> None:
     library = SeenLibrary.of("case", TWIN)
     record = make_record(title="A title.", evidence={"moved_bytes": 5}, libraries=(library,), substrate=ON_TWINS)
-    facts = make_facts(routes=[make_route_facts("dmabuf"), make_route_facts("peer_memory", possible=False)])
+    facts = make_facts(routes=[make_route_facts("dmabuf"), make_route_facts("peer_memory", is_possible=False)])
     page = read_page(render_html(make_run(substrate=ON_TWINS), facts, [record]))
     assert page.tags.count("table") == page.tags.count("caption") == 7
     assert page.tags.count("h1") == 1

@@ -51,9 +51,9 @@ def test_lease_without_nic_fails_with_the_cause(device: Device) -> None:
     """Finding 1: the manager started without a region cache, and later calls used the missing cache."""
     with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, NO_NICS), GdrManager() as manager:
         assert not manager.state.available
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             manager.lease(memory)
-        (cause,) = raised.value.causes
+        (cause,) = error_info.value.causes
         assert isinstance(cause, ApiError)
         assert cause.operation == "ibv_get_device_list"
 
@@ -137,13 +137,13 @@ def test_memory_without_address_is_not_registered_by_address(nic: Nic, peer: Pee
         inject_faults(Api.VERBS, NO_DMABUF),
     ):
         calls_before = read_call_counts(Api.VERBS).get("ibv_reg_mr", 0)
-        with pytest.raises(RegistrationFailed) as raised:
+        with pytest.raises(RegistrationFailed) as error_info:
             register(MemoryWithoutAddress(dmabuf), [nic])  # type: ignore[arg-type]
         assert read_call_counts(Api.VERBS).get("ibv_reg_mr", 0) == calls_before, (
             "ibv_reg_mr was called with a null pointer"
         )
-    assert raised.value.reason is Reason.NO_ROUTE
-    assert [cause.reason for cause in raised.value.causes] == [
+    assert error_info.value.reason is Reason.NO_ROUTE
+    assert [cause.reason for cause in error_info.value.causes] == [
         Reason.DMABUF_REGION_UNSUPPORTED,
         Reason.PEER_MEMORY_UNSUPPORTED,
     ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from support.faults import inject_faults
 from support.memory_kinds import DMABUF, connect_peer_queue_pair
-from support.raw_cuda import raw_allocate, raw_free, remap_chunk
+from support.raw_cuda import allocate_raw, free_raw, remap_chunk
 from support.sharing import import_in_peer, receive_message_from_peer
 
 from gdrkit import cuda, handles, pattern
@@ -112,10 +112,10 @@ def test_80_byte_handle_of_interior_memory_is_refused(device: Device) -> None:
     with (
         device.allocate(MIB) as allocation,
         cuda.borrow(device, allocation.address + 4096, length_bytes=KIB) as interior_memory,
-        pytest.raises(UsageError) as raised,
+        pytest.raises(UsageError) as error_info,
     ):
         export_gdr(interior_memory)
-    assert "export_memory" in raised.value.what_to_do
+    assert "export_memory" in error_info.value.what_to_do
 
 
 @DMABUF
@@ -125,10 +125,10 @@ def test_memory_is_registered_with_every_nic_or_none(device: Device, nics: tuple
     assert all(nic.supports_dmabuf() for nic in nics)
     with device.allocate(64 * KIB) as memory, inject_faults(Api.VERBS, "ibv_reg_dmabuf_mr call=2 errno=ENOMEM"):
         handles_before = handles.live()
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             register(memory, nics).close()
         assert handles.live() == handles_before
-    assert raised.value.reason is Reason.OUT_OF_MEMORY
+    assert error_info.value.reason is Reason.OUT_OF_MEMORY
 
 
 @DMABUF
@@ -195,12 +195,12 @@ def test_leased_region_is_not_registered_twice(device: Device, nic: Nic) -> None
 @DMABUF
 def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, seed: int) -> None:
     """Defect k: after a free that bypassed gdrkit, the cache returned the old key for new memory at that address."""
-    address = raw_allocate(device, 2 * MIB)
+    address = allocate_raw(device, 2 * MIB)
     with RegionCache([nic]) as cache, connect_peer_queue_pair(nic, peer) as peer_pair:
         with cuda.borrow(device, address, length_bytes=2 * MIB) as memory, cache.lease(memory) as old_lease:
             stale_remote = old_lease.remote(nic, length_bytes=4 * KIB)
-        raw_free(device, address)
-        new_address = raw_allocate(device, 2 * MIB)
+        free_raw(device, address)
+        new_address = allocate_raw(device, 2 * MIB)
         try:
             assert new_address == address
             with cuda.borrow(device, new_address, length_bytes=2 * MIB) as memory, cache.lease(memory) as lease:
@@ -209,7 +209,7 @@ def test_reused_address_gets_a_new_key(device: Device, nic: Nic, peer: Peer, see
                 peer_pair.write(remote, seed=seed).expect(Status.SUCCESS)
                 pattern.check(memory.read(length_bytes=4 * KIB), seed=seed)
         finally:
-            raw_free(device, new_address)
+            free_raw(device, new_address)
 
 
 @DMABUF
@@ -237,9 +237,9 @@ def test_device_of_a_received_handle_is_checked(devices: tuple[Device, ...], pee
         handle = GdrHandle(ipc=peer_memory.export_ipc(), length_bytes=64 * KIB, device_index=index)
         with import_gdr(devices[0], handle.pack()) as memory:
             assert memory.device.index == 0
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             import_gdr(devices[1], handle.pack()).close()
-        assert raised.value.reason is Reason.NO_DEVICE
+        assert error_info.value.reason is Reason.NO_DEVICE
     peer_memory.close()
 
 

@@ -140,16 +140,16 @@ def test_creation_fails_if_the_memory_cannot_be_published(device: Device, mount:
     """Defect f: the library ignored the result of symlink(2) and reported success."""
     other_folder = tmp_path / "no-mount"
     other_folder.mkdir()
-    with pytest.raises(usrbio.UsrbioError) as raised:
+    with pytest.raises(usrbio.UsrbioError) as error_info:
         usrbio.create_iovec(str(other_folder), length_bytes=LENGTH_BYTES).close()
-    assert raised.value.errno == errno.ENOENT
+    assert error_info.value.errno == errno.ENOENT
     with device.allocate(LENGTH_BYTES) as memory:
         identity = str(uuid.uuid4())
         link = mount / "3fs-virt" / "iovs" / f"{identity}.gdr.d{device.index}"
         link.symlink_to("other-owner")
-        with pytest.raises(usrbio.UsrbioError) as raised:
+        with pytest.raises(usrbio.UsrbioError) as error_info:
             native().wrap_gpu_iovec(memory.address, LENGTH_BYTES, identity, str(mount), 0, device.index, memory).close()
-        assert raised.value.errno == errno.EEXIST
+        assert error_info.value.errno == errno.EEXIST
     assert str(link.readlink()) == "other-owner"
 
 

@@ -187,9 +187,9 @@ def test_chunks_of_another_size_are_refused(device: Device, peer: Peer) -> None:
         with HandleMessage(handle_with_larger_chunks, [os.dup(fd) for fd in message.descriptors]) as altered_message:
             assert isinstance(require_error(import_memory, device, altered_message), ApiError)
         fds = [os.dup(message.descriptors[0])]
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             HandleMessage(message.data, fds)
-        assert raised.value.reason is Reason.MALFORMED
+        assert error_info.value.reason is Reason.MALFORMED
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fds[0])
 

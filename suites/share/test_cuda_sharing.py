@@ -43,25 +43,28 @@ def test_ipc_handle_maps_the_same_memory(device: Device, peer: Peer, seed: int) 
 
 @needs(cuda_needs.device(), cuda_needs.ipc)
 def test_ipc_handle_opened_by_its_owner_is_refused(device: Device) -> None:
-    with device.allocate(MIB) as memory, pytest.raises(ApiError) as raised:
+    with device.allocate(MIB) as memory, pytest.raises(ApiError) as error_info:
         cuda.open_handle(device, cuda.export_handle(memory))
-    assert raised.value.operation == "cuIpcOpenMemHandle"
+    assert error_info.value.operation == "cuIpcOpenMemHandle"
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.vmm)
 def test_vmm_memory_has_no_ipc_handle(device: Device) -> None:
-    with VmmMemory.create(device, 2 * MIB) as memory, pytest.raises(ApiError) as raised:
+    with VmmMemory.create(device, 2 * MIB) as memory, pytest.raises(ApiError) as error_info:
         cuda.export_handle(memory)
-    assert (raised.value.operation, raised.value.status) == ("cuIpcGetMemHandle", INVALID_VALUE)
+    assert (error_info.value.operation, error_info.value.status) == ("cuIpcGetMemHandle", INVALID_VALUE)
 
 
 @needs(cuda_needs.device(), cuda_needs.ipc, cuda_needs.dmabuf_export)
 def test_memory_of_another_process_cannot_be_exported_again(device: Device, peer: Peer) -> None:
     peer_memory = peer.device().allocate(MIB)
-    with cuda.open_handle(device, peer_memory.export_ipc()) as imported_memory, pytest.raises(Unsupported) as raised:
+    with (
+        cuda.open_handle(device, peer_memory.export_ipc()) as imported_memory,
+        pytest.raises(Unsupported) as error_info,
+    ):
         imported_memory.export_dmabuf()
-    assert raised.value.status == INVALID_VALUE
-    assert "the process that allocated it" in raised.value.what_to_do
+    assert error_info.value.status == INVALID_VALUE
+    assert "the process that allocated it" in error_info.value.what_to_do
     peer_memory.close()
 
 

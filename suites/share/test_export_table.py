@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.raw_cuda import (
-    ipc_export_status,
-    raw_allocate_from_pool,
-    raw_allocate_managed,
-    raw_export_dmabuf,
-    raw_free,
+    allocate_raw_from_pool,
+    allocate_raw_managed,
+    export_raw_dmabuf,
+    free_raw,
+    get_ipc_export_status,
 )
 
 from gdrkit import cuda
@@ -53,14 +53,14 @@ def allocate_memory_of_kind(kind: MemoryKind, device: Device, peer: Peer) -> Ite
             with cuda.open_handle(device, peer.device().allocate(LENGTH_BYTES).export_ipc()) as imported_memory:
                 yield imported_memory.address, imported_memory
         case MemoryKind.CUDA_POOL:
-            address = raw_allocate_from_pool(device, LENGTH_BYTES)
+            address = allocate_raw_from_pool(device, LENGTH_BYTES)
             with cuda.borrow(device, address, length_bytes=LENGTH_BYTES) as borrowed_memory:
                 yield address, borrowed_memory
-            raw_free(device, address)
+            free_raw(device, address)
         case _:
-            address = raw_allocate_managed(device, LENGTH_BYTES)
+            address = allocate_raw_managed(device, LENGTH_BYTES)
             yield address, None
-            raw_free(device, address)
+            free_raw(device, address)
 
 
 def get_export_status(row: ExportRow, device: Device, address: int, memory: CudaMemory | None) -> int:
@@ -70,7 +70,7 @@ def get_export_status(row: ExportRow, device: Device, address: int, memory: Cuda
         os.close(memory.export_shareable())
         return 0
     if row.method is ShareKind.IPC:
-        return ipc_export_status(device, address)
+        return get_ipc_export_status(device, address)
     # Offset, length and flags of the dma-buf export.
     arguments = {
         "whole": (0, LENGTH_BYTES, 0),
@@ -80,7 +80,7 @@ def get_export_status(row: ExportRow, device: Device, address: int, memory: Cuda
         "pcie": (0, LENGTH_BYTES, 1),
     }
     offset_bytes, length_bytes, flags = arguments[row.part]
-    status, fd = raw_export_dmabuf(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
+    status, fd = export_raw_dmabuf(device, address + offset_bytes, length_bytes=length_bytes, flags=flags)
     if fd >= 0:
         os.close(fd)
     return status
@@ -106,10 +106,10 @@ def test_unsupported_share_kind_is_refused_with_advice(device: Device, peer: Pee
             if method in export_methods(kind):
                 export_memory(memory, kind=method).close()
                 continue
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ApiError) as error_info:
                 export_memory(memory, kind=method)
-            assert type(raised.value) is Unsupported
-            assert raised.value.what_to_do
+            assert type(error_info.value) is Unsupported
+            assert error_info.value.what_to_do
 
 
 def test_managed_memory_is_refused_with_advice(device: Device, peer: Peer) -> None:

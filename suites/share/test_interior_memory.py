@@ -132,10 +132,10 @@ def test_80_byte_handle_needs_a_whole_allocation(device: Device, peer: Peer, see
         pattern.check(bytes.fromhex(contents), seed=seed)
         with (
             cuda.borrow(device, memory.address + 256, length_bytes=1024) as interior_memory,
-            pytest.raises(UsageError) as raised,
+            pytest.raises(UsageError) as error_info,
         ):
             export_gdr(interior_memory)
-        assert "export_memory" in raised.value.what_to_do
+        assert "export_memory" in error_info.value.what_to_do
         peer.request("close", number=imported_memory["handle"])
 
 

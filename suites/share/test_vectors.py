@@ -27,11 +27,11 @@ class Vector(NamedTuple):
     data: bytes
     fields: dict[str, str]
 
-    def integer(self, field: str) -> int:
-        return int(self.fields[field])
+    def parse_integer(self, field_text: str) -> int:
+        return int(self.fields[field_text])
 
-    def from_hex(self, field: str) -> bytes:
-        return bytes.fromhex(self.fields[field])
+    def parse_hex(self, field_text: str) -> bytes:
+        return bytes.fromhex(self.fields[field_text])
 
 
 def _read_vectors(verdict: str) -> list[Vector]:
@@ -44,50 +44,52 @@ def _read_vectors(verdict: str) -> list[Vector]:
         assert line_verdict in {"good", "bad"}
         if line_verdict == verdict:
             packed = b"" if data == "-" else bytes.fromhex(data)
-            vectors.append(Vector(kind, line_verdict, name, packed, dict(field.split("=") for field in fields)))
+            vectors.append(
+                Vector(kind, line_verdict, name, packed, dict(field_text.split("=") for field_text in fields))
+            )
     assert vectors
     return vectors
 
 
-def _case_id(vector: Vector) -> str:
+def _make_case_id(vector: Vector) -> str:
     return f"{vector.kind}-{vector.name}"
 
 
 def _make_handle(vector: Vector) -> ShareHandle | GdrHandle:
     """Return the handle with the fields of a good vector."""
     if vector.kind == "gdr":
-        return GdrHandle(vector.from_hex("ipc"), vector.integer("length_bytes"), vector.integer("device"))
+        return GdrHandle(vector.parse_hex("ipc"), vector.parse_integer("length_bytes"), vector.parse_integer("device"))
     return ShareHandle(
-        kind=ShareKind(vector.integer("kind")),
-        allocation_bytes=vector.integer("allocation_bytes"),
-        offset_bytes=vector.integer("offset_bytes"),
-        length_bytes=vector.integer("length_bytes"),
-        address=vector.integer("address"),
-        chunk_bytes=vector.integer("chunk_bytes"),
-        descriptor_count=vector.integer("descriptor_count"),
-        device_uuid=vector.from_hex("device_uuid"),
+        kind=ShareKind(vector.parse_integer("kind")),
+        allocation_bytes=vector.parse_integer("allocation_bytes"),
+        offset_bytes=vector.parse_integer("offset_bytes"),
+        length_bytes=vector.parse_integer("length_bytes"),
+        address=vector.parse_integer("address"),
+        chunk_bytes=vector.parse_integer("chunk_bytes"),
+        descriptor_count=vector.parse_integer("descriptor_count"),
+        device_uuid=vector.parse_hex("device_uuid"),
         owner=ProcessIdentity(
-            boot_id=vector.from_hex("boot_id"),
-            process_id=vector.integer("process_id"),
-            namespace=vector.integer("namespace"),
-            started_ticks=vector.integer("started_ticks"),
+            boot_id=vector.parse_hex("boot_id"),
+            process_id=vector.parse_integer("process_id"),
+            namespace=vector.parse_integer("namespace"),
+            started_ticks=vector.parse_integer("started_ticks"),
         ),
-        ipc=vector.from_hex("ipc"),
+        ipc=vector.parse_hex("ipc"),
     )
 
 
 _HANDLE_CLASSES: dict[str, type[ShareHandle | GdrHandle]] = {"share": ShareHandle, "gdr": GdrHandle}
 
 
-@pytest.mark.parametrize("vector", _read_vectors("good"), ids=_case_id)
+@pytest.mark.parametrize("vector", _read_vectors("good"), ids=_make_case_id)
 def test_valid_vector_parses_the_same_in_both_languages(vector: Vector) -> None:
     handle = _make_handle(vector)
     assert handle.pack() == vector.data
     assert _HANDLE_CLASSES[vector.kind].parse(vector.data) == handle
 
 
-@pytest.mark.parametrize("vector", _read_vectors("bad"), ids=_case_id)
+@pytest.mark.parametrize("vector", _read_vectors("bad"), ids=_make_case_id)
 def test_invalid_vector_is_refused_in_both_languages(vector: Vector) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as error_info:
         _HANDLE_CLASSES[vector.kind].parse(vector.data)
-    assert caught.value.reason is Reason.MALFORMED
+    assert error_info.value.reason is Reason.MALFORMED

@@ -102,8 +102,8 @@ NICS = {"twin0": "0000:81:00.0", "twin1": "0000:07:00.0", "twin2": "0000:04:00.0
 
 def test_reads_into_a_gpu_use_the_near_nics_only(tmp_path: Path, device: Device, seed: int) -> None:
     (served_bytes,) = measure_bytes_by_nic(tmp_path, NICS, device, failing_nic="", seed=seed)
-    half = READ_BYTES * READ_COUNT // 2
-    assert served_bytes == {"twin0": 0, "twin1": half, "twin2": half, "twin3": 0}
+    half_bytes = READ_BYTES * READ_COUNT // 2
+    assert served_bytes == {"twin0": 0, "twin1": half_bytes, "twin2": half_bytes, "twin3": 0}
 
 
 @pytest.mark.parametrize("failing_nic", ["twin1", "twin2"])
@@ -113,7 +113,7 @@ def test_nic_that_moves_nothing_is_left_out_until_it_works(
     _, bytes_with_fault, bytes_without_fault = measure_bytes_by_nic(
         tmp_path, NICS, device, failing_nic=failing_nic, seed=seed
     )
-    total = READ_BYTES * READ_COUNT
+    total_bytes = READ_BYTES * READ_COUNT
     other_nic = {"twin1": "twin2", "twin2": "twin1"}[failing_nic]
-    assert bytes_with_fault == {name: total if name == other_nic else 0 for name in NICS}
-    assert bytes_without_fault == {name: total // 2 if name in {failing_nic, other_nic} else 0 for name in NICS}
+    assert bytes_with_fault == {name: total_bytes if name == other_nic else 0 for name in NICS}
+    assert bytes_without_fault == {name: total_bytes // 2 if name in {failing_nic, other_nic} else 0 for name in NICS}

@@ -39,7 +39,7 @@ def test_buffers_of_similar_sizes_are_registered_once(
 
 def test_client_with_an_open_pooled_buffer_stays_open(client: StorageClient) -> None:
     with client.allocate(HostAllocator(), 4096):
-        with pytest.raises(UsageError) as raised:
+        with pytest.raises(UsageError) as error_info:
             client.close()
-        assert raised.value.reason is Reason.BUSY
+        assert error_info.value.reason is Reason.BUSY
     client.close()

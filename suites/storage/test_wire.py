@@ -59,10 +59,19 @@ def draw_operation(draw: st.DrawFn) -> Operation:
     for flag in draw(st.sets(st.sampled_from(allowed_flags))):
         flags |= flag
     checksum = draw(st.integers(0, (1 << 32) - 1)) if flags & OperationFlag.CHECKSUM_GIVEN else 0
-    numbers = [draw(UINT64) for _ in range(5)]
+    field_values = [draw(UINT64) for _ in range(5)]
     rkey, queue_pair = draw(st.integers(0, (1 << 32) - 1)), draw(st.integers(0, 65535))
     return Operation(
-        numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], rkey, queue_pair, opcode, flags, checksum
+        field_values[0],
+        field_values[1],
+        field_values[2],
+        field_values[3],
+        field_values[4],
+        rkey,
+        queue_pair,
+        opcode,
+        flags,
+        checksum,
     )
 
 

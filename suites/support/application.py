@@ -59,20 +59,22 @@ class Application:
         self.length_bytes = length_bytes
         self.memory: cuda.DeviceMemory | None = None
         self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as undo:
+        with contextlib.ExitStack() as cleanup_stack:
             if memory_kind == "device":
-                self.memory = undo.enter_context(cuda.Device(0)).allocate(length_bytes)
-                undo.callback(self.memory.close)
-                self.iov: Iovec = undo.enter_context(usrbio.make_gpu_iovec(str(mount), self.memory))
+                self.memory = cleanup_stack.enter_context(cuda.Device(0)).allocate(length_bytes)
+                cleanup_stack.callback(self.memory.close)
+                self.iov: Iovec = cleanup_stack.enter_context(usrbio.make_gpu_iovec(str(mount), self.memory))
             else:
-                undo.callback(_free_idle_memory)
-                self.iov = undo.enter_context(usrbio.create_iovec(str(mount), length_bytes=length_bytes))
+                cleanup_stack.callback(_free_idle_memory)
+                self.iov = cleanup_stack.enter_context(usrbio.create_iovec(str(mount), length_bytes=length_bytes))
             self.readers: list[Ioring] = []
             self.writers: list[Ioring] = []
             for _ in range(ring_count):
                 for rings, for_read in ((self.readers, True), (self.writers, False)):
-                    rings.append(undo.enter_context(usrbio.make_ioring(str(mount), entries, for_read=for_read)))
-            self._stack = undo.pop_all()
+                    rings.append(
+                        cleanup_stack.enter_context(usrbio.make_ioring(str(mount), entries, for_read=for_read))
+                    )
+            self._stack = cleanup_stack.pop_all()
 
     def read_memory(self, offset_bytes: int, length_bytes: int) -> bytes:
         """Return bytes of the memory. The CUDA driver copies the bytes of device memory."""

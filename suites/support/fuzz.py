@@ -67,7 +67,7 @@ class FuzzTarget:
     tokens: Sequence[bytes] = ()
     length_max_bytes: int = 1024
 
-    def random_input(self, rng: random.Random) -> bytes:
+    def make_random_input(self, rng: random.Random) -> bytes:
         """Return a valid input with random changes."""
         data = bytearray(rng.choice(self.valid_inputs))
         change_functions = _TEXT_CHANGES if self.tokens else _BINARY_CHANGES
@@ -82,7 +82,7 @@ def changed_inputs(target: FuzzTarget, seed: int, count: int | None = None) -> I
     """Yield `count` valid inputs with random changes, or infinitely many if `count` is None."""
     rng = random.Random(seed)
     for _ in itertools.repeat(None) if count is None else range(count):
-        yield target.random_input(rng)
+        yield target.make_random_input(rng)
 
 
 def require_round_trip(parse: Callable[[bytes], bytes], data: bytes) -> None:

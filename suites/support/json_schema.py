@@ -24,11 +24,11 @@ _SCHEMA_KEYWORDS = ("items", "additionalProperties", "propertyNames", "if", "the
 
 def find_violations(schema: str, document: object) -> list[str]:
     """Return one line for each violation of the schema by the document. `schema` is a file name in reports/schema/."""
-    return [f"{error.json_path}: {error.message}" for error in _validator(schema).iter_errors(document)]
+    return [f"{error.json_path}: {error.message}" for error in _make_validator(schema).iter_errors(document)]
 
 
 @functools.cache
-def _validator(schema: str) -> Any:  # noqa: ANN401 - jsonschema has no type hints.
+def _make_validator(schema: str) -> Any:  # noqa: ANN401 - jsonschema has no type hints.
     from jsonschema import Draft202012Validator
 
     schema_data = json.loads((install_paths().schemas / schema).read_bytes())

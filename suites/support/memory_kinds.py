@@ -41,9 +41,9 @@ __all__ = [
     "RdmaMemoryKind",
     "allocator",
     "connect_peer_queue_pair",
+    "find_registration_function",
     "register_by_route",
     "register_device_memory",
-    "registration_function",
 ]
 
 ALL_ACCESS = Access.LOCAL_WRITE | Access.REMOTE_READ | Access.REMOTE_WRITE
@@ -173,7 +173,7 @@ def allocator(request: pytest.FixtureRequest) -> AnyAllocator:
     return device
 
 
-def registration_function(allocator: AnyAllocator) -> str:
+def find_registration_function(allocator: AnyAllocator) -> str:
     """Return the name of the libibverbs function that registers memory of this allocator."""
     return "ibv_reg_mr" if isinstance(allocator, HostAllocator) else "ibv_reg_dmabuf_mr"
 

@@ -129,7 +129,7 @@ def _measure(options: argparse.Namespace) -> dict[str, object]:
             for name in pair_names:
                 cpu_before_s = cpu_time_s()
                 queue_work = functools.partial(all_reduce_once, name)
-                times_s[name].append(_mean_duration_s(queue_work, stream.synchronize, options.repeats))
+                times_s[name].append(_compute_mean_duration_s(queue_work, stream.synchronize, options.repeats))
                 cpu_times_s[name].append((cpu_time_s() - cpu_before_s) / options.repeats)
         communicator.check()
         _log_step("check the bytes")
@@ -172,7 +172,7 @@ def _exchange_unique_id(*, rank: int) -> bytes:
     return unique_id
 
 
-def _mean_duration_s(queue_work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
+def _compute_mean_duration_s(queue_work: Callable[[], object], wait: Callable[[], object], repeats: int) -> float:
     begin_ns = time.perf_counter_ns()
     for _ in range(repeats):
         queue_work()

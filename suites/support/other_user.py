@@ -20,7 +20,13 @@ from support.python_child import suites_environ
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["UNPRIVILEGED_DOCTOR", "become_unprivileged", "folder_for_all_users", "program_command", "run_program"]
+__all__ = [
+    "UNPRIVILEGED_DOCTOR",
+    "become_unprivileged",
+    "folder_for_all_users",
+    "make_program_command",
+    "run_program",
+]
 
 # User id and group id of the unprivileged user.
 _UID = _GID = 65534
@@ -52,14 +58,14 @@ def become_unprivileged() -> None:
     os.setuid(_UID)
 
 
-def program_command(program: str, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+def make_program_command(program: str, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the command that runs a Python program, and `environ` changed so that it can import from the suites."""
     return [sys.executable, "-c", program], suites_environ(environ)
 
 
 def run_program(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a Python program, and return its exit code and output. The program must call :func:`become_unprivileged`."""
-    command, environ = program_command(program, os.environ)
+    command, environ = make_program_command(program, os.environ)
     return subprocess.run(
         [*command, *arguments], env=environ, cwd="/", capture_output=True, text=True, check=False, timeout=60
     )

@@ -55,13 +55,13 @@ def wait_until(condition: Callable[[], bool], description: str, *, timeout_s: fl
 
 def is_stopped(process_id: int) -> bool:
     """Return whether every thread of the process is stopped by a signal."""
-    states = _thread_states(process_id)
+    states = _read_thread_states(process_id)
     return bool(states) and all(state == "T" for state in states)
 
 
 def is_idle(process_id: int) -> bool:
     """Return whether every thread of the process sleeps."""
-    states = _thread_states(process_id)
+    states = _read_thread_states(process_id)
     return bool(states) and all(state == "S" for state in states)
 
 
@@ -71,7 +71,7 @@ def is_gone(process_id: int) -> bool:
         stat = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return True
-    return _state_in(stat) in {"Z", "X"}
+    return _read_state(stat) in {"Z", "X"}
 
 
 def stop_process(process_id: int) -> None:
@@ -101,16 +101,16 @@ def open_files(process_id: int) -> list[str]:
     return [*targets, *(line.split(maxsplit=5)[5] for line in maps if _SHARED in line)]
 
 
-def _thread_states(process_id: int) -> list[str]:
+def _read_thread_states(process_id: int) -> list[str]:
     """Return the state letter of each thread, or an empty list if a thread or the process has just ended."""
     try:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{process_id}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):
         return []
-    return [_state_in(stat) for stat in stats]
+    return [_read_state(stat) for stat in stats]
 
 
-def _state_in(stat: str) -> str:
+def _read_state(stat: str) -> str:
     """Return the state letter in the contents of a file ``stat`` of /proc."""
     # The name of the program is in parentheses, and may contain blanks and parentheses.
     return stat.rpartition(")")[2].split()[0]

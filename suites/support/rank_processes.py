@@ -81,11 +81,11 @@ class _Rank:
 
     def report(self, outcome: str) -> str:
         """Return the outcome and the last lines of standard error and of the NCCL log."""
-        parts = [f"--- rank {self.index}: {outcome}"]
+        output_parts = [f"--- rank {self.index}: {outcome}"]
         for path in (self._error_file, self._nccl_log):
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-            parts += lines[-_LOG_LINES_MAX:]
-        return "\n".join(parts)
+            output_parts += lines[-_LOG_LINES_MAX:]
+        return "\n".join(output_parts)
 
 
 def run_ranks(

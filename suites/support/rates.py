@@ -124,11 +124,11 @@ class Meter:
         """Return the length to use: `full_bytes` if hardware is measured, else at most `small_bytes`."""
         return full_bytes if self._is_hardware_measured else min(full_bytes, small_bytes)
 
-    def choose_count(self, full: int, *, small: int) -> int:
-        """Return the number of operations to use: `full` if hardware is measured, else `small`."""
-        return full if self._is_hardware_measured else small
+    def choose_count(self, full_count: int, *, small_count: int) -> int:
+        """Return the number of operations to use: `full_count` if hardware is measured, else `small_count`."""
+        return full_count if self._is_hardware_measured else small_count
 
-    def transfers_per_round(self, length_bytes: int) -> int:
+    def count_transfers_per_round(self, length_bytes: int) -> int:
         """Return the number of transfers of this length in a round."""
         round_bytes = ROUND_BYTES if self._is_hardware_measured else SOFTWARE_ROUND_BYTES
         return max(1, min(REPEATS_MAX, round_bytes // length_bytes)) if self.is_on else 2

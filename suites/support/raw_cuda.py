@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RawMemory",
-    "ipc_export_status",
-    "raw_allocate",
-    "raw_allocate_from_pool",
-    "raw_allocate_managed",
-    "raw_export_dmabuf",
-    "raw_free",
+    "allocate_raw",
+    "allocate_raw_from_pool",
+    "allocate_raw_managed",
+    "export_raw_dmabuf",
+    "free_raw",
+    "get_ipc_export_status",
     "remap_chunk",
 ]
 
@@ -26,14 +26,14 @@ class RawMemory:
 
     def __init__(self, device: Device, length_bytes: int) -> None:
         self._device = device
-        self.address = raw_allocate(device, length_bytes)
+        self.address = allocate_raw(device, length_bytes)
         self._is_freed = False
 
     def free(self) -> None:
         """Free the memory, even if it is registered with a NIC. Further calls do nothing."""
         if not self._is_freed:
             self._is_freed = True
-            raw_free(self._device, self.address)
+            free_raw(self._device, self.address)
 
     def __enter__(self) -> Self:
         return self
@@ -44,7 +44,7 @@ class RawMemory:
         self.free()
 
 
-def raw_allocate(device: Device, length_bytes: int) -> int:
+def allocate_raw(device: Device, length_bytes: int) -> int:
     """Call cuMemAlloc, and return the address."""
     from cuda.bindings import driver
 
@@ -54,7 +54,7 @@ def raw_allocate(device: Device, length_bytes: int) -> int:
     return int(address)
 
 
-def raw_allocate_managed(device: Device, length_bytes: int) -> int:
+def allocate_raw_managed(device: Device, length_bytes: int) -> int:
     """Call cuMemAllocManaged, and return the address."""
     from cuda.bindings import driver
 
@@ -64,7 +64,7 @@ def raw_allocate_managed(device: Device, length_bytes: int) -> int:
     return int(address)
 
 
-def raw_free(device: Device, address: int) -> None:
+def free_raw(device: Device, address: int) -> None:
     """Call cuMemFree, even if the memory is registered with a NIC."""
     from cuda.bindings import driver
 
@@ -73,8 +73,8 @@ def raw_free(device: Device, address: int) -> None:
     assert result == driver.CUresult.CUDA_SUCCESS, result
 
 
-def raw_allocate_from_pool(device: Device, length_bytes: int) -> int:
-    """Call cuMemAllocAsync with the default pool of the device, and return the address. :func:`raw_free` frees it."""
+def allocate_raw_from_pool(device: Device, length_bytes: int) -> int:
+    """Call cuMemAllocAsync with the default pool of the device, and return the address. :func:`free_raw` frees it."""
     from cuda.bindings import driver
 
     with device.current():
@@ -85,7 +85,7 @@ def raw_allocate_from_pool(device: Device, length_bytes: int) -> int:
     return int(address)
 
 
-def ipc_export_status(device: Device, address: int) -> int:
+def get_ipc_export_status(device: Device, address: int) -> int:
     """Return the CUresult of cuIpcGetMemHandle for the address."""
     from cuda.bindings import driver
 
@@ -94,7 +94,7 @@ def ipc_export_status(device: Device, address: int) -> int:
     return int(result)
 
 
-def raw_export_dmabuf(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:
+def export_raw_dmabuf(device: Device, address: int, *, length_bytes: int, flags: int) -> tuple[int, int]:
     """Call cuMemGetHandleForAddressRange, and return the CUresult and the descriptor of the dma-buf, or -1."""
     from cuda.bindings import driver
 

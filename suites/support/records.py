@@ -72,7 +72,7 @@ def make_library(soname: str, *, notes: tuple[ElfNote, ...] = (), error: str | N
 TWIN = make_library("libibverbs.so.1", notes=(ElfNote("GDRKIT", 1, "ibverbs twin"),))
 
 
-def make_route_facts(way: str, *, possible: bool = True) -> RouteFacts:
+def make_route_facts(way: str, *, is_possible: bool = True) -> RouteFacts:
     """Return the facts of a registration route (``dmabuf`` or ``peer_memory``) between GPU 0 and mlx5_0."""
     failure = ApiFailure(
         api="verbs",
@@ -84,7 +84,9 @@ def make_route_facts(way: str, *, possible: bool = True) -> RouteFacts:
         message="ibv_reg_mr failed: Bad address (EFAULT)",
         what_to_do="load a module",
     )
-    return RouteFacts(device_index=0, nic="mlx5_0", way=way, possible=possible, failure=None if possible else failure)
+    return RouteFacts(
+        device_index=0, nic="mlx5_0", way=way, possible=is_possible, failure=None if is_possible else failure
+    )
 
 
 def make_facts(

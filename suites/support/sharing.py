@@ -77,10 +77,10 @@ def register_dmabuf_in_peer(nic: PeerNic, message: HandleMessage) -> PeerRegion:
 def require_error(call: Callable[..., object], *arguments: object, **options: object) -> GdrkitError:
     """Require that the call raises an error and leaves no handle or descriptor open, and return the error."""
     open_before = handles.live(), list_open_descriptors()
-    with pytest.raises(GdrkitError) as raised:
+    with pytest.raises(GdrkitError) as error_info:
         call(*arguments, **options)
     assert (handles.live(), list_open_descriptors()) == open_before
-    return raised.value
+    return error_info.value
 
 
 def make_handle(**changes: object) -> ShareHandle:

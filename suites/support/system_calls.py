@@ -126,13 +126,13 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
     thread that outlives `action` must be started before this function is called. An exception of `action` is raised
     here.
     """
-    numbers = _CALL_NUMBERS[platform.machine()]
+    call_numbers = _CALL_NUMBERS[platform.machine()]
     listener_queue: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def install_filter_and_act() -> None:
         listener_fd = -1
         try:
-            listener_fd = _install_filter([numbers[name] for name in names], numbers["seccomp"])
+            listener_fd = _install_filter([call_numbers[name] for name in names], call_numbers["seccomp"])
         finally:
             listener_queue.put(listener_fd)
         action()
@@ -145,7 +145,7 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
             listener_fd = listener_queue.get()
             if listener_fd >= 0:
                 try:
-                    _serve(listener_fd, end_event, {numbers[name]: name for name in names}, reply)
+                    _serve(listener_fd, end_event, {call_numbers[name]: name for name in names}, reply)
                 finally:
                     os.close(listener_fd)  # A call that still waits for a reply then fails with ENOSYS.
             future.result()
@@ -153,10 +153,12 @@ def run_observed(action: Callable[[], object], *names: str, reply: Callable[[Sys
         os.close(end_event)
 
 
-def _install_filter(numbers: list[int], seccomp: int) -> int:
+def _install_filter(call_numbers: list[int], seccomp: int) -> int:
     """Install a filter for these calls in this thread, and return the descriptor for its notifications."""
     # A matching number jumps to the last instruction, which notifies. The instruction before the last allows the call.
-    jumps = [_Instruction(_JUMP_IF_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)]
+    jumps = [
+        _Instruction(_JUMP_IF_EQUAL, len(call_numbers) - index, 0, number) for index, number in enumerate(call_numbers)
+    ]
     returns = [_Instruction(_RETURN, 0, 0, _ALLOW), _Instruction(_RETURN, 0, 0, _NOTIFY)]
     program = [_Instruction(_LOAD_NUMBER, 0, 0, 0), *jumps, *returns]
     filters = (_Instruction * len(program))(*program)

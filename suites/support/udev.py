@@ -37,7 +37,7 @@ def provide_entry(folder: Path) -> Iterator[None]:
         return
     with _open_lock() as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_SH)
-        entry = _entry_path(folder)
+        entry = _get_entry_path(folder)
         entry.parent.mkdir(parents=True, exist_ok=True)
         # The rename is atomic, because other processes may read the entry at the same time.
         new_entry = entry.with_name(f"{entry.name}.{os.getpid()}")
@@ -57,7 +57,7 @@ def remove_entry(folder: Path) -> Iterator[None]:
     """Remove the entry for the file system of `folder`, and hold the exclusive lock until the block ends."""
     with _open_lock() as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
-        entry = _entry_path(folder)
+        entry = _get_entry_path(folder)
         if entry.exists():
             _remove_entry_file(entry)
         yield
@@ -84,7 +84,7 @@ def _open_lock() -> Iterator[int]:
         os.close(descriptor)
 
 
-def _entry_path(folder: Path) -> Path:
+def _get_entry_path(folder: Path) -> Path:
     """Return the path of the entry for the device of the file system that contains `folder`."""
     device = folder.stat().st_dev
     return _UDEV_DATA / f"b{os.major(device)}:{os.minor(device)}"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from support.file_opener import FileOpener
-from support.other_user import folder_for_all_users, program_command
+from support.other_user import folder_for_all_users, make_program_command
 from support.processes import wait_until
 from support.tier_campaign import MigrationProcess
 from support.tier_world import TIER_NAMES, check_tiers, create_file, make_configuration
@@ -321,9 +321,9 @@ def test_second_run_of_the_same_tiers_is_refused(configuration: Configuration) -
     errors: list[ApiError] = []
 
     def run_again(_: float) -> None:
-        with pytest.raises(ApiError, match="another gdrkit tiers run moves the files") as raised:
+        with pytest.raises(ApiError, match="another gdrkit tiers run moves the files") as error_info:
             run_until_wait(configuration, wait_count=1, on_wait=lambda _: None)
-        errors.append(raised.value)
+        errors.append(error_info.value)
 
     configuration = replace(configuration, run=RunSettings(watch="never"))
     run_until_wait(configuration, wait_count=1, on_wait=run_again)
@@ -363,7 +363,7 @@ def test_run_without_privileges_says_what_is_not_counted(watch_mode: str) -> Non
         configuration = make_configuration(root)
         for path in (root, *(tier.directory for tier in configuration.tiers)):
             path.chmod(0o777)
-        command, environ = program_command(RUN_UNPRIVILEGED, os.environ)
+        command, environ = make_program_command(RUN_UNPRIVILEGED, os.environ)
         command += [f"--tier={tier.name}={tier.directory}" for tier in configuration.tiers]
         command += [f"--catalogue={root / 'catalogue'}", f"--watch={watch_mode}", "--json"]
         with subprocess.Popen(

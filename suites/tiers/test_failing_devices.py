@@ -73,10 +73,10 @@ def test_full_device_is_reported_as_no_space(configuration_on_ext4: Configuratio
                     while file.write(bytes(MIB)):
                         pass
 
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             manager.move("file", "nvme", observe=fill_device)
-        assert (raised.value.errno, raised.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
-        assert "free space" in raised.value.what_to_do
+        assert (error_info.value.errno, error_info.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
+        assert "free space" in error_info.value.what_to_do
         large_file.unlink()
         assert is_consistent(manager)
         assert read_contents(manager, "file") == data
@@ -92,9 +92,9 @@ def test_read_only_device_refuses_migrations(configuration_on_ext4: Configuratio
         )
         remount(nvme_folder, "ro")
         for name, tier in (("a", "hdd"), ("b", "nvme")):
-            with pytest.raises(ApiError) as raised:
+            with pytest.raises(ApiError) as error_info:
                 manager.move(name, tier)
-            assert (raised.value.errno, raised.value.reason) == (errno.EROFS, Reason.NO_PERMISSION)
+            assert (error_info.value.errno, error_info.value.reason) == (errno.EROFS, Reason.NO_PERMISSION)
         assert (read_contents(manager, "a"), read_contents(manager, "b")) == (nvme_data, hdd_data)
         remount(nvme_folder, "rw")
         assert is_consistent(manager)
@@ -107,9 +107,9 @@ def test_read_only_tier_can_be_read(configuration_on_ext4: Configuration) -> Non
     remount(nvme_folder, "ro")
     with TierManager(configuration_on_ext4) as manager:
         assert read_contents(manager, "file") == b"here"
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             manager.move("file", "hdd")
-        assert raised.value.errno == errno.EROFS
+        assert error_info.value.errno == errno.EROFS
     remount(nvme_folder, "rw")
 
 
@@ -159,9 +159,9 @@ def test_failing_destination_leaves_the_file_in_its_tier(
     with TierManager(configuration_on_fuse) as manager:
         data = create_file(manager, "file", 100_000, seed=1)
         fuse_mount.set_faults(**{request_name: errno.EIO})
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             manager.move("file", "nvme")
-        assert (raised.value.errno, raised.value.reason) == (errno.EIO, Reason.IO_ERROR)
+        assert (error_info.value.errno, error_info.value.reason) == (errno.EIO, Reason.IO_ERROR)
         assert (manager.find("file").tier, read_contents(manager, "file")) == ("hdd", data)
         fuse_mount.set_faults()
         manager.check(repair=True)
@@ -195,9 +195,9 @@ def test_failing_source_leaves_the_file_in_its_tier(
     with TierManager(configuration_on_fuse) as manager:
         data = create_file(manager, "file", 100_000, seed=1, tier="nvme")
         fuse_mount.set_faults(**{request_name: errno.EIO})
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             manager.move("file", "ssd")
-        assert (raised.value.errno, raised.value.reason) == (errno.EIO, Reason.IO_ERROR)
+        assert (error_info.value.errno, error_info.value.reason) == (errno.EIO, Reason.IO_ERROR)
         fuse_mount.set_faults()
         assert is_consistent(manager)
         assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
@@ -214,9 +214,9 @@ def test_failed_undo_is_completed_by_a_recovery(configuration_on_fuse: Configura
                 fuse_mount.set_faults(unlink=errno.EIO, rename=errno.EIO)
                 raise OSError(errno.EIO, "injected by the case")
 
-        with pytest.raises(ApiError) as raised:
+        with pytest.raises(ApiError) as error_info:
             manager.move("file", "nvme", observe=fail_retirement_and_undo)
-        assert "check --repair" in "".join(raised.value.__notes__)
+        assert "check --repair" in "".join(error_info.value.__notes__)
         assert read_contents(manager, "file") == data
     fuse_mount.set_faults()
     # The copy could not be removed. It keeps the name of the file until the next recovery.

@@ -30,12 +30,12 @@ def move_and_get_error(manager: TierManager, name: str, destination: str, **opti
     Check that the file is unchanged, and that the migration has left no copy and no reservation.
     """
     tier_before, contents_before = manager.find(name).tier, read_contents(manager, name)
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.move(name, destination, **options)  # type: ignore[arg-type] # the option is an observer.
     assert (manager.find(name).tier, read_contents(manager, name)) == (tier_before, contents_before)
     assert not [finding for finding in manager.check() if finding.is_wrong]
     assert not manager.catalogue.reserved_move_ids()
-    return raised.value
+    return error_info.value
 
 
 @pytest.mark.qualify
@@ -116,9 +116,9 @@ def test_hard_link_during_a_migration_ends_it(manager: TierManager, configuratio
         if phase is Phase.VERIFY and offset_bytes == 0:
             get_path(configuration, "hdd", "second").hardlink_to(get_path(configuration, "hdd", "file"))
 
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.move("file", "nvme", observe=create_hard_link)
-    assert raised.value.reason is Reason.BUSY
+    assert error_info.value.reason is Reason.BUSY
     assert get_path(configuration, "hdd", "file").stat().st_nlink == 2
     assert not get_path(configuration, "nvme", "file").exists()
 
@@ -175,9 +175,9 @@ def test_last_check_finds_that_the_copy_is_gone(
             get_path(configuration, "nvme", "file").rename(get_path(configuration, "nvme", "elsewhere"))
 
     data = read_contents(manager, "file")
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.move("file", "nvme", observe=rename_copy)
-    assert raised.value.errno == errno.ENOENT
+    assert error_info.value.errno == errno.ENOENT
     assert phases[-1] is phase
     get_path(configuration, "nvme", "elsewhere").unlink()
     manager.check(repair=True)
@@ -209,16 +209,16 @@ def test_write_through_a_mapping_is_not_lost(manager: TierManager, configuration
 
 def test_file_replaced_during_a_migration_is_not_lost(manager: TierManager, configuration: Configuration) -> None:
     create_file(manager, "file", 1000, seed=1)
-    draft = get_path(configuration, "hdd", "draft")
-    draft.write_bytes(b"saved by rename")
+    draft_path = get_path(configuration, "hdd", "draft")
+    draft_path.write_bytes(b"saved by rename")
 
     def replace_file(phase: Phase, name: str, offset_bytes: int) -> None:
         if phase is Phase.RETIRE:
-            draft.replace(get_path(configuration, "hdd", "file"))
+            draft_path.replace(get_path(configuration, "hdd", "file"))
 
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.move("file", "nvme", observe=replace_file)
-    assert raised.value.reason is Reason.BUSY
+    assert error_info.value.reason is Reason.BUSY
     assert read_contents(manager, "file") == b"saved by rename"
     assert not get_path(configuration, "nvme", "file").exists()
 

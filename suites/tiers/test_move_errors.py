@@ -43,9 +43,9 @@ def move_and_get_error(manager: TierManager, phase: Phase, action: Callable[[], 
         if current_phase is phase and not (phase is Phase.VERIFY and offset_bytes):
             action()
 
-    with pytest.raises((ApiError, DataMismatch)) as raised:
+    with pytest.raises((ApiError, DataMismatch)) as error_info:
         manager.move("file", "nvme", observe=observe)
-    return raised.value
+    return error_info.value
 
 
 def raise_io_error() -> None:
@@ -137,9 +137,9 @@ def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> Non
     create_file(manager, "file", 1000, seed=1)
     for name in ("second", "third"):
         (hdd / name).hardlink_to(hdd / "file")
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.move("file", "nvme")
-    error = raised.value
+    error = error_info.value
     assert (error.api, error.operation, error.status, error.status_name) == (Api.NONE, "migrate", None, "hard links")
     assert (error.errno, error.reason) == (None, Reason.NOT_SUPPORTED)
     assert error.arguments == {"name": "file", "links": 3}

@@ -36,9 +36,9 @@ INVALID_NAMES = [
 @pytest.mark.parametrize("name", [*INVALID_NAMES, "lost+found/x", ".gdrkit-tiers/tier.json", "a/" * 2048 + "b"])
 @pytest.mark.parametrize("mode", ["r", "a+"])
 def test_invalid_name_is_refused(manager: TierManager, name: str, mode: str) -> None:
-    with pytest.raises(UsageError) as raised:
+    with pytest.raises(UsageError) as error_info:
         manager.open(name, mode)
-    assert raised.value.reason is Reason.BAD_ARGUMENT
+    assert error_info.value.reason is Reason.BAD_ARGUMENT
 
 
 @pytest.mark.parametrize(

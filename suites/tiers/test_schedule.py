@@ -140,15 +140,15 @@ def test_paced_copy_is_synced_in_parts(manager: TierManager) -> None:
     pace = Pace(None, wait=fake_time.wait, clock=fake_time.clock)
     pace.unsynced_bytes_max = 4 * MIB
     sync_positions: list[tuple[Phase, int]] = []
-    position = (Phase.RECORD, 0)
+    last_position = (Phase.RECORD, 0)
 
     def observe(phase: Phase, _name: str, offset_bytes: int) -> None:
-        nonlocal position
-        position = (phase, offset_bytes)
+        nonlocal last_position
+        last_position = (phase, offset_bytes)
 
     def record_sync(call: SystemCall) -> None:
         if "/incoming/" in call.path:
-            sync_positions.append(position)
+            sync_positions.append(last_position)
 
     run_observed(lambda: manager.move("file", "nvme", observe=observe, pace=pace), "fdatasync", reply=record_sync)
     assert sync_positions == [(Phase.COPY, 4 * MIB), (Phase.COPY, 8 * MIB)]

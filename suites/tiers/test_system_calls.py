@@ -43,12 +43,12 @@ def move_and_get_error(
     Check that the file is unchanged, and that the migration has left no copy and no reservation.
     """
     data = read_contents(manager, name)
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         run_move(manager, name, reply=reply, calls=calls)
     assert (manager.find(name).tier, read_contents(manager, name)) == ("hdd", data)
     assert not select_errors(manager.check())
     assert not manager.catalogue.reserved_move_ids()
-    return raised.value
+    return error_info.value
 
 
 def trace_move(manager: TierManager, root: Path, name: str) -> list[str]:
@@ -333,9 +333,9 @@ def test_hole_with_data_in_the_copy_is_an_error(
                 os.pwrite(file.fileno(), b"x", offset_bytes)
 
     data = read_contents(manager, "sparse")
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.move("sparse", "nvme", observe=write_into_hole)
-    error = raised.value
+    error = error_info.value
     assert (error.errno, error.reason, error.operation) == (errno.EIO, Reason.IO_ERROR, "read")
     assert 0 <= offset_bytes - error.arguments["offset_bytes"] < 4 * MIB  # type: ignore[operator] # a number.
     assert read_contents(manager, "sparse") == data

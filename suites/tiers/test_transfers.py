@@ -89,9 +89,9 @@ def test_write_to_a_file_opened_for_reading_is_refused(manager: TierManager) -> 
 
 
 def test_read_of_a_missing_file_is_enoent(manager: TierManager) -> None:
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         manager.read_into("nothing", bytearray(10))
-    assert raised.value.errno == errno.ENOENT
+    assert error_info.value.errno == errno.ENOENT
 
 
 def test_tier_without_device_transfers_is_unproven(manager: TierManager) -> None:

@@ -61,6 +61,6 @@ def create_queue_pair(
 @contextlib.contextmanager
 def require_errno(*error_numbers: int) -> Iterator[None]:
     """Require that the block raises an ApiError with one of these errnos."""
-    with pytest.raises(ApiError) as raised:
+    with pytest.raises(ApiError) as error_info:
         yield
-    assert raised.value.errno in error_numbers, raised.value
+    assert error_info.value.errno in error_numbers, error_info.value

@@ -32,9 +32,9 @@ def test_open_with_a_missing_port_or_gid_is_refused(nic: Nic) -> None:
 
 
 def test_open_of_a_missing_device_lists_the_present_ones(nic: Nic) -> None:
-    with pytest.raises(UsageError, match=nic.name) as raised:
+    with pytest.raises(UsageError, match=nic.name) as error_info:
         rdma.Nic.open("no_such_device")
-    assert raised.value.reason is Reason.NO_DEVICE
+    assert error_info.value.reason is Reason.NO_DEVICE
 
 
 def test_port_attributes_are_the_same_at_each_query(nic: Nic) -> None:

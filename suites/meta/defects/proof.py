@@ -46,10 +46,10 @@ def ignore_counters(routes: Any) -> None:
 
 def call_loopback_wire(reach: Any) -> None:
     """a measurement with one NIC at both ends is called wire"""
-    original = reach._Measurement.run
+    original_function = reach._Measurement.run
 
     def run(self: Any, route: Any) -> Any:
-        return dataclasses.replace(original(self, route), path=reach.TransferPath.WIRE)
+        return dataclasses.replace(original_function(self, route), path=reach.TransferPath.WIRE)
 
     reach._Measurement.run = run
 
@@ -79,10 +79,10 @@ def accept_registered_gpu(manager: Any) -> None:
 
 def use_every_nic(placement: Any) -> None:
     """if a NIC reaches a GPU, all NICs are used for it"""
-    original = placement.Placement.usable
+    original_function = placement.Placement.usable
 
     def usable(self: Any, device: Any, nics: Any) -> Any:
-        original(self, device, nics)
+        original_function(self, device, nics)
         return tuple(nics)
 
     placement.Placement.usable = usable

@@ -28,16 +28,18 @@ __all__ = [
 
 def return_no_cache(manager: Any) -> None:
     """`GdrManager.cache` returns None if there is no cache"""
-    original = manager.GdrManager.cache
-    manager.GdrManager.cache = lambda self, gpu_index: original(self, gpu_index) if self.state.available else None
+    original_function = manager.GdrManager.cache
+    manager.GdrManager.cache = lambda self, gpu_index: (
+        original_function(self, gpu_index) if self.state.available else None
+    )
 
 
 def accept_unregistrable_gpu(manager: Any) -> None:
     """`GdrManager` starts with a GPU whose memory no NIC can register"""
-    original = manager.GdrManager._probe
+    original_function = manager.GdrManager._probe
 
     def _probe(self: Any, device: Any, *, is_enabled: bool) -> Any:
-        state = original(self, device, is_enabled=is_enabled)
+        state = original_function(self, device, is_enabled=is_enabled)
         if not is_enabled:
             return state
         self._devices[device.index] = device
@@ -137,11 +139,11 @@ def deregister_leased(cache: Any) -> None:
 
 def never_deregister(cache: Any) -> None:
     """a region that is invalidated while in use leaves the cache and is never deregistered"""
-    original = cache.RegionCache._finish_release
+    original_function = cache.RegionCache._finish_release
 
     def _finish_release(self: Any, entry: Any) -> None:
         if entry.is_linked or entry.lease_count:
-            original(self, entry)
+            original_function(self, entry)
             return
         with self._lock:
             self._pending_deregistrations.pending.discard(entry)
@@ -151,12 +153,12 @@ def never_deregister(cache: Any) -> None:
 
 def evict_most_recent(entries: Any) -> None:
     """the cache evicts the most recently used region"""
-    original = entries.EntryIndex.select_evictions
+    original_function = entries.EntryIndex.select_evictions
 
     def select_evictions(self: Any) -> Any:
         for entry in reversed(tuple(self.by_last_use)):
             self.by_last_use.move_to_end(entry)
-        return original(self)
+        return original_function(self)
 
     entries.EntryIndex.select_evictions = select_evictions
 
@@ -178,14 +180,14 @@ def evict_leased(cache: Any) -> None:
 
 def identify_by_address(pointer: Any) -> None:
     """a lookup identifies memory by its address and does not query the buffer id"""
-    original = pointer.make_existence_check
-    pointer.make_existence_check = lambda key: (lambda: True) if len(key) == 1 else original(key)
+    original_function = pointer.make_existence_check
+    pointer.make_existence_check = lambda key: (lambda: True) if len(key) == 1 else original_function(key)
 
 
 def check_first_chunk_only(pointer: Any) -> None:
     """a lookup queries the buffer id of the first chunk only"""
-    original = pointer.make_existence_check
-    pointer.make_existence_check = lambda key: original(key[:1])
+    original_function = pointer.make_existence_check
+    pointer.make_existence_check = lambda key: original_function(key[:1])
 
 
 def leave_device_current(driver: Any) -> None:

@@ -22,11 +22,11 @@ def export_placeholder(share: Any) -> None:
     """without CUDA, `export_address` returns only metadata and reports success"""
     from gdrkit.errors import Unsupported
 
-    original = share.export_address
+    original_function = share.export_address
 
     def export_address(address: int, *, length_bytes: int, device_index: int, kind: Any) -> Any:
         try:
-            return original(address, length_bytes=length_bytes, device_index=device_index, kind=kind)
+            return original_function(address, length_bytes=length_bytes, device_index=device_index, kind=kind)
         except Unsupported:
             handle = share.ShareHandle(
                 kind=share.ShareKind.IPC,

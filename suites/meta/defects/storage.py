@@ -34,10 +34,10 @@ def _view(buffer: Any, length_bytes: int) -> memoryview:
 
 def copy_short_read_by_cpu(batch: Any) -> None:
     """the data of a short read is in the reply, and the CPU copies it into device memory"""
-    original = batch.Batch._join
+    original_function = batch.Batch._join
 
     def _join(self: Any, request: Any, chunks: Any, results: Any) -> Any:
-        result = original(self, request, chunks, results)
+        result = original_function(self, request, chunks, results)
         buffer = request.buffer
         is_read = self.opcode is batch.IoOpcode.READ
         if is_read and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
@@ -52,14 +52,14 @@ def copy_short_read_by_cpu(batch: Any) -> None:
 
 def copy_short_write_by_cpu(batch: Any) -> None:
     """the CPU copies the data of a short write into the request"""
-    original = batch.Batch._make_operation
+    original_function = batch.Batch._make_operation
 
     def _make_operation(self: Any, request: Any, *arguments: Any) -> Any:
         buffer = request.buffer
         is_write = self.opcode is batch.IoOpcode.WRITE
         if is_write and buffer.is_device_memory and buffer.length_bytes <= _INLINE_BYTES:
             ctypes.string_at(_address(buffer), buffer.length_bytes)
-        return original(self, request, *arguments)
+        return original_function(self, request, *arguments)
 
     batch.Batch._make_operation = _make_operation
 
@@ -90,38 +90,38 @@ def checksum_read_by_cpu(batch: Any) -> None:
 
 def checksum_write_by_cpu(batch: Any) -> None:
     """the CPU computes the checksum of device memory before it is written"""
-    original = batch.Batch._choose_flags
+    original_function = batch.Batch._choose_flags
 
     def _choose_flags(self: Any, chunk: Any) -> Any:
         from gdrkit.storage.checksum import crc32c
 
         if self.opcode is batch.IoOpcode.WRITE and self._checksum and chunk.is_device_memory:
             return batch.OperationFlag.CHECKSUM_GIVEN, crc32c(_view(chunk, chunk.length_bytes))
-        return original(self, chunk)
+        return original_function(self, chunk)
 
     batch.Batch._choose_flags = _choose_flags
 
 
 def fill_holes_by_cpu(iobuffer: Any) -> None:
     """the CPU fills the holes of a file in device memory"""
-    original = iobuffer.IOBuffer.zero
+    original_function = iobuffer.IOBuffer.zero
 
     def zero(self: Any, *, offset_bytes: int, length_bytes: int) -> None:
         if self.is_device_memory:
             ctypes.memset(_address(self) + offset_bytes, 0, length_bytes)
         else:
-            original(self, offset_bytes=offset_bytes, length_bytes=length_bytes)
+            original_function(self, offset_bytes=offset_bytes, length_bytes=length_bytes)
 
     iobuffer.IOBuffer.zero = zero
 
 
 def register_device_as_host(iobuffer: Any) -> None:
     """borrowed device memory is registered as host memory"""
-    original = iobuffer.IOBuffer.of_device.__func__
+    original_function = iobuffer.IOBuffer.of_device.__func__
 
     def of_device(cls: Any, memory: Any, cache: Any) -> Any:
         if memory.owned:
-            return original(cls, memory, cache)
+            return original_function(cls, memory, cache)
         view = (ctypes.c_ubyte * memory.length_bytes).from_address(memory.address)
         return cls.of_host(memoryview(view).cast("B"), cache.nics)
 

@@ -129,12 +129,12 @@ class Result:
 def find_changed_lines(before: str, after: str) -> tuple[int, str, str]:
     """Return the number of the first line that differs, and the lines that differ in both texts."""
     old, new = before.splitlines(), after.splitlines()
-    head = _common_line_count(old, new)
-    tail = _common_line_count(old[head:][::-1], new[head:][::-1])
+    head = _count_common_lines(old, new)
+    tail = _count_common_lines(old[head:][::-1], new[head:][::-1])
     return head + 1, "\n".join(old[head : len(old) - tail]).strip(), "\n".join(new[head : len(new) - tail]).strip()
 
 
-def _common_line_count(first: Sequence[str], second: Sequence[str]) -> int:
+def _count_common_lines(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the number of lines that are equal in both texts, counted from the beginning to the first difference."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((index for index, (line, other) in pairs if line != other), min(len(first), len(second)))

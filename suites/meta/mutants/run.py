@@ -202,7 +202,7 @@ def read_recorded_kills(path: Path, mutants: Sequence[Mutant]) -> dict[_Content,
     return kills
 
 
-def _mutant_record(result: Result, seed: str, command: str) -> Record:
+def _make_mutant_record(result: Result, seed: str, command: str) -> Record:
     mutant = result.mutant
     survived = result.outcome is MutantOutcome.SURVIVED
     verdict = Verdict.PASS if result.outcome in _KILLED else Verdict.FAIL if survived else Verdict.NOT_RUN
@@ -224,15 +224,15 @@ def _mutant_record(result: Result, seed: str, command: str) -> Record:
     numbers = {"baseline_s": result.baseline_s, "limit_s": result.limit_s}
     if verdict is not Verdict.PASS:
         numbers = {}
-    return _new_record(f"meta/mutants::{mutant.name}", verdict, reasons, evidence, numbers, result.duration_s, command)
+    return _make_record(f"meta/mutants::{mutant.name}", verdict, reasons, evidence, numbers, result.duration_s, command)
 
 
 @functools.cache
-def _facts_digest() -> str:
+def _compute_facts_digest() -> str:
     return probe(query_apis=False).digest
 
 
-def _new_record(
+def _make_record(
     case: str,
     verdict: Verdict,
     reasons: tuple[CaseReason, ...],
@@ -251,7 +251,7 @@ def _new_record(
         verdict=verdict,
         reasons=reasons,
         profile="bare",
-        facts_digest=_facts_digest(),
+        facts_digest=_compute_facts_digest(),
         substrate={},
         libraries=(),
         seed=1,
@@ -270,7 +270,7 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     """Write a record for each result, and a summary record, to a new file."""
     path.unlink(missing_ok=True)
     for result in results:
-        append_record(path, _mutant_record(result, seed, command))
+        append_record(path, _make_mutant_record(result, seed, command))
     counts = Counter(result.outcome.value for result in results)
     score_share = compute_score(results)
     is_enough = score_share >= SCORE_MIN
@@ -284,7 +284,7 @@ def write_records(path: Path, results: Sequence[Result], *, seed: str, command: 
     )
     numbers |= {"mutants_count": float(len(results)), "score_share": round(score_share, 4)}
     verdict = Verdict.PASS if is_enough else Verdict.FAIL
-    append_record(path, _new_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
+    append_record(path, _make_record("meta/mutants::summary", verdict, reasons, evidence, numbers, duration_s, command))
 
 
 def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -309,7 +309,7 @@ def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _last_commit() -> str:
+def _query_last_commit() -> str:
     """Return the hash of the last commit that changed gdrkit/ or native/."""
     command = ["git", "-C", str(_TREE), "log", "-1", "--format=%H", "--", "gdrkit", "native"]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
@@ -333,7 +333,7 @@ def _choose_mutants(options: argparse.Namespace, seed: str) -> list[Mutant]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parse_arguments(arguments)
-    seed = options.seed or _last_commit()
+    seed = options.seed or _query_last_commit()
     start_s = time.monotonic()
     try:
         mutants = _choose_mutants(options, seed)
@@ -358,12 +358,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     duration_s = time.monotonic() - start_s
     if options.records is not None:
         all_arguments = sys.argv[1:] if arguments is None else list(arguments)
-        command = " ".join(["nox", "-s", "mutants", "--", *_user_arguments(all_arguments)])
+        command = " ".join(["nox", "-s", "mutants", "--", *_get_user_arguments(all_arguments)])
         write_records(options.records, results, seed=seed, command=command, duration_s=duration_s)
     return _report(results, duration_s)
 
 
-def _user_arguments(arguments: Sequence[str]) -> list[str]:
+def _get_user_arguments(arguments: Sequence[str]) -> list[str]:
     """Return the arguments of the user, without the options and values that the noxfile adds."""
     return [
         argument
