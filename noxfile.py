@@ -33,9 +33,9 @@ from automation.commands import (
 )
 from automation.docs import build_site, take_pictures
 from automation.environments import ensure_environment
-from automation.gdrkit_commands import cases, on_twins, plan_sessions, pytest, run_suites, suite_parts
+from automation.gdrkit_commands import cases, list_suite_parts, on_twins, plan_sessions, pytest, run_suites
 from automation.lint import LINT_REQUIREMENTS, check_cpp, check_style
-from automation.machine import find_hardware, find_interpreter, may_load_rxe, path_with_sbin
+from automation.machine import find_hardware, find_interpreter, make_path_with_sbin, may_load_rxe
 from automation.peers import prepare_cuda_peers, prepare_peers
 
 nox.needs_version = ">=2024.4.15"
@@ -75,7 +75,7 @@ def suites(session: nox.Session) -> None:
     system_packages.install_strace()
     # The throughput cases also run, with small sizes. Their numbers mean nothing on twins, but errors are found early.
     if not session.posargs:
-        run_suites(session, run, suite_parts(), *on_twins(run), measures_coverage=True)
+        run_suites(session, run, list_suite_parts(), *on_twins(run), measures_coverage=True)
     else:
         arguments = cases(session.posargs, *ALL_CASES, "hardware/throughput")
         exit_with_pytest_code(session, call([*on_twins(run), *pytest(run), *arguments]))
@@ -99,7 +99,7 @@ def lint(session: nox.Session) -> None:
     corrects what the first two can correct.
     """
     tools = ensure_environment("lint", python=find_interpreter()[0], requirements=LINT_REQUIREMENTS)
-    system_packages.install(system_packages.missing_build_packages(find_interpreter()[0]))
+    system_packages.install(system_packages.find_missing_build_packages(find_interpreter()[0]))
     fail_unless_zero(session, [*check_style(tools, fix="--fix" in session.posargs), *check_cpp(tools)])
 
 
@@ -117,7 +117,7 @@ def native(session: nox.Session) -> None:
     """Build the native code and run its tests: as a release build, and with the address and undefined-behaviour
     sanitizers.
     """
-    system_packages.install(system_packages.missing_build_packages(find_interpreter()[0]))
+    system_packages.install(system_packages.find_missing_build_packages(find_interpreter()[0]))
     # The twins are built first, because the product's tests load the twins that were built with the same preset.
     builds_to_check = itertools.product((builds.TWINS, builds.NATIVE), ("release", "asan-ubsan"))
     fail_unless_zero(session, [builds.check_native(tree, preset) for tree, preset in builds_to_check])
@@ -219,7 +219,7 @@ def lab(session: nox.Session) -> None:
     use the RDMA devices of this machine or its module rdma_rxe, and without both a virtual machine.
     """
     # depmod and other programs are in /sbin, which the PATH of ordinary users does not have on Debian.
-    os.environ["PATH"] = path_with_sbin()
+    os.environ["PATH"] = make_path_with_sbin()
     has_rdma_here = bool(find_hardware()["verbs"]) or may_load_rxe()
     location_options = ["--here"] if has_rdma_here else [f"--tools={builds.ensure_lab_tools()}"]
     system_packages.install_perftest()
@@ -233,7 +233,7 @@ def peers(session: nox.Session) -> None:
     -- [--only TEXT] [--records FILE]. With --lab they run on a real kernel's Soft-RoCE too. -- cuda runs programs with
     GPU memory, whose packages have six gigabytes.
     """
-    os.environ["PATH"] = path_with_sbin()
+    os.environ["PATH"] = make_path_with_sbin()
     if session.posargs[:1] == ["cuda"]:
         python = prepare_cuda_peers()
         run = builds.prepare_run(twins=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from automation.commands import ROOT, call, prepend_to_path, prepend_to_pythonpath, require, say, stop
 from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, digest, ensure_environment, lock_environments
 from automation.machine import find_interpreter, has_pyverbs, python_version
-from automation.system_packages import LAB_PROGRAMS, install, missing_build_packages, missing_pyverbs_packages
+from automation.system_packages import LAB_PROGRAMS, find_missing_build_packages, find_missing_pyverbs_packages, install
 from gdrkit.remedies import system_install
 
 __all__ = [
@@ -66,9 +66,9 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
     software twins, and with `native_parts` the native parts of the product.
     """
     python, build_pyverbs = find_interpreter()
-    packages = missing_build_packages(python) if twins or native_parts or build_pyverbs else []
+    packages = find_missing_build_packages(python) if twins or native_parts or build_pyverbs else []
     if build_pyverbs:
-        packages += missing_pyverbs_packages()
+        packages += find_missing_pyverbs_packages()
     elif not has_pyverbs():
         packages.append("python3-pyverbs")
     install(packages)

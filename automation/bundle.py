@@ -21,10 +21,10 @@ from automation.builds import (
     build_bench_programs,
     ensure_pyverbs_wheel,
 )
-from automation.commands import ROOT, call, output_of, prepend_to_path, require, say, stop
+from automation.commands import ROOT, call, get_output, prepend_to_path, require, say, stop
 from automation.environments import ensure_environment, lock_environments
 from automation.machine import python_version
-from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install
 from gdrkit.remedies import system_install
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
         stop(f"--python must name an installed Python, 3.11 or newer, not {python}")
     # A program on the PATH may be a shim that chooses the interpreter by the current folder. The interpreter that it
     # starts prints its own path.
-    executable = output_of([interpreter, "-c", "import sys; print(sys.executable)"])
-    install([*missing_build_packages(executable), *missing_pyverbs_packages()])
+    executable = get_output([interpreter, "-c", "import sys; print(sys.executable)"])
+    install([*find_missing_build_packages(executable), *find_missing_pyverbs_packages()])
     tools = ensure_environment("bundle", python=executable, requirements=BUILD_REQUIREMENTS)
     tag = "cp" + "".join(map(str, python_version(executable)))
     with lock_environments():
         shutil.rmtree(output, ignore_errors=True)
         # The commit is read now, when the sources are copied. During the build, the tree may get another commit.
-        commit = output_of(["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]) or "unknown"
+        commit = get_output(["git", "-C", str(ROOT), "describe", "--always", "--abbrev=40", "--dirty"]) or "unknown"
         _copy_sources()
         _collect_wheels(tools, tag=tag, output=output)
         _collect_extras(tools, output=output, extras=extras)
@@ -113,7 +113,7 @@ def _collect_programs(output: Path) -> None:
         shutil.copy(programs / program, output / "bench" / program)
         require(["strip", str(output / "bench" / program)])
     (output / "lib").mkdir()
-    library = next(iter(re.findall(r"librdmacm\.so\.1 .*=> (\S+)", output_of(["/sbin/ldconfig", "-p"]))), None)
+    library = next(iter(re.findall(r"librdmacm\.so\.1 .*=> (\S+)", get_output(["/sbin/ldconfig", "-p"]))), None)
     if library is None:
         stop(f"librdmacm.so.1 is not installed, and pyverbs does not load without it: {system_install('librdmacm1')}")
     shutil.copy(os.path.realpath(library), output / "lib" / "librdmacm.so.1")

@@ -25,7 +25,7 @@ __all__ = [
     "exit_unless_zero",
     "exit_with_pytest_code",
     "fail_unless_zero",
-    "output_of",
+    "get_output",
     "prepend_to_path",
     "prepend_to_pythonpath",
     "require",
@@ -93,7 +93,7 @@ def require(command: Sequence[str], *, environ: dict[str, str] | None = None, fo
         stop("The set-up failed; the output above says why.")
 
 
-def output_of(command: Sequence[str]) -> str:
+def get_output(command: Sequence[str]) -> str:
     """Return what a command prints on standard output, or an empty string if the command cannot be started."""
     with contextlib.suppress(OSError):
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()

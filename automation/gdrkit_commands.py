@@ -15,18 +15,18 @@ from automation.commands import (
     call,
     exit_with_pytest_code,
     fail_unless_zero,
-    output_of,
+    get_output,
     say,
     stop,
 )
-from automation.side_by_side import Part, call_side_by_side, job_count
+from automation.side_by_side import Part, call_side_by_side, choose_job_count
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import nox
 
-__all__ = ["cases", "on_twins", "plan_sessions", "pytest", "run_suites", "suite_parts"]
+__all__ = ["cases", "list_suite_parts", "on_twins", "plan_sessions", "pytest", "run_suites"]
 
 _COVERAGE_FILE = ROOT / "build" / "coverage" / "data"
 _COVERAGE_OPTIONS = (f"--rcfile={ROOT / 'pyproject.toml'}", f"--data-file={_COVERAGE_FILE}")
@@ -40,7 +40,7 @@ def plan_sessions(run: Path) -> dict[str, dict[str, Any]]:
 
     The entry of a session has its arguments, and says whether the session fits this machine and why.
     """
-    plan = output_of([str(run / "gdrkit"), "plan", "--json"])
+    plan = get_output([str(run / "gdrkit"), "plan", "--json"])
     if not plan:
         stop(f"`{run / 'gdrkit'} plan --json` printed nothing; run it to see why.")
     sessions: dict[str, dict[str, Any]] = json.loads(plan)["sessions"]
@@ -87,7 +87,7 @@ def run_suites(
         module_and_options = ["-m", "coverage", "run", *_COVERAGE_OPTIONS, *module_and_options]
     command_prefix = [*launcher, python, *module_and_options]
     parts = [Part(name, (*command_prefix, "-q", *map(str, paths))) for name, paths in paths_by_part.items()]
-    codes = call_side_by_side(parts, jobs=job_count())
+    codes = call_side_by_side(parts, jobs=choose_job_count())
     if measures_coverage:
         _print_coverage(run)
     for name, code in codes.items():
@@ -102,14 +102,14 @@ def run_suites(
 def _print_coverage(run: Path) -> None:
     coverage = [str(run / "python"), "-m", "coverage"]
     call([*coverage, "combine", "--quiet", *_COVERAGE_OPTIONS])
-    total = output_of([*coverage, "report", "--format=total", "--precision=1", *_COVERAGE_OPTIONS]).strip()
+    total = get_output([*coverage, "report", "--format=total", "--precision=1", *_COVERAGE_OPTIONS]).strip()
     say(f"the suites executed {total} % of the statements of gdrkit, not counting child processes")
     say(
         f"the details: {os.path.relpath(run, ROOT)}/coverage report --data-file={os.path.relpath(_COVERAGE_FILE, ROOT)}"
     )
 
 
-def suite_parts() -> dict[str, list[Path]]:
+def list_suite_parts() -> dict[str, list[Path]]:
     """Return the folders or files of each part of the default suites, by its name. The slowest parts are first."""
     folders = {path.parent for path in (ROOT / "suites").glob("*/test_*.py")} - {ROOT / "suites" / "meta"}
     slow_folders = [ROOT / "suites" / name for name in _SLOWEST_SUITES_FIRST]

@@ -18,8 +18,8 @@ __all__ = [
     "find_hardware",
     "find_interpreter",
     "has_pyverbs",
+    "make_path_with_sbin",
     "may_load_rxe",
-    "path_with_sbin",
     "python_version",
 ]
 
@@ -52,7 +52,7 @@ def may_load_rxe() -> bool:
     return os.geteuid() == 0 and has_tools and subprocess.call(["modprobe", "-nq", "rdma_rxe"]) == 0
 
 
-def path_with_sbin() -> str:
+def make_path_with_sbin() -> str:
     """Return PATH with /usr/sbin and /sbin appended: Debian leaves them out of the PATH of ordinary users."""
     return os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
 

@@ -9,7 +9,7 @@ from automation.builds import PYVERBS_REQUIREMENT, ensure_build_tools
 from automation.commands import prepend_to_path, require
 from automation.environments import BUILD_CONSTRAINTS, ENVIRONMENTS, ensure_environment, lock_environments
 from automation.machine import find_interpreter
-from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install
 
 __all__ = ["prepare_cuda_peers", "prepare_peers"]
 
@@ -47,12 +47,12 @@ _PROVIDER = f"librxe-rdmav{PYVERBS_REQUIREMENT.partition('==')[2].partition('.')
 def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
     """Install the programs. Return the interpreter that has the packages of PyPI, and the folder of the tests.
 
-    With `with_libraries`, rdma-core's libraries of the same version are built beside the tests (libraries_beside in
+    With `with_libraries`, rdma-core's libraries of this version are built beside the tests (list_libraries_beside in
     hardware/peers/rdma_core.py).
     """
     python = find_interpreter()[0]
     missing = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
-    install([*missing, *missing_build_packages(python), *missing_pyverbs_packages()])
+    install([*missing, *find_missing_build_packages(python), *find_missing_pyverbs_packages()])
     environment = ensure_environment(
         "peers", python=python, requirements=_PYPI_REQUIREMENTS, without_dependencies=_NIXL_REQUIREMENTS
     )
@@ -66,7 +66,7 @@ def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
 def prepare_cuda_peers() -> Path:
     """Install the programs with GPU memory. Return the interpreter that has their packages."""
     python = find_interpreter()[0]
-    install([*missing_build_packages(python), *missing_pyverbs_packages()])
+    install([*find_missing_build_packages(python), *find_missing_pyverbs_packages()])
     environment = ensure_environment(
         "peers-cuda",
         python=python,

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from automation.builds import BUILD_REQUIREMENTS, NATIVE, TWINS, ensure_pyverbs_wheel
-from automation.commands import ROOT, call, output_of, prepend_to_path, require, say, stop
+from automation.commands import ROOT, call, get_output, prepend_to_path, require, say, stop
 from automation.environments import ensure_environment, lock_environments
 from automation.machine import SYSTEM_PYTHON, has_pyverbs, python_version
-from automation.system_packages import install, missing_build_packages, missing_pyverbs_packages
+from automation.system_packages import find_missing_build_packages, find_missing_pyverbs_packages, install
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -126,7 +126,7 @@ def build_release(architectures: Sequence[str]) -> list[Wheel]:
     pythons = {version: _find_python(version) for version in sorted({*_BUILD_PYTHONS, *_RUN_PYTHONS})}
     is_cross = any(ARCHITECTURES[name].toolchain for name in architectures)
     missing = [package for program, package in _CROSS_PROGRAMS.items() if is_cross and not shutil.which(program)]
-    install([*missing_build_packages(pythons[3, 11]), *missing_pyverbs_packages(), *missing])
+    install([*find_missing_build_packages(pythons[3, 11]), *find_missing_pyverbs_packages(), *missing])
     tools = {
         version: ensure_environment(f"wheels-3.{version[1]}", python=pythons[version], requirements=_REQUIREMENTS)
         for version in pythons
@@ -236,7 +236,7 @@ def _find_python(version: tuple[int, int]) -> str:
     python = next(matching_pythons, None)
     if python is None:
         stop(f"{name} is needed to build or run the wheels. Install it, or install it by pyenv.")
-    return output_of([python, "-c", "import sys; print(sys.executable)"])
+    return get_output([python, "-c", "import sys; print(sys.executable)"])
 
 
 def _make_sdist(tools: Path, tree: Path) -> Path:
@@ -313,7 +313,7 @@ def split_debug(unpacked_folder: Path, debug: Path, architecture: Architecture) 
         with path.open("rb") as file:
             if file.read(len(_ELF_MAGIC)) != _ELF_MAGIC:
                 continue
-        notes = output_of([f"{architecture.program_prefix}readelf", "-n", str(path)])
+        notes = get_output([f"{architecture.program_prefix}readelf", "-n", str(path)])
         match = re.search(r"Build ID: ([0-9a-f]{2})([0-9a-f]+)", notes)
         if match is None:
             stop(f"{path.relative_to(unpacked_folder)} has no build id, so its symbols could not be found again.")

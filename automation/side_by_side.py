@@ -14,7 +14,7 @@ from automation.commands import ROOT, say
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["Part", "call_side_by_side", "job_count"]
+__all__ = ["Part", "call_side_by_side", "choose_job_count"]
 
 _JOBS_MAX = 8
 _POLL_PERIOD_S = 0.2
@@ -41,7 +41,7 @@ class _RunningCommand:
         return time.monotonic() - self.start_s
 
 
-def job_count() -> int:
+def choose_job_count() -> int:
     """Return how many commands run at the same time: two for each processor, and at most eight.
 
     A suite uses a third of a processor, because its cases mostly wait for other processes and for time limits.

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automation.commands import call, output_of, say, stop
-from automation.machine import SYSTEM_PYTHON, path_with_sbin, python_version
+from automation.commands import call, get_output, say, stop
+from automation.machine import SYSTEM_PYTHON, make_path_with_sbin, python_version
 from gdrkit.remedies import OS_RELEASE, package_manager, package_names
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 __all__ = [
     "LAB_PROGRAMS",
     "Change",
-    "apt_changes",
-    "dnf_changes",
+    "find_missing_build_packages",
+    "find_missing_pyverbs_packages",
     "find_vendor_stack",
     "install",
     "install_filesystem_tools",
@@ -35,8 +35,8 @@ __all__ = [
     "install_mpi",
     "install_perftest",
     "install_strace",
-    "missing_build_packages",
-    "missing_pyverbs_packages",
+    "list_apt_changes",
+    "list_dnf_changes",
 ]
 
 # The programs that create the file systems that the cases mount, and the package of each.
@@ -80,12 +80,12 @@ class Change:
     text: str
 
 
-def missing_build_packages(python: str) -> list[str]:
+def find_missing_build_packages(python: str) -> list[str]:
     """Return the packages that the native build for this Python needs and that are missing on this machine."""
     missing = [] if shutil.which("c++") else ["g++"]
     if not Path("/usr/include/infiniband/verbs.h").exists():
         missing.append("libibverbs-dev")
-    headers = Path(output_of([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h")
+    headers = Path(get_output([python, "-c", "import sysconfig; print(sysconfig.get_path('include'))"]), "Python.h")
     if headers.exists():
         return missing
     # python3-dev has headers only for the system's Python.
@@ -94,7 +94,7 @@ def missing_build_packages(python: str) -> list[str]:
     return [*missing, f"python{version}-dev"]
 
 
-def missing_pyverbs_packages() -> list[str]:
+def find_missing_pyverbs_packages() -> list[str]:
     """Return the missing packages that a build of pyverbs needs in addition to the packages of the native build."""
     missing = [] if shutil.which("pkg-config") else ["pkgconf"]
     headers = {"libnl-3-dev": "netlink/netlink.h", "libnl-route-3-dev": "netlink/route/link.h"}
@@ -140,7 +140,7 @@ def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
 def install_fuse() -> None:
     """Install libfuse3 if this user can mount FUSE file systems. Only the cases of the FUSE mount need it."""
     can_mount = os.geteuid() == 0 and Path("/dev/fuse").exists()
-    if can_mount and "libfuse3.so" not in output_of(["/sbin/ldconfig", "-p"]):
+    if can_mount and "libfuse3.so" not in get_output(["/sbin/ldconfig", "-p"]):
         _install_optional(["fuse3"], consequence="the cases of the FUSE mount will not run")
 
 
@@ -159,7 +159,7 @@ def install_perftest() -> None:
 def install_filesystem_tools() -> None:
     """Install mkfs.ext4 and mkfs.xfs if this user can mount loop devices. Only some cases of the tiers need them."""
     can_mount = os.geteuid() == 0 and Path("/dev/loop-control").exists()
-    path = path_with_sbin()
+    path = make_path_with_sbin()
     missing = [package for program, package in MKFS_PROGRAMS.items() if not shutil.which(program, path=path)]
     if can_mount and missing:
         _install_optional(missing, consequence="the cases that mount file systems of their own will not run")
@@ -175,7 +175,7 @@ def find_vendor_stack() -> str | None:
     """Return a description of a vendor's RDMA libraries, or None if no vendor has replaced the distribution's."""
     if shutil.which("ofed_info"):
         return "ofed_info is installed"
-    for row in output_of(["/sbin/ldconfig", "-p"]).splitlines():
+    for row in get_output(["/sbin/ldconfig", "-p"]).splitlines():
         name, _, path = row.strip().partition(" ")
         if name != "libibverbs.so.1":
             continue
@@ -188,7 +188,7 @@ def find_vendor_stack() -> str | None:
     return None
 
 
-def apt_changes(output: str) -> list[Change]:
+def list_apt_changes(output: str) -> list[Change]:
     """Return the changes that ``apt-get install -s`` announces: ``Inst name [old version] (new version ...)``."""
     changes = []
     for row in output.splitlines():
@@ -201,7 +201,7 @@ def apt_changes(output: str) -> list[Change]:
     return changes
 
 
-def dnf_changes(output: str) -> list[Change]:
+def list_dnf_changes(output: str) -> list[Change]:
     """Return the changes that ``dnf install --assumeno`` announces, in the table of its transaction."""
     changes: list[Change] = []
     section, words = "", list[str]()
@@ -249,12 +249,12 @@ def _simulate(manager: str, command: Sequence[str]) -> list[Change] | None:
     """Return the changes that the package manager announces in a dry run, or None if the dry run fails."""
     if manager == "apt-get":
         result = subprocess.run([*command, "-s"], capture_output=True, text=True, check=False)
-        return apt_changes(result.stdout) if result.returncode == 0 else None
+        return list_apt_changes(result.stdout) if result.returncode == 0 else None
     arguments = [word for word in command if word != "-y"]
     result = subprocess.run([*arguments, "--assumeno"], capture_output=True, text=True, check=False)
     # dnf ends with 1 if it would change anything, because --assumeno refuses that.
     is_resolved = result.returncode == 0 or "Transaction Summary" in result.stdout
-    return dnf_changes(result.stdout) if is_resolved else None
+    return list_dnf_changes(result.stdout) if is_resolved else None
 
 
 def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
@@ -273,7 +273,7 @@ def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
 def _find_owner(path: str) -> str:
     """Return name, version and vendor of the package that owns a file, or an empty text."""
     if shutil.which("dpkg-query"):
-        package = output_of(["dpkg-query", "-S", path]).partition(":")[0]
-        return package and f"{package} {output_of(['dpkg-query', '-W', '-f', '${Version} ${Maintainer}', package])}"
-    owner = output_of(["rpm", "-qf", "--qf", "%{NAME} %{VERSION}-%{RELEASE} %{VENDOR}", path])
+        package = get_output(["dpkg-query", "-S", path]).partition(":")[0]
+        return package and f"{package} {get_output(['dpkg-query', '-W', '-f', '${Version} ${Maintainer}', package])}"
+    owner = get_output(["rpm", "-qf", "--qf", "%{NAME} %{VERSION}-%{RELEASE} %{VENDOR}", path])
     return "" if "not owned" in owner else owner

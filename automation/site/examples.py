@@ -10,18 +10,18 @@ import inspect
 import re
 from typing import TYPE_CHECKING, Any
 
-from automation.site.reference import public_modules
-from automation.site.snippets import ROOT, example_files, guides, snippets, used_names
+from automation.site.reference import list_public_modules
+from automation.site.snippets import ROOT, find_used_names, guides, list_example_files, snippets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["all_programs", "programs_by_name"]
+__all__ = ["find_programs_by_name", "list_all_programs"]
 
 
-def all_programs() -> dict[str, list[str]]:
+def list_all_programs() -> dict[str, list[str]]:
     """Return the examples, and the Python programs in the guides, by the path of their file in the tree."""
-    programs = {path.relative_to(ROOT).as_posix(): [path.read_text()] for path in example_files()}
+    programs = {path.relative_to(ROOT).as_posix(): [path.read_text()] for path in list_example_files()}
     for path in guides():
         texts = [snippet.text for snippet in snippets(path) if snippet.language == "python"]
         if texts:
@@ -29,11 +29,11 @@ def all_programs() -> dict[str, list[str]]:
     return programs
 
 
-def programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]]:
+def find_programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return, for the full name of each public object, the paths of the programs that show it."""
     names_by_object: dict[int, list[str]] = {}
     objects: dict[int, Any] = {}
-    for module_name, module in public_modules().items():
+    for module_name, module in list_public_modules().items():
         for name in module.__all__:
             value = getattr(module, name)
             objects[id(value)] = value
@@ -41,7 +41,7 @@ def programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]]:
     producers = {number: set(_find_producers(value)) for number, value in objects.items() if inspect.isclass(value)}
     shown_names: dict[int, set[str]] = {number: set() for number in objects}
     for path, texts in programs.items():
-        all_names = {name for text in texts for name in used_names(text)}
+        all_names = {name for text in texts for name in find_used_names(text)}
         called_names = {name.rpartition(".")[2] for name in all_names} | {
             name for text in texts for name in _find_attributes(text)
         }
@@ -66,7 +66,7 @@ def _find_producers(value: type) -> Iterator[tuple[str, str]]:
     """Yield the functions and methods that return objects of the class: the package, and the name."""
     package = ".".join(value.__module__.split(".")[:2])
     word = re.compile(rf"\b{value.__name__}\b")
-    for module_name, module in public_modules().items():
+    for module_name, module in list_public_modules().items():
         if not f"{module_name}.".startswith(f"{package}."):
             continue
         for name in module.__all__:

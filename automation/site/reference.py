@@ -16,7 +16,15 @@ import gdrkit
 from gdrkit import errors
 from gdrkit.exit_code import ExitCode
 
-__all__ = ["API_FOLDER", "api_pages", "commands", "commands_page", "errors_page", "public_modules", "reasons"]
+__all__ = [
+    "API_FOLDER",
+    "commands",
+    "list_public_modules",
+    "make_api_pages",
+    "make_commands_page",
+    "make_errors_page",
+    "reasons",
+]
 
 API_FOLDER = "docs/reference/api"
 # These modules are inside packages, and guides import from them.
@@ -38,7 +46,7 @@ _REASON = re.compile(r'^    #: (?P<meaning>.+)\n    [A-Z_]+ = "(?P<value>\w+)"$'
 
 
 @functools.cache
-def public_modules() -> dict[str, ModuleType]:
+def list_public_modules() -> dict[str, ModuleType]:
     """Return the modules with public names: packages, modules beside packages, and modules that guides import from.
 
     The modules of the command line are left out, because people use their commands and not their functions.
@@ -52,13 +60,13 @@ def public_modules() -> dict[str, ModuleType]:
     return {name: module for name, module in sorted(modules.items()) if module.__all__}
 
 
-def api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
+def make_api_pages(examples: dict[str, list[str]]) -> dict[str, str]:
     """Return the Markdown of the reference of the Python interface by the path of each page.
 
     `examples` has, for the full name of an object, links to programs that use it.
     """
     pages, page_by_object = {}, dict[int, str]()
-    modules = public_modules()
+    modules = list_public_modules()
     for module_name, module in modules.items():
         parts = [f"# {module_name}\n", _make_directive("automodule", module_name, "no-members")]
         for name in module.__all__:
@@ -125,7 +133,7 @@ def _make_context(command: click.Command, name: str, *, parent: click.Context | 
     return click.Context(command, info_name=name, parent=parent, terminal_width=100, **command.context_settings)
 
 
-def commands_page() -> str:
+def make_commands_page() -> str:
     """Return the page of all commands. ``--help`` prints the same texts."""
     # cli.py has no public name except `main`, which runs the program.
     group: click.Group = importlib.import_module("gdrkit.cli").cli
@@ -142,7 +150,7 @@ def reasons() -> dict[errors.Reason, str]:
     return {reason: found.get(reason.value, "") for reason in errors.Reason}
 
 
-def errors_page() -> str:
+def make_errors_page() -> str:
     """Return the page of exceptions, reasons and exit codes."""
     error_classes = [getattr(errors, name) for name in errors.__all__]
     classes = [value for value in error_classes if inspect.isclass(value) and issubclass(value, errors.GdrkitError)]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["EXAMPLES", "GUIDES", "ROOT", "Snippet", "example_files", "guides", "snippets", "used_names"]
+__all__ = ["EXAMPLES", "GUIDES", "ROOT", "Snippet", "find_used_names", "guides", "list_example_files", "snippets"]
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -51,7 +51,7 @@ def guides() -> list[Path]:
     return [*(ROOT / name for name in GUIDES), *documents]
 
 
-def example_files() -> list[Path]:
+def list_example_files() -> list[Path]:
     """Return the programs in docs/examples."""
     return sorted(EXAMPLES.glob("*.py"))
 
@@ -75,7 +75,7 @@ def snippets(path: Path) -> Iterator[Snippet]:
             yield Snippet(document, start + 1, "", block + "\n")
 
 
-def used_names(source: str) -> set[str]:
+def find_used_names(source: str) -> set[str]:
     """Return the full names that a program imports from gdrkit and uses: ``gdrkit.cuda.Device``."""
     tree = ast.parse(source)
     full_names: dict[str, str] = {}

@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from automation.site.examples import all_programs, programs_by_name
+from automation.site.examples import find_programs_by_name, list_all_programs
 from automation.site.flowchart import draw, parse
-from automation.site.reference import API_FOLDER, api_pages, commands_page, errors_page
-from automation.site.snippets import EXAMPLES, ROOT, example_files, guides
+from automation.site.reference import API_FOLDER, make_api_pages, make_commands_page, make_errors_page
+from automation.site.snippets import EXAMPLES, ROOT, guides, list_example_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["check_external_links", "dead_links", "invalid_links", "main", "navigation", "stage"]
+__all__ = ["check_external_links", "find_dead_links", "find_invalid_links", "main", "navigation", "stage"]
 
 _START = (ROOT / "README.md", ROOT / "docs" / "README.md")
 # A flowchart in Mermaid's language.
@@ -76,11 +76,11 @@ def check_external_links() -> list[str]:
     return [
         f"{path.relative_to(ROOT)}: {link} is not a valid https address"
         for path in _find_linked_documents()
-        for link in invalid_links(path.read_text())
+        for link in find_invalid_links(path.read_text())
     ]
 
 
-def dead_links() -> list[str]:
+def find_dead_links() -> list[str]:
     """Return a line for each link of the documents to a file that does not exist. Sphinx also checks the headings."""
     return [
         f"{path.relative_to(ROOT)}: {link}"
@@ -90,7 +90,7 @@ def dead_links() -> list[str]:
     ]
 
 
-def invalid_links(text: str) -> Iterator[str]:
+def find_invalid_links(text: str) -> Iterator[str]:
     """Yield the external links of a document that are no https address of a named host."""
     for link in _LINK.findall(_remove_code(text)):
         parts = urlsplit(link)
@@ -135,25 +135,25 @@ def _remove_code(text: str) -> str:
 
 def _generate_pages() -> dict[str, str]:
     pages = {f"docs/reference/{name}.md": text for name, text in _make_reference_pages().items()}
-    pages |= api_pages(_group_examples_by_name())
-    for path in example_files():
+    pages |= make_api_pages(_group_examples_by_name())
+    for path in list_example_files():
         pages[f"docs/examples/{path.stem}.md"] = f"# {path.name}\n\n```python\n{path.read_text()}```\n"
     pages[_EXAMPLES_PAGE] = _make_examples_page()
     return pages
 
 
 def _make_reference_pages() -> dict[str, str]:
-    return {"commands": commands_page(), "errors": errors_page()}
+    return {"commands": make_commands_page(), "errors": make_errors_page()}
 
 
 def _make_examples_page() -> str:
     """Return the list of the examples, with the first sentence of each docstring."""
     rows = []
-    for path in example_files():
+    for path in list_example_files():
         docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
         rows.append(f"| [{path.name}]({path.stem}.md) | {' '.join(docstring.split(chr(10) * 2)[0].split())} |")
     table = "\n".join(["| program | contents |", "|---|---|", *rows])
-    entries = "\n".join(path.stem for path in example_files())
+    entries = "\n".join(path.stem for path in list_example_files())
     about = (EXAMPLES / "README.md").read_text()
     return f"{about}\n{table}\n\n```{{toctree}}\n:hidden:\n\n{entries}\n```\n"
 
@@ -162,7 +162,7 @@ def _group_examples_by_name() -> dict[str, list[str]]:
     """Return, for the full name of a public object, links from its page to the programs that show it."""
     return {
         name: [f"[{Path(path).name}]({_link_to_program(path)})" for path in paths]
-        for name, paths in programs_by_name(all_programs()).items()
+        for name, paths in find_programs_by_name(list_all_programs()).items()
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from gdrkit.install_paths import install_paths
 from gdrkit.inventory import load_profile
 from gdrkit.report import read_records
+from gdrkit.text import format_count
 from hardware.lab.errors import LabError
 from hardware.lab.machine import Limits, Machine
 from hardware.lab.options import add_machine_options, configure_machine
@@ -136,15 +137,21 @@ def _evaluate(records: dict[str, Path], codes: list[int], options: argparse.Name
             if name.endswith("_ratio"):
                 _say(f"lab: {record.case}: {name} {ratio:.2f}, median of {record.numbers.get('rounds_count', 1):g}")
     refused_count, not_run_count = sum(pair.refused for pair in pairs), sum(not pair.ran_on_both for pair in pairs)
-    _say(f"lab: {agreeing_count} cases pass on both")
-    _say(f"lab: {refused_count} cases about device memory pass on the twin and are refused by this kernel")
+    _say(f"lab: {format_count(agreeing_count, 'case')} passed on both")
     _say(
-        f"lab: {len(differing_pairs)} cases have another outcome; {not_run_count} did not run on both and do not count"
+        f"lab: {format_count(refused_count, 'case')} about device memory passed on the twin, "
+        "and this kernel refused the memory"
+    )
+    _say(
+        f"lab: {format_count(len(differing_pairs), 'case')} with different outcomes; "
+        f"{not_run_count} did not run on both and are not counted"
     )
     codes_by_run = zip(records, codes, strict=True)
     problems += [f"the run on {name} ended with exit code {code}" for name, code in codes_by_run if code]
     if agreeing_count < options.agreeing_min:
-        problems.append(f"{agreeing_count} cases pass on both, but at least {options.agreeing_min} must")
+        problems.append(
+            f"{format_count(agreeing_count, 'case')} passed on both, but at least {options.agreeing_min} must"
+        )
     for problem in problems:
         _say(f"lab: {problem}")
     return FAILED if problems else 0

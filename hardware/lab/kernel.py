@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-__all__ = ["MODULE_FOLDERS", "kernel_image"]
+__all__ = ["MODULE_FOLDERS", "find_kernel_image"]
 
 # These packages of Debian and Ubuntu depend on the package of the newest kernel, whose name contains the version.
 _META_PACKAGES = ("linux-image-amd64", "linux-image-generic")
@@ -28,7 +28,7 @@ MODULE_FOLDERS = (
 )
 
 
-def kernel_image(cache: Path, *, backports: bool = False) -> Path:
+def find_kernel_image(cache: Path, *, backports: bool = False) -> Path:
     """Return the path of a kernel image, whose modules are also below `cache`. apt downloads both if they are missing.
 
     The kernel belongs to this release of the distribution or, with `backports`, is the newest of its backports. The

@@ -7,7 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from hardware.lab.kernel import kernel_image
+from hardware.lab.kernel import find_kernel_image
 from hardware.lab.machine import Machine, can_virtualize, check_programs
 
 __all__ = ["add_machine_options", "configure_machine"]
@@ -43,7 +43,7 @@ def configure_machine(options: argparse.Namespace) -> Machine:
     cached_folders = tuple(str(folder) for folder in folders if folder.is_dir())
     cache = options.cache or _BUILD_FOLDER / ("kernel-backports" if options.backports else "kernel")
     return Machine(
-        image=kernel_image(cache.resolve(), backports=options.backports),
+        image=find_kernel_image(cache.resolve(), backports=options.backports),
         tools=options.tools,
         use_kvm=use_kvm,
         cached_folders=cached_folders,

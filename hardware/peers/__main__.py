@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING
 from gdrkit.report import Record, Verdict, append_record
 from hardware.lab.errors import LabError
 from hardware.lab.options import add_machine_options
-from hardware.peers.cuda_programs import cuda_programs
+from hardware.peers.cuda_programs import list_cuda_programs
 from hardware.peers.cuda_python import join_results, run_cuda_python, share_table
 from hardware.peers.lab import Difference, compare, run_in_guest
-from hardware.peers.programs import debian_programs
-from hardware.peers.python_programs import python_programs
+from hardware.peers.programs import list_debian_programs
+from hardware.peers.python_programs import list_python_programs
 from hardware.peers.rdma_core import run_tests
-from hardware.peers.records import debian_version, format_table, new_record, program_record, pypi_version
+from hardware.peers.records import (
+    format_table,
+    make_program_record,
+    new_record,
+    query_debian_version,
+    query_pypi_version,
+)
 from hardware.peers.run import TIMEOUT_S, DeviceUnderTest, run_program
-from hardware.peers.speed import ProgramFailedError, measure_speed, speed_numbers, speed_record
+from hardware.peers.speed import ProgramFailedError, make_speed_numbers, make_speed_record, measure_speed
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,9 +74,9 @@ def _compare_speed(options: argparse.Namespace) -> int:
         _say(f"peers: {error}")
         return FAILED
     load = (load_before, os.getloadavg()[0])
-    record = speed_record(values, load=load, duration_s=time.monotonic() - began_s)
+    record = make_speed_record(values, load=load, duration_s=time.monotonic() - began_s)
     append_record(options.records, record)
-    for name, number in speed_numbers(values).items():
+    for name, number in make_speed_numbers(values).items():
         _say(f"{name} {number:.3f}")
     _say("".join(reason.text for reason in record.reasons) or "every goal is reached")
     return 0 if record.verdict is Verdict.PASS else FAILED
@@ -115,17 +121,17 @@ def _run_programs(options: argparse.Namespace) -> int:
     """Run all programs, print the table, write the records, and return how many failed."""
     device_under_test = _choose_device(options)
     substrate = "kernel_software" if options.here else "twin"
-    programs = cuda_programs(options.python) if options.cuda else debian_programs()
+    programs = list_cuda_programs(options.python) if options.cuda else list_debian_programs()
     if options.python and not options.debian_only and not options.cuda:
-        programs += python_programs(options.python)
+        programs += list_python_programs(options.python)
     rows = []
     failures_count = 0
     for program in programs:
         if options.only not in program.name:
             continue
-        version = debian_version(program.package) or pypi_version(options.python, program.package)
+        version = query_debian_version(program.package) or query_pypi_version(options.python, program.package)
         outcome = run_program(program, device_under_test)
-        record = program_record(program, outcome, version=version, substrate=substrate)
+        record = make_program_record(program, outcome, version=version, substrate=substrate)
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
         rows.append(
@@ -205,7 +211,7 @@ def _run_rdma_core(
         duration_s=time.monotonic() - began_s,
     )
     result = f"{results.count('pass')} pass, {results.count('skip')} skipped, {len(wrong_outcomes)} fail"
-    version = pypi_version(options.python, "pyverbs")
+    version = query_pypi_version(options.python, "pyverbs")
     return record, ("rdma-core's tests", version, _parse_number(results.moved_bytes), "by the tests", result)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hardware.peers.programs import BY_COUNTERS, BY_PROGRAM, StockProgram
 
-__all__ = ["cuda_programs"]
+__all__ = ["list_cuda_programs"]
 
 _FOLDER = Path(__file__).parent
 _MIB = 1 << 20
@@ -27,7 +27,7 @@ _REFUSED_RUNTIME = (
 _REFUSED_KERNEL = r"the launch of the kernel .*elementwise_kernel.* fails with cudaErrorNotSupported"
 
 
-def cuda_programs(python: str) -> list[StockProgram]:
+def list_cuda_programs(python: str) -> list[StockProgram]:
     """Return the programs. `python` is the interpreter of an environment that has their packages."""
     return [
         *_list_torch_programs(python),

@@ -69,13 +69,14 @@ class CudaPythonJoin:
     @property
     def failure(self) -> str:
         """The sentence that says why the twin does not pass, or an empty string."""
-        parts = []
+        reasons = []
         if self.share_percent < SHARE_MIN_PERCENT:
-            parts.append(f"{self.share_percent:.1f} % of {len(self.counted)} cases pass, not {SHARE_MIN_PERCENT:g} %")
+            reasons.append(f"{self.share_percent:.1f} % of {len(self.counted)} cases pass, not {SHARE_MIN_PERCENT:g} %")
         cases = self.cases_passing_only_on_twin
         if cases:
-            parts.append(f"{len(cases)} cases pass on the twin and fail on the GPU, such as {cases[0]}")
-        return "; ".join(parts)
+            count_text = "1 case passes" if len(cases) == 1 else f"{len(cases)} cases pass"
+            reasons.append(f"{count_text} on the twin, but not on the GPU, such as {cases[0]}")
+        return "; ".join(reasons)
 
 
 def run_cuda_python(python: str, tests: Path, device_under_test: DeviceUnderTest, results: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["BY_COUNTERS", "BY_PROGRAM", "NOTHING_MOVED", "StockProgram", "debian_programs"]
+__all__ = ["BY_COUNTERS", "BY_PROGRAM", "NOTHING_MOVED", "StockProgram", "list_debian_programs"]
 
 # The program compares the received bytes with the sent ones.
 BY_PROGRAM = "by the program"
@@ -65,7 +65,7 @@ class StockProgram:
     unused_api: str = ""
 
 
-def debian_programs() -> list[StockProgram]:
+def list_debian_programs() -> list[StockProgram]:
     """Return all runs of programs of Debian packages."""
     return [
         *_list_ibverbs_programs(),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from hardware.peers.programs import BY_PROGRAM, StockProgram
 
-__all__ = ["python_programs"]
+__all__ = ["list_python_programs"]
 
 # One read and one write of 1 MiB.
 _MOVED_BYTES = 2 << 20
@@ -15,7 +15,7 @@ _MOVED_BYTES = 2 << 20
 _NIXL_SETTINGS = ("env", "UCX_TLS=rc_verbs,ud_verbs:aux,self", "UCX_IB_ROCE_REACHABILITY_MODE=all")
 
 
-def python_programs(python: str) -> list[StockProgram]:
+def list_python_programs(python: str) -> list[StockProgram]:
     """Return the runs of NIXL and Mooncake by the interpreter `python`, whose environment has the packages."""
     programs = []
     script = str(Path(__file__).with_name("python_peer.py"))

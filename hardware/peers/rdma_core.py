@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gdrkit.host import die_with_parent
-from hardware.peers.twin_report import bytes_moved
+from hardware.peers.twin_report import read_moved_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from hardware.peers.run import DeviceUnderTest
 
-__all__ = ["RdmaCoreResults", "libraries_beside", "run_tests", "unpack_tests"]
+__all__ = ["RdmaCoreResults", "list_libraries_beside", "run_tests", "unpack_tests"]
 
 TIMEOUT_S = 900.0
 _CHILD = Path(__file__).with_name("rdma_core_child.py")
@@ -62,7 +62,7 @@ def unpack_tests(archive: Path, folder: Path) -> Path:
     return next(folder.glob("*/rdma-core/tests"))
 
 
-def libraries_beside(tests: Path) -> Path:
+def list_libraries_beside(tests: Path) -> Path:
     """Return the folder of rdma-core's libraries of the version of the tests. ``nox -s peers -- --lab`` builds them.
 
     pyverbs needs them where no twin replaces them: an older libibverbs, such as the distribution's, cannot be loaded.
@@ -78,7 +78,7 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     """
     results, report = folder / "results.jsonl", folder / "rdma-core.json"
     environ = dict(os.environ)
-    libraries = libraries_beside(tests)
+    libraries = list_libraries_beside(tests)
     if not device_under_test.launcher and libraries.exists():
         environ["LD_LIBRARY_PATH"] = str(libraries)
     if device_under_test.launcher:
@@ -111,7 +111,7 @@ def run_tests(python: str, tests: Path, device_under_test: DeviceUnderTest, fold
     for line in results.read_text().splitlines() if results.exists() else []:
         result = json.loads(line)
         outcomes[result["test"]] = result["outcome"]
-    moved_bytes = bytes_moved(report) if device_under_test.counts_bytes else None
+    moved_bytes = read_moved_bytes(report) if device_under_test.counts_bytes else None
     return RdmaCoreResults(outcomes, moved_bytes, output[-2000:])
 
 

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from hardware.peers.programs import StockProgram
     from hardware.peers.run import ProgramOutcome
 
-__all__ = ["debian_version", "format_table", "new_record", "program_record", "pypi_version"]
+__all__ = ["format_table", "make_program_record", "new_record", "query_debian_version", "query_pypi_version"]
 
 _COMMAND = "nox -s peers"
 
 
-def program_record(program: StockProgram, outcome: ProgramOutcome, *, version: str, substrate: str) -> Record:
+def make_program_record(program: StockProgram, outcome: ProgramOutcome, *, version: str, substrate: str) -> Record:
     """Return the record of a run. `substrate` of verbs is ``twin`` or ``kernel_software``."""
     evidence: dict[str, object] = {
         "program": program.name,
@@ -88,14 +88,14 @@ def _compute_facts_digest() -> str:
 
 
 @functools.cache
-def debian_version(package: str) -> str:
+def query_debian_version(package: str) -> str:
     """Return the version of an installed Debian package, or an empty string."""
     command = ["dpkg-query", "-W", "-f", "${Version}", package]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 @functools.cache
-def pypi_version(python: str, distribution: str) -> str:
+def query_pypi_version(python: str, distribution: str) -> str:
     """Return the version of a distribution in the environment of the interpreter `python`, or an empty string."""
     program = f"from importlib import metadata; print(metadata.version({distribution!r}))"
     return subprocess.run([python, "-c", program], capture_output=True, text=True, check=False).stdout.strip()

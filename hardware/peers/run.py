@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from gdrkit.host import die_with_parent
 from gdrkit.twin_run.command import EXIT_NOT_USED
-from hardware.peers.twin_report import bytes_moved
+from hardware.peers.twin_report import read_moved_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -172,7 +172,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
         duration_s = time.monotonic() - began_s
         client = processes[-1]
         moved_bytes = (
-            sum(bytes_moved(process.report, program.apis[0]) for process in processes)
+            sum(read_moved_bytes(process.report, program.apis[0]) for process in processes)
             if device_under_test.counts_bytes
             else None
         )

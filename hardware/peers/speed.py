@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hardware.peers.programs import StockProgram
-from hardware.peers.records import debian_version, new_record
+from hardware.peers.records import new_record, query_debian_version
 from hardware.peers.run import DeviceUnderTest, run_program
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from gdrkit.report import Record
 
-__all__ = ["ProgramFailedError", "measure_speed", "speed_numbers", "speed_record"]
+__all__ = ["ProgramFailedError", "make_speed_numbers", "make_speed_record", "measure_speed"]
 
 TURNS_COUNT = 5
 _LARGE_BYTES = 1 << 20
@@ -119,7 +119,7 @@ def measure_speed(device_under_test: DeviceUnderTest, say: Callable[[str], None]
     return values
 
 
-def speed_numbers(values: Mapping[str, list[float]]) -> dict[str, float]:
+def make_speed_numbers(values: Mapping[str, list[float]]) -> dict[str, float]:
     """Return the median, least and largest value of every figure, and the ratios of the goals."""
     numbers = {}
     for name, figures in values.items():
@@ -131,9 +131,9 @@ def speed_numbers(values: Mapping[str, list[float]]) -> dict[str, float]:
     return numbers
 
 
-def speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float) -> Record:
+def make_speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float], duration_s: float) -> Record:
     """Return the record of a run. It passed if every goal is reached. `load` is the load before and after the run."""
-    numbers = speed_numbers(values)
+    numbers = make_speed_numbers(values)
     missed_limits = [
         f"{goal} does not hold: {numbers[goal.name]:.2f}" for goal in _GOALS if not goal.is_reached(numbers[goal.name])
     ]
@@ -144,7 +144,7 @@ def speed_record(values: Mapping[str, list[float]], *, load: tuple[float, float]
             "turns": dict(values),
             "load_1min": list(load),
             "cores": os.cpu_count(),
-            "package_versions": {package: debian_version(package) for package in ("perftest", "ucx-utils")},
+            "package_versions": {package: query_debian_version(package) for package in ("perftest", "ucx-utils")},
         },
         numbers=numbers,
         substrate="twin",

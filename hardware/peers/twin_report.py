@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["bytes_moved", "read_report"]
+__all__ = ["read_moved_bytes", "read_report"]
 
 
 def read_report(path: Path) -> dict[str, Any]:
@@ -19,7 +19,7 @@ def read_report(path: Path) -> dict[str, Any]:
     return report
 
 
-def bytes_moved(path: Path, api: str = "verbs") -> int:
+def read_moved_bytes(path: Path, api: str = "verbs") -> int:
     """Return the number of bytes that the programs of the run moved over the twin of `api`."""
     use = read_report(path).get("apis", {}).get(api, {})
     return int(use.get("moved_bytes", 0))

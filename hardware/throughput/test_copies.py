@@ -29,7 +29,7 @@ SIZES = [pytest.param(size * MIB, id=f"{size}MiB") for size in (1, 16, 256)]
 @pytest.mark.parametrize("direction", ["host_to_device", "device_to_host"])
 def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, length_bytes: int) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeats = meter.transfers_per_round(length_bytes)
+    repeats = meter.count_transfers_per_round(length_bytes)
     data = pattern.payload(length_bytes, seed=seed)
     is_write = direction == "host_to_device"
     meter.record_path(f"GPU{device.index}")
@@ -58,7 +58,7 @@ def test_pinned_copy(meter: Meter, device: Device, seed: int, direction: str, le
 @needs(cuda.device())
 def test_copy_within_a_device(meter: Meter, device: Device, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
-    repeats = meter.transfers_per_round(length_bytes // 16)
+    repeats = meter.count_transfers_per_round(length_bytes // 16)
     with (
         device.allocate(length_bytes) as source,
         device.allocate(length_bytes) as destination,
@@ -119,7 +119,7 @@ def test_peer_copy_beside_a_copy_through_the_host(
 @needs(cuda.device(), cuda.ipc)
 def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, seed: int) -> None:
     length_bytes = meter.choose_length(256 * MIB)
-    repeats = meter.transfers_per_round(length_bytes // 16)
+    repeats = meter.count_transfers_per_round(length_bytes // 16)
     peer_memory = peer.device().allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (
@@ -141,7 +141,7 @@ def test_copy_from_imported_memory(meter: Meter, device: Device, peer: Peer, see
 def test_peer_copy_from_imported_memory(meter: Meter, devices: tuple[Device, ...], peer: Peer, seed: int) -> None:
     near, far = devices[:2]
     length_bytes = meter.choose_length(256 * MIB)
-    repeats = meter.transfers_per_round(length_bytes // 4)
+    repeats = meter.count_transfers_per_round(length_bytes // 4)
     peer_memory = peer.device(1).allocate(length_bytes)
     peer_memory.write(seed=seed)
     with (

@@ -52,7 +52,7 @@ def test_direct_beside_copies(
     meter: Meter, gaudi: Device, nic: Nic, seed: int, evidence: Evidence, direction: Direction, length_bytes: int
 ) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeats = meter.transfers_per_round(length_bytes)
+    repeats = meter.count_transfers_per_round(length_bytes)
     data, is_write = pattern.payload(length_bytes, seed=seed), direction is Direction.WRITE
     staging = bytearray(length_bytes)
     with (
@@ -104,7 +104,7 @@ def test_direct_beside_copies(
 @pytest.mark.parametrize("length_bytes", SIZES)
 def test_copy_by_the_device(meter: Meter, gaudi: Device, seed: int, direction: str, length_bytes: int) -> None:
     length_bytes = meter.choose_length(length_bytes)
-    repeats = meter.transfers_per_round(length_bytes)
+    repeats = meter.count_transfers_per_round(length_bytes)
     buffer = bytearray(pattern.payload(length_bytes, seed=seed))
     with gaudi.allocate(length_bytes) as memory:
         memory.write(buffer)

@@ -66,7 +66,9 @@ def test_by_size(
 ) -> None:
     memory_bytes = meter.choose_length(MEMORY_BYTES, small_bytes=2 * length_bytes)
     operations = (
-        meter.transfers_per_round(length_bytes) if length_bytes > 64 * KIB else meter.choose_count(4096, small=64)
+        meter.count_transfers_per_round(length_bytes)
+        if length_bytes > 64 * KIB
+        else meter.choose_count(4096, small_count=64)
     )
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
@@ -93,7 +95,7 @@ def test_by_size(
 @pytest.mark.parametrize("memory_kind", MEMORY_KINDS, indirect=True)
 @pytest.mark.parametrize("direction", Direction)
 def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, direction: Direction) -> None:
-    length_bytes, operations = 64 * KIB, meter.choose_count(512, small=16)
+    length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=16)
     memory_bytes = 64 * length_bytes
     with (
         memory_kind.memory(length_bytes=memory_bytes) as memory,
@@ -115,7 +117,7 @@ def test_by_depth(meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int
 def test_latency(
     meter: Meter, nic: Nic, memory_kind: RdmaMemoryKind, seed: int, evidence: Evidence, direction: Direction
 ) -> None:
-    length_bytes, operations = 8, meter.choose_count(LATENCY_SAMPLE_COUNT, small=10)
+    length_bytes, operations = 8, meter.choose_count(LATENCY_SAMPLE_COUNT, small_count=10)
     with (
         memory_kind.memory(length_bytes=4 * KIB) as memory,
         connect_initiator(nic, memory_bytes=4 * KIB) as initiator,
@@ -147,7 +149,7 @@ def test_every_pair_of_gpu_and_nic(
 
     Also record how much faster pairs on one PCIe switch are than pairs on different sockets.
     """
-    length_bytes, operations = meter.choose_length(MIB, small_bytes=64 * KIB), meter.choose_count(128, small=8)
+    length_bytes, operations = meter.choose_length(MIB, small_bytes=64 * KIB), meter.choose_count(128, small_count=8)
     placement = Placement()
     medians: dict[tuple[Distance, Direction], list[float]] = {}
     for device in devices:
@@ -205,7 +207,7 @@ def test_direct_write_beside_a_copy_through_the_host(
     meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence, length_bytes: int
 ) -> None:
     """The ratio of the direct rate to the rate through host memory. Direct is expected to be faster from 64 KiB on."""
-    operations = meter.choose_count(64, small=4)
+    operations = meter.choose_count(64, small_count=4)
     with (
         register_device_memory(device, nic, length_bytes=length_bytes) as (memory, registration),
         PinnedMemory(device, length_bytes) as pinned_memory,
@@ -241,7 +243,7 @@ def test_direct_write_beside_a_copy_through_the_host(
 @DMABUF
 def test_aligned_beside_odd_addresses(meter: Meter, device: Device, nic: Nic, seed: int, evidence: Evidence) -> None:
     """The ratio of the rates at aligned and odd addresses. Multiples of 256 bytes are expected to be faster."""
-    length_bytes, operations = 64 * KIB, meter.choose_count(512, small=8)
+    length_bytes, operations = 64 * KIB, meter.choose_count(512, small_count=8)
     offsets = {"aligned_4096": 4096, "aligned_256": 4096 + 256, "aligned_64": 4096 + 64, "odd": 4096 + 255}
     with (
         register_device_memory(device, nic, length_bytes=MIB) as (memory, registration),
