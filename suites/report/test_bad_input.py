@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.hosts import make_host_facts, make_host_records, write_run
+from support.other_user import folder_for_all_users
 from support.records import make_facts, make_record, make_run
 
 from gdrkit.errors import Reason, SetupMissing, UsageError
@@ -245,22 +246,23 @@ def test_failed_write_keeps_the_earlier_report(run_folder: RunFolder) -> None:
 
 @needs(host.capability("CAP_SETUID"), host.package_for_all_users)
 @pytest.mark.parametrize("command", ["report", "qualify"])
-def test_missing_write_permission_has_exit_code_3(run_folder: RunFolder, tmp_path: Path, command: str) -> None:
-    for folder in (*reversed(tmp_path.parents[:2]), tmp_path, run_folder.path):
-        folder.chmod(0o755)
+def test_missing_write_permission_has_exit_code_3(command: str) -> None:
     option = {"report": [], "qualify": ["--output"]}[command]
-    arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run_folder.path)]
-    completed = subprocess.run(
-        [sys.executable, "-c", EXECUTE_UNPRIVILEGED_PROGRAM.format(UNPRIVILEGED_ID), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    # Every start of pytest takes the permissions of other users from the folder that contains `tmp_path`.
+    with folder_for_all_users() as folder:
+        run_folder = RunFolder(write_run(folder / "run", make_facts(), [make_record()]))
+        arguments = [sys.executable, "-m", "gdrkit", command, *option, str(run_folder.path)]
+        completed = subprocess.run(
+            [sys.executable, "-c", EXECUTE_UNPRIVILEGED_PROGRAM.format(UNPRIVILEGED_ID), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert run_folder.records.exists()
     assert completed.returncode == 3, completed.stderr
     assert "EACCES" in completed.stderr.splitlines()[-1]
     assert "--output" in completed.stderr
     assert "Traceback" not in completed.stderr
-    assert run_folder.records.exists()
 
 
 def test_hostile_host_name_is_text_in_every_document(run_folder: RunFolder) -> None:
