@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.processes import wait_until
 from support.tracer import trace_process
 
 from gdrkit import children
@@ -50,6 +52,9 @@ def test_kill_of_a_child_ends_its_process_group() -> None:
 def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
     child = subprocess.Popen(["sleep", "100"], process_group=0 if leads_group else None)
     with trace_process(child.pid):
+        # The signal of `kill_child` may need longer than its limit to end the process on a busy machine.
+        os.kill(child.pid, signal.SIGKILL)
+        wait_until(lambda: has_ended(child.pid), "the child has the state Z")
         started_s = time.monotonic()
         message = children.kill_child(child, leads_group=leads_group, timeout_s=0.5)
         assert re.fullmatch(

@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from gds.faulty_file import FaultyFile
@@ -21,6 +22,9 @@ from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, host, needs, software
 from gdrkit.harness.needs.cufile import DISK
 from gdrkit.units import KIB
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 # Reads of these scenarios are blocked until the call was interrupted, so that a job that was queued is still running.
 BLOCKED_SCENARIOS = ("read_files", "start_read_into", "start_readv", "transfer_ranges")
@@ -180,6 +184,12 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             main_thread = threading.get_ident()
             is_over = threading.Event()
 
+            def handle(number: int, frame: FrameType | None) -> None:
+                # A second signal may arrive before the block of the first one has ended. It must interrupt nothing.
+                if not is_over.is_set():
+                    is_over.set()
+                    signal.default_int_handler(number, frame)
+
             def interrupt() -> None:
                 while not is_over.wait(0.1):
                     signal.pthread_kill(main_thread, signal.SIGINT)
@@ -187,6 +197,7 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             # The gate opens after a while, so that an older version ends too.
             gate = threading.Timer(10.0, faulty_file.send, ["open"])
             thread = threading.Thread(target=interrupt)
+            previous_handler = signal.signal(signal.SIGINT, handle)
             gate.start()
             thread.start()
             try:
@@ -195,6 +206,7 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
             finally:
                 is_over.set()
                 thread.join()
+                signal.signal(signal.SIGINT, previous_handler)
             assert gate.is_alive()
             gate.cancel()
             assert not transfer.done()

@@ -86,13 +86,17 @@ def test_close_of_a_query_kills_its_grandchild(tmp_path: Path) -> None:
 
 
 @contextmanager
-def mount_silent_file_system(folder: Path) -> Iterator[Path]:
-    """Mount a file system that never replies after its first message. A process that accesses it waits in state D."""
+def mount_silent_file_system(folder: Path) -> Iterator[threading.Event]:
+    """Mount a file system that never replies after its first message. A process that accesses it waits in state D.
+
+    The yielded event is set when a process waits.
+    """
     folder.mkdir()
     descriptor = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     options = f"fd={descriptor},rootmode=40000,user_id={os.getuid()},group_id={os.getgid()}"
     command = ["mount", "-i", "-t", "fuse", "-o", options, "silent", str(folder)]
     subprocess.run(command, check=True, pass_fds=[descriptor])
+    has_request = threading.Event()
 
     def serve() -> None:
         unique = struct.unpack_from("=8xQ", os.read(descriptor, 1 << 17))[0]
@@ -100,11 +104,12 @@ def mount_silent_file_system(folder: Path) -> Iterator[Path]:
         os.write(descriptor, _INIT_REPLY.pack(size, 0, unique, 7, 31, 0, 0, 0, 0, 4096, 1, 0, 0, 0))
         # This request gets no reply. From now on, the process that made it waits uninterruptibly.
         os.read(descriptor, 1 << 17)
+        has_request.set()
 
     server = threading.Thread(target=serve, daemon=True)
     server.start()
     try:
-        yield folder
+        yield has_request
     finally:
         subprocess.run(["umount", "-l", str(folder)], check=True)
         os.close(descriptor)  # The kernel then fails the waiting requests.
@@ -112,9 +117,10 @@ def mount_silent_file_system(folder: Path) -> Iterator[Path]:
 
 @needs(host.fuse, host.capability("CAP_SYS_ADMIN"))
 def test_child_in_state_d_is_abandoned_and_reported(tmp_path: Path) -> None:
-    with mount_silent_file_system(tmp_path / "mount") as mount:
+    with mount_silent_file_system(tmp_path / "mount") as has_request:
         program = "import os, sys\nos.write(1, b'started')\nos.stat(sys.argv[1])"
-        query = start_query(tmp_path, program, str(mount / "file"))
+        query = start_query(tmp_path, program, str(tmp_path / "mount" / "file"))
+        assert has_request.wait(60)
         start_s = time.monotonic()
         facts, failure = query.result(1.0)
         duration_s = time.monotonic() - start_s
