@@ -21,12 +21,12 @@ constexpr unsigned polls_per_clock_read = 256;
 // lower half is the number of operations in the list.
 constexpr unsigned count_bits = 32;
 
-std::uint64_t elapsed_ns(Clock::time_point begin) {
-    return static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin).count());
+std::uint64_t count_elapsed_ns(Clock::time_point begin_time) {
+    return static_cast<std::uint64_t>(std::chrono::nanoseconds(Clock::now() - begin_time).count());
 }
 
 // The layout of staging memory that is one buffer.
-Staging::Layout single_buffer_layout(std::size_t memory_bytes) {
+Staging::Layout make_single_buffer_layout(std::size_t memory_bytes) {
     Staging::Layout layout{};
     layout.small_bytes = 0;
     layout.small_count = 0;
@@ -40,7 +40,7 @@ Staging::Layout single_buffer_layout(std::size_t memory_bytes) {
 Initiator::Initiator(const std::string& device, std::size_t memory_bytes, std::size_t queue_pairs,
                      std::uint32_t depth_max)
     : device_(device), memory_bytes_(memory_bytes),
-      staging_(std::array<Device*, 1>{&device_}, single_buffer_layout(memory_bytes)),
+      staging_(std::array<Device*, 1>{&device_}, make_single_buffer_layout(memory_bytes)),
       buffer_(staging_.take(memory_bytes)), depth_max_(depth_max),
       completions_(device_, static_cast<int>(depth_max * queue_pairs)), transfers_(depth_max),
       polled_completions_(completions_per_poll) {
@@ -94,15 +94,16 @@ void Initiator::post(const Burst& burst, std::size_t pair_index, std::uint64_t f
         transfer.remote_address = burst.remote_address + slot_offset;
         transfer.id = static_cast<std::uint64_t>(pair_index) << count_bits | count;
     }
-    std::size_t posted = 0;
-    if (const int error_number = pairs_[pair_index]->post({transfers_.data(), count}, posted); error_number != 0) {
+    std::size_t posted_count = 0;
+    if (const int error_number = pairs_[pair_index]->post({transfers_.data(), count}, posted_count);
+        error_number != 0) {
         throw Error("ibv_post_send", error_number, device_.name());
     }
     in_progress_counts_[pair_index] += count;
 }
 
 bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
-    const auto begin = Clock::now();
+    const auto begin_time = Clock::now();
     for (unsigned polls_count = 1;; ++polls_count) {
         const int count = completions_.poll(polled_completions_);
         for (int index = 0; index < count; ++index) {
@@ -120,7 +121,7 @@ bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
             return true;
         }
         if (polls_count % polls_per_clock_read == 0) {
-            if (Clock::now() - begin > burst.time_limit) {
+            if (Clock::now() - begin_time > burst.time_limit) {
                 outcome.timed_out = true;
                 return false;
             }
@@ -132,27 +133,28 @@ bool Initiator::poll_completions(const Burst& burst, Outcome& outcome) {
 Outcome Initiator::run(const Burst& burst) {
     check_burst(burst);
     Outcome outcome;
-    std::uint64_t posted = 0;
+    std::uint64_t posted_count = 0;
     std::size_t pair_index = 0; // The queue pairs take turns.
     std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
-    const auto begin = Clock::now();
+    const auto begin_time = Clock::now();
     while (outcome.done < burst.operations) {
         std::size_t full_pairs_count = 0; // Consecutive queue pairs without space.
-        while (posted < burst.operations && posted - outcome.done < burst.depth && full_pairs_count < pairs_.size()) {
-            const auto postable = std::min<std::uint64_t>(
-                {burst.list_length, burst.operations - posted, burst.depth - (posted - outcome.done)});
-            const auto count = static_cast<std::uint32_t>(postable);
+        while (posted_count < burst.operations && posted_count - outcome.done < burst.depth &&
+               full_pairs_count < pairs_.size()) {
+            const auto list_length = std::min<std::uint64_t>(
+                {burst.list_length, burst.operations - posted_count, burst.depth - (posted_count - outcome.done)});
+            const auto count = static_cast<std::uint32_t>(list_length);
             // Do not post an incomplete list, unless it is the last one. Wait until a complete list fits into the
             // depth.
-            if (count < burst.list_length && posted + count < burst.operations) {
+            if (count < burst.list_length && posted_count + count < burst.operations) {
                 break;
             }
             if (in_progress_counts_[pair_index] + count > depth_max_) {
                 ++full_pairs_count;
             } else {
                 full_pairs_count = 0;
-                post(burst, pair_index, posted, count);
-                posted += count;
+                post(burst, pair_index, posted_count, count);
+                posted_count += count;
             }
             pair_index = (pair_index + 1) % pairs_.size();
         }
@@ -160,7 +162,7 @@ Outcome Initiator::run(const Burst& burst) {
             break;
         }
     }
-    outcome.elapsed_ns = elapsed_ns(begin);
+    outcome.elapsed_ns = count_elapsed_ns(begin_time);
     return outcome;
 }
 
@@ -171,16 +173,16 @@ Outcome Initiator::run_singly(const Burst& burst, std::span<std::uint64_t> times
     }
     Outcome outcome;
     std::fill(in_progress_counts_.begin(), in_progress_counts_.end(), 0);
-    const auto begin = Clock::now();
+    const auto begin_time = Clock::now();
     for (std::uint64_t index = 0; index < burst.operations; ++index) {
         const auto operation_begin = Clock::now();
         post(burst, 0, index, 1);
         if (!poll_completions(burst, outcome)) {
             break;
         }
-        times_ns[index] = elapsed_ns(operation_begin);
+        times_ns[index] = count_elapsed_ns(operation_begin);
     }
-    outcome.elapsed_ns = elapsed_ns(begin);
+    outcome.elapsed_ns = count_elapsed_ns(begin_time);
     return outcome;
 }
 

@@ -37,7 +37,7 @@ template <typename Function> auto without_gil(const Function& function) {
     raise_os_error(error_number, text);
 }
 
-Endpoint endpoint_of(const nb::dict& data) {
+Endpoint parse_endpoint(const nb::dict& data) {
     Endpoint endpoint;
     endpoint.qp_number = nb::cast<std::uint32_t>(data["qp_number"]);
     endpoint.psn = nb::cast<std::uint32_t>(data["psn"]);
@@ -49,7 +49,7 @@ Endpoint endpoint_of(const nb::dict& data) {
     return endpoint;
 }
 
-nb::dict dict_of(const Endpoint& endpoint) {
+nb::dict make_dict(const Endpoint& endpoint) {
     nb::dict data;
     data["qp_number"] = endpoint.qp_number;
     data["psn"] = endpoint.psn;
@@ -59,9 +59,9 @@ nb::dict dict_of(const Endpoint& endpoint) {
     return data;
 }
 
-Burst burst_of(bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key, std::uint32_t length_bytes,
-               std::uint32_t slots, std::uint64_t operations, std::uint32_t depth, std::uint32_t list_length,
-               double time_limit_s) {
+Burst make_burst(bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key, std::uint32_t length_bytes,
+                 std::uint32_t slots, std::uint64_t operations, std::uint32_t depth, std::uint32_t list_length,
+                 double time_limit_s) {
     Burst burst;
     burst.direction = to_peer ? Transfer::Direction::to_peer : Transfer::Direction::from_peer;
     burst.length_bytes = length_bytes;
@@ -75,7 +75,7 @@ Burst burst_of(bool to_peer, std::uint64_t remote_address, std::uint32_t remote_
     return burst;
 }
 
-nb::dict dict_of(const Outcome& outcome) {
+nb::dict make_dict(const Outcome& outcome) {
     nb::dict data;
     data["elapsed_ns"] = outcome.elapsed_ns;
     data["done"] = outcome.done;
@@ -98,7 +98,7 @@ void bind(nb::module_& module) {
                      [](const Initiator& self) {
                          nb::list endpoints;
                          for (const Endpoint& endpoint : self.endpoints()) {
-                             endpoints.append(dict_of(endpoint));
+                             endpoints.append(make_dict(endpoint));
                          }
                          return endpoints;
                      })
@@ -110,7 +110,7 @@ void bind(nb::module_& module) {
             [](Initiator& self, const std::vector<nb::dict>& peers, std::uint8_t reads_max) {
                 std::vector<Endpoint> endpoints;
                 for (const nb::dict& peer : peers) {
-                    endpoints.push_back(endpoint_of(peer));
+                    endpoints.push_back(parse_endpoint(peer));
                 }
                 without_gil([&] { self.connect(endpoints, reads_max); });
             },
@@ -130,9 +130,9 @@ void bind(nb::module_& module) {
             [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,
                std::uint32_t length_bytes, std::uint32_t slots, std::uint64_t operations, std::uint32_t depth,
                std::uint32_t list_length, double time_limit_s) {
-                const Burst burst = burst_of(to_peer, remote_address, remote_key, length_bytes, slots, operations,
-                                             depth, list_length, time_limit_s);
-                return dict_of(without_gil([&] { return self.run(burst); }));
+                const Burst burst = make_burst(to_peer, remote_address, remote_key, length_bytes, slots, operations,
+                                               depth, list_length, time_limit_s);
+                return make_dict(without_gil([&] { return self.run(burst); }));
             },
             nb::kw_only(), "to_peer"_a, "remote_address"_a, "remote_key"_a, "length_bytes"_a, "slots"_a, "operations"_a,
             "depth"_a, "list_length"_a, "time_limit_s"_a)
@@ -140,10 +140,10 @@ void bind(nb::module_& module) {
             "run_singly",
             [](Initiator& self, bool to_peer, std::uint64_t remote_address, std::uint32_t remote_key,
                std::uint32_t length_bytes, std::uint32_t slots, std::uint64_t operations, double time_limit_s) {
-                const Burst burst =
-                    burst_of(to_peer, remote_address, remote_key, length_bytes, slots, operations, 1, 1, time_limit_s);
+                const Burst burst = make_burst(to_peer, remote_address, remote_key, length_bytes, slots, operations, 1,
+                                               1, time_limit_s);
                 std::vector<std::uint64_t> times_ns(operations);
-                nb::dict data = dict_of(without_gil([&] { return self.run_singly(burst, times_ns); }));
+                nb::dict data = make_dict(without_gil([&] { return self.run_singly(burst, times_ns); }));
                 data["times_ns"] = times_ns;
                 return data;
             },

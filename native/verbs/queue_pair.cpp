@@ -17,13 +17,13 @@ namespace {
 constexpr std::uint8_t timeout_exponent = 14, retry_count = 7, rnr_retry_count = 6, rnr_timer_code = 12, hop_limit = 64;
 constexpr unsigned events_per_ack = 64;
 
-std::uint32_t mtu_bytes(ibv_mtu mtu) {
+std::uint32_t convert_mtu_to_bytes(ibv_mtu mtu) {
     return 128U << mtu;
 }
 
-ibv_mtu mtu_code(std::uint32_t bytes) {
+ibv_mtu convert_bytes_to_mtu(std::uint32_t bytes) {
     int code = IBV_MTU_256;
-    while (code < IBV_MTU_4096 && mtu_bytes(static_cast<ibv_mtu>(code + 1)) <= bytes) {
+    while (code < IBV_MTU_4096 && convert_mtu_to_bytes(static_cast<ibv_mtu>(code + 1)) <= bytes) {
         ++code;
     }
     return static_cast<ibv_mtu>(code);
@@ -101,52 +101,53 @@ QueuePair::QueuePair(const Device& device, CompletionQueue& completions, std::ui
 
 Endpoint QueuePair::endpoint() const {
     const auto& port = device_->port_attributes();
-    return {pair_->qp_num, psn_, device_->gid(), port.lid, mtu_bytes(port.active_mtu)};
+    return {pair_->qp_num, psn_, device_->gid(), port.lid, convert_mtu_to_bytes(port.active_mtu)};
 }
 
 void QueuePair::connect(const Endpoint& peer, std::uint8_t reads_max) {
-    const auto modify = [this](ibv_qp_attr& attributes, int mask, const char* step) {
+    const auto modify = [this](ibv_qp_attr& attributes, int mask, const char* state_name) {
         if (const int error_number = ibv_modify_qp(pair_.get(), &attributes, mask | IBV_QP_STATE); error_number != 0) {
-            throw Error("ibv_modify_qp", error_number, step);
+            throw Error("ibv_modify_qp", error_number, state_name);
         }
     };
     const auto& port = device_->port_attributes();
-    ibv_qp_attr init{};
-    init.qp_state = IBV_QPS_INIT;
-    init.port_num = device_->port();
-    init.qp_access_flags = 0; // The peer has no access to the memory of this side.
-    modify(init, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
+    ibv_qp_attr init_attributes{};
+    init_attributes.qp_state = IBV_QPS_INIT;
+    init_attributes.port_num = device_->port();
+    init_attributes.qp_access_flags = 0; // The peer has no access to the memory of this side.
+    modify(init_attributes, IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
 
-    ibv_qp_attr ready{};
-    ready.qp_state = IBV_QPS_RTR;
-    ready.path_mtu = mtu_code(std::min(peer.mtu_bytes, mtu_bytes(port.active_mtu)));
-    ready.dest_qp_num = peer.qp_number;
-    ready.rq_psn = peer.psn;
-    ready.max_dest_rd_atomic = 1;
-    ready.min_rnr_timer = rnr_timer_code;
-    ready.ah_attr.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET || peer.lid == 0;
-    ready.ah_attr.dlid = peer.lid;
-    ready.ah_attr.port_num = device_->port();
-    ready.ah_attr.grh.dgid = peer.gid;
-    ready.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_->gid_index());
-    ready.ah_attr.grh.hop_limit = hop_limit;
-    modify(ready,
+    ibv_qp_attr rtr_attributes{};
+    rtr_attributes.qp_state = IBV_QPS_RTR;
+    rtr_attributes.path_mtu = convert_bytes_to_mtu(std::min(peer.mtu_bytes, convert_mtu_to_bytes(port.active_mtu)));
+    rtr_attributes.dest_qp_num = peer.qp_number;
+    rtr_attributes.rq_psn = peer.psn;
+    rtr_attributes.max_dest_rd_atomic = 1;
+    rtr_attributes.min_rnr_timer = rnr_timer_code;
+    rtr_attributes.ah_attr.is_global = port.link_layer == IBV_LINK_LAYER_ETHERNET || peer.lid == 0;
+    rtr_attributes.ah_attr.dlid = peer.lid;
+    rtr_attributes.ah_attr.port_num = device_->port();
+    rtr_attributes.ah_attr.grh.dgid = peer.gid;
+    rtr_attributes.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(device_->gid_index());
+    rtr_attributes.ah_attr.grh.hop_limit = hop_limit;
+    modify(rtr_attributes,
            IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN | IBV_QP_MAX_DEST_RD_ATOMIC |
                IBV_QP_MIN_RNR_TIMER,
            "RTR");
 
-    ibv_qp_attr send{};
-    send.qp_state = IBV_QPS_RTS;
-    send.timeout = timeout_exponent;
-    send.retry_cnt = retry_count;
-    send.rnr_retry = rnr_retry_count;
-    send.sq_psn = psn_;
-    send.max_rd_atomic = reads_max;
-    modify(send, IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC, "RTS");
+    ibv_qp_attr rts_attributes{};
+    rts_attributes.qp_state = IBV_QPS_RTS;
+    rts_attributes.timeout = timeout_exponent;
+    rts_attributes.retry_cnt = retry_count;
+    rts_attributes.rnr_retry = rnr_retry_count;
+    rts_attributes.sq_psn = psn_;
+    rts_attributes.max_rd_atomic = reads_max;
+    modify(rts_attributes,
+           IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN | IBV_QP_MAX_QP_RD_ATOMIC, "RTS");
 }
 
-int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted) {
-    posted = 0;
+int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted_count) {
+    posted_count = 0;
     const std::size_t count = std::min<std::size_t>(transfers.size(), requests_.size());
     if (count != transfers.size()) {
         return ENOMEM;
@@ -171,9 +172,9 @@ int QueuePair::post(std::span<const Transfer> transfers, std::size_t& posted) {
     }
     ibv_send_wr* bad_request = nullptr;
     const int error_number = ibv_post_send(pair_.get(), requests_.data(), &bad_request);
-    posted = error_number == 0        ? count
-             : bad_request == nullptr ? 0
-                                      : static_cast<std::size_t>(bad_request - requests_.data());
+    posted_count = error_number == 0        ? count
+                   : bad_request == nullptr ? 0
+                                            : static_cast<std::size_t>(bad_request - requests_.data());
     return error_number;
 }
 

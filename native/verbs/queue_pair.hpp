@@ -53,9 +53,9 @@ public:
     Endpoint endpoint() const;
     // Moves the queue pair from RESET to ready-to-send. Throws Error with the errno of ibv_modify_qp.
     void connect(const Endpoint& peer, std::uint8_t reads_max);
-    // Posts the transfers as one list, in order. Returns 0 or an errno, and sets `posted` to the number of posted
+    // Posts the transfers as one list, in order. Returns 0 or an errno, and sets `posted_count` to the number of posted
     // transfers.
-    int post(std::span<const Transfer> transfers, std::size_t& posted);
+    int post(std::span<const Transfer> transfers, std::size_t& posted_count);
     std::uint32_t transfers_max() const noexcept { return transfers_max_; }
 
 private:

@@ -22,7 +22,7 @@ struct Slot {
     std::uint64_t base = 0;
     std::uint64_t size_class_bytes = 0;
 
-    [[nodiscard]] std::uint64_t page_offset_bytes() const { return base % page_bytes; }
+    [[nodiscard]] std::uint64_t get_page_offset_bytes() const { return base % page_bytes; }
 };
 
 // Return the most recently freed slot of this size class, or a new slot. Its base is 0 if no address space is left.

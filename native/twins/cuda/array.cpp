@@ -35,7 +35,7 @@ Arrays& arrays() {
     return *instance;
 }
 
-std::uint64_t channel_bytes(std::int32_t format) {
+std::uint64_t count_channel_bytes(std::int32_t format) {
     switch (format) {
     case format_unsigned_8:
     case format_signed_8:
@@ -69,7 +69,7 @@ bool has_valid_size(const ArrayDescription& description) {
 }
 
 Result check(const ArrayDescription* description) {
-    if (description == nullptr || element_bytes_of(description->format, description->channels) == 0) {
+    if (description == nullptr || count_element_bytes(description->format, description->channels) == 0) {
         return invalid_value;
     }
     if ((description->flags & ~array_flags_mask) != 0) {
@@ -81,14 +81,14 @@ Result check(const ArrayDescription* description) {
     return description->width != 0 && has_valid_size(*description) ? success : invalid_value;
 }
 
-Result make_array(const ContextRef& context, const ArrayDescription& description, ArrayRef* made) {
+Result make_array(const ContextRef& context, const ArrayDescription& description, ArrayRef* new_array) {
     if (const Result result = check_unobserved_call(); result != success) {
         return result;
     }
     auto array = std::make_shared<Array>();
     array->description = description;
     array->context = context->contents_owner;
-    array->element_bytes = element_bytes_of(description.format, description.channels);
+    array->element_bytes = count_element_bytes(description.format, description.channels);
     array->row_bytes = description.width * array->element_bytes;
     array->rows = std::max<std::size_t>(description.height, 1);
     array->slices = std::max<std::size_t>(description.depth, 1);
@@ -97,7 +97,7 @@ Result make_array(const ContextRef& context, const ArrayDescription& description
     if (result == success) {
         array->range->context = context->contents_owner;
         add_range(array->range);
-        *made = std::move(array);
+        *new_array = std::move(array);
     }
     return result;
 }
@@ -109,7 +109,7 @@ Result create(const ContextRef& context, Handle* handle, const ArrayDescription*
         result = make_array(context, *description, &array);
     }
     if (result == success) {
-        *handle = new_handle();
+        *handle = make_handle();
         arrays().created.add(*handle, std::move(array));
     }
     return result;
@@ -159,7 +159,7 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
             free_levels(*mipmap);
             return result;
         }
-        const Handle level_handle = new_handle();
+        const Handle level_handle = make_handle();
         {
             std::lock_guard lock(arrays().mutex);
             arrays().levels.emplace(level_handle, std::move(array));
@@ -172,13 +172,13 @@ Result create_mipmap(const ContextRef& context, Handle* handle, const ArrayDescr
             halve(&level.depth);
         }
     }
-    *handle = new_handle();
+    *handle = make_handle();
     arrays().mipmaps.add(*handle, std::move(mipmap));
     return success;
 }
 
 // A part of an array that one offset names: its elements in order, without rows.
-Result part_of(Handle handle, std::uint64_t offset, std::uint64_t length_bytes, std::uint64_t* address) {
+Result find_array_part(Handle handle, std::uint64_t offset, std::uint64_t length_bytes, std::uint64_t* address) {
     const ArrayRef array = find_array(handle);
     if (!array) {
         return invalid_handle;
@@ -190,16 +190,16 @@ Result part_of(Handle handle, std::uint64_t offset, std::uint64_t length_bytes, 
     return success;
 }
 
-std::uint64_t address_of(const void* pointer) {
+std::uint64_t to_address(const void* pointer) {
     return reinterpret_cast<std::uint64_t>(pointer);
 }
 
 // Copy to or from a part of an array by `copy`, which gets the address of the part.
 template <typename Copy>
 Result copy_part(std::string_view symbol, Handle array, std::uint64_t offset, std::uint64_t length_bytes, Copy&& copy) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         std::uint64_t address = 0;
-        const Result result = part_of(array, offset, length_bytes, &address);
+        const Result result = find_array_part(array, offset, length_bytes, &address);
         return result == success ? copy(context, address) : result;
     });
 }
@@ -228,21 +228,22 @@ bool mipmap_exists(Handle handle) {
     return arrays().mipmaps.find(handle) != nullptr;
 }
 
-std::uint64_t element_bytes_of(int format, std::uint32_t channels) {
-    return channels == 1 || channels == 2 || channels == 4 ? channel_bytes(format) * channels : 0;
+std::uint64_t count_element_bytes(int format, std::uint32_t channels) {
+    return channels == 1 || channels == 2 || channels == 4 ? count_channel_bytes(format) * channels : 0;
 }
 
-void destroy_arrays_of(Handle context) {
+void destroy_context_arrays(Handle context) {
     for (const auto& array : arrays().created.take_all([=](const Array& array) { return array.context == context; })) {
         free_memory(*array);
     }
-    for (const auto& mipmap : arrays().mipmaps.take_all([=](const Mipmap& made) { return made.context == context; })) {
+    for (const auto& mipmap :
+         arrays().mipmaps.take_all([=](const Mipmap& candidate) { return candidate.context == context; })) {
         free_levels(*mipmap);
     }
 }
 
 GDRKIT_CUDA_ENTRY Result cuArrayCreate_v2(Handle* array, const PlaneDescription* plane) {
-    return entry_in_context("cuArrayCreate_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuArrayCreate_v2", [&](const ContextRef& context) {
         if (plane == nullptr) {
             return invalid_value;
         }
@@ -252,12 +253,12 @@ GDRKIT_CUDA_ENTRY Result cuArrayCreate_v2(Handle* array, const PlaneDescription*
 }
 
 GDRKIT_CUDA_ENTRY Result cuArray3DCreate_v2(Handle* array, const ArrayDescription* description) {
-    return entry_in_context("cuArray3DCreate_v2",
-                            [&](const ContextRef& context) { return create(context, array, description); });
+    return run_entry_in_context("cuArray3DCreate_v2",
+                                [&](const ContextRef& context) { return create(context, array, description); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuArrayGetDescriptor_v2(PlaneDescription* plane, Handle array) {
-    return entry_in_context("cuArrayGetDescriptor_v2", [&](const ContextRef&) {
+    return run_entry_in_context("cuArrayGetDescriptor_v2", [&](const ContextRef&) {
         ArrayDescription description{};
         const Result result = plane == nullptr ? invalid_value : describe(array, &description);
         if (result == success) {
@@ -268,12 +269,12 @@ GDRKIT_CUDA_ENTRY Result cuArrayGetDescriptor_v2(PlaneDescription* plane, Handle
 }
 
 GDRKIT_CUDA_ENTRY Result cuArray3DGetDescriptor_v2(ArrayDescription* description, Handle array) {
-    return entry_in_context("cuArray3DGetDescriptor_v2",
-                            [&](const ContextRef&) { return describe(array, description); });
+    return run_entry_in_context("cuArray3DGetDescriptor_v2",
+                                [&](const ContextRef&) { return describe(array, description); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuArrayDestroy(Handle handle) {
-    return entry_in_context("cuArrayDestroy", [&](const ContextRef&) {
+    return run_entry_in_context("cuArrayDestroy", [&](const ContextRef&) {
         const ArrayRef array = arrays().created.take(handle);
         if (!array) {
             return invalid_handle;
@@ -284,13 +285,13 @@ GDRKIT_CUDA_ENTRY Result cuArrayDestroy(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMipmappedArrayCreate(Handle* mipmap, const ArrayDescription* description, unsigned levels) {
-    return entry_in_context("cuMipmappedArrayCreate", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMipmappedArrayCreate", [&](const ContextRef& context) {
         return create_mipmap(context, mipmap, description, levels);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMipmappedArrayGetLevel(Handle* array, Handle handle, unsigned level) {
-    return entry_in_context("cuMipmappedArrayGetLevel", [&](const ContextRef&) {
+    return run_entry_in_context("cuMipmappedArrayGetLevel", [&](const ContextRef&) {
         const auto mipmap = arrays().mipmaps.find(handle);
         if (!mipmap) {
             return invalid_handle;
@@ -304,7 +305,7 @@ GDRKIT_CUDA_ENTRY Result cuMipmappedArrayGetLevel(Handle* array, Handle handle, 
 }
 
 GDRKIT_CUDA_ENTRY Result cuMipmappedArrayDestroy(Handle handle) {
-    return entry_in_context("cuMipmappedArrayDestroy", [&](const ContextRef&) {
+    return run_entry_in_context("cuMipmappedArrayDestroy", [&](const ContextRef&) {
         const auto mipmap = arrays().mipmaps.take(handle);
         if (!mipmap) {
             return invalid_handle;
@@ -317,14 +318,14 @@ GDRKIT_CUDA_ENTRY Result cuMipmappedArrayDestroy(Handle handle) {
 GDRKIT_CUDA_ENTRY Result cuMemcpyHtoA_v2(Handle array, std::size_t offset, const void* from, std::size_t length_bytes) {
     return copy_part("cuMemcpyHtoA_v2", array, offset, length_bytes,
                      [&](const ContextRef& context, std::uint64_t part) {
-                         return copy_synchronous(context, contiguous(part, address_of(from), length_bytes));
+                         return copy_synchronous(context, make_contiguous_copy(part, to_address(from), length_bytes));
                      });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyAtoH_v2(void* to, Handle array, std::size_t offset, std::size_t length_bytes) {
     return copy_part("cuMemcpyAtoH_v2", array, offset, length_bytes,
                      [&](const ContextRef& context, std::uint64_t part) {
-                         return copy_synchronous(context, contiguous(address_of(to), part, length_bytes));
+                         return copy_synchronous(context, make_contiguous_copy(to_address(to), part, length_bytes));
                      });
 }
 
@@ -332,17 +333,17 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyDtoA_v2(Handle array, std::size_t offset, Devic
                                          std::size_t length_bytes) {
     return copy_part(
         "cuMemcpyDtoA_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
-            return copy_synchronous(
-                context, contiguous(part, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only));
+            return copy_synchronous(context, make_contiguous_copy(part, from, length_bytes, AllowedMemory::device_only,
+                                                                  AllowedMemory::device_only));
         });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyAtoD_v2(DevicePointer to, Handle array, std::size_t offset, std::size_t length_bytes) {
-    return copy_part("cuMemcpyAtoD_v2", array, offset, length_bytes,
-                     [&](const ContextRef& context, std::uint64_t part) {
-                         return copy_synchronous(context, contiguous(to, part, length_bytes, AllowedMemory::device_only,
-                                                                     AllowedMemory::device_only));
-                     });
+    return copy_part(
+        "cuMemcpyAtoD_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
+            return copy_synchronous(context, make_contiguous_copy(to, part, length_bytes, AllowedMemory::device_only,
+                                                                  AllowedMemory::device_only));
+        });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyAtoA_v2(Handle to, std::size_t to_offset, Handle from, std::size_t from_offset,
@@ -350,24 +351,25 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyAtoA_v2(Handle to, std::size_t to_offset, Handl
     return copy_part(
         "cuMemcpyAtoA_v2", to, to_offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
             std::uint64_t source = 0;
-            const Result result = part_of(from, from_offset, length_bytes, &source);
-            return result == success ? copy_synchronous(context, contiguous(part, source, length_bytes)) : result;
+            const Result result = find_array_part(from, from_offset, length_bytes, &source);
+            return result == success ? copy_synchronous(context, make_contiguous_copy(part, source, length_bytes))
+                                     : result;
         });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyHtoAAsync_v2(Handle array, std::size_t offset, const void* from,
                                               std::size_t length_bytes, Handle stream) {
-    return copy_part("cuMemcpyHtoAAsync_v2", array, offset, length_bytes,
-                     [&](const ContextRef& context, std::uint64_t part) {
-                         return enqueue_copy(context, contiguous(part, address_of(from), length_bytes), stream);
-                     });
+    return copy_part(
+        "cuMemcpyHtoAAsync_v2", array, offset, length_bytes, [&](const ContextRef& context, std::uint64_t part) {
+            return enqueue_copy(context, make_contiguous_copy(part, to_address(from), length_bytes), stream);
+        });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyAtoHAsync_v2(void* to, Handle array, std::size_t offset, std::size_t length_bytes,
                                               Handle stream) {
     return copy_part("cuMemcpyAtoHAsync_v2", array, offset, length_bytes,
                      [&](const ContextRef& context, std::uint64_t part) {
-                         return enqueue_copy(context, contiguous(address_of(to), part, length_bytes), stream);
+                         return enqueue_copy(context, make_contiguous_copy(to_address(to), part, length_bytes), stream);
                      });
 }
 

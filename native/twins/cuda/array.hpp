@@ -23,9 +23,9 @@ ArrayRef find_array(Handle handle);
 bool mipmap_exists(Handle handle);
 
 // Return the size of an element with this CUarray_format and number of channels, or 0 if no array has such elements.
-std::uint64_t element_bytes_of(int format, std::uint32_t channels);
+std::uint64_t count_element_bytes(int format, std::uint32_t channels);
 
 // Destroy the arrays of a context that ends.
-void destroy_arrays_of(Handle context);
+void destroy_context_arrays(Handle context);
 
 } // namespace gdrkit::twin::cuda

@@ -18,7 +18,7 @@ std::vector<CaptureRef>& captures() {
 }
 
 // Return the streams of a capture that still belong to it.
-std::vector<StreamRef> streams_of(const CaptureRef& capture) {
+std::vector<StreamRef> list_streams(const CaptureRef& capture) {
     std::vector<StreamRef> streams;
     for (const auto& weak_stream : capture->streams) {
         if (StreamRef stream = weak_stream.lock(); stream && stream->capture == capture) {
@@ -32,7 +32,7 @@ std::vector<StreamRef> streams_of(const CaptureRef& capture) {
 template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool only_queries = false) {
     bool is_found = false;
     for (const CaptureRef& capture : captures()) {
-        if (std::ranges::any_of(streams_of(capture), predicate)) {
+        if (std::ranges::any_of(list_streams(capture), predicate)) {
             capture->is_invalidated |= !only_queries;
             is_found = true;
         }
@@ -52,7 +52,7 @@ void leave(const StreamRef& stream) {
 }
 
 void finish(const CaptureRef& capture) {
-    std::ranges::for_each(streams_of(capture), leave);
+    std::ranges::for_each(list_streams(capture), leave);
     capture->graph->is_capturing = false;
     std::erase(captures(), capture);
 }
@@ -68,7 +68,7 @@ bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
             pending.insert(pending.end(), node->dependencies.begin(), node->dependencies.end());
         }
     }
-    return std::ranges::all_of(streams_of(capture), [&](const StreamRef& stream) {
+    return std::ranges::all_of(list_streams(capture), [&](const StreamRef& stream) {
         return std::ranges::all_of(stream->capture_nodes, [&](const NodeRef& node) { return reached.contains(node); });
     });
 }
@@ -114,7 +114,7 @@ Result end_capture(const StreamRef& stream, Handle* handle) {
                                                         : success;
     finish(capture);
     if (result == success && capture->makes_graph) {
-        own_graph(capture->graph);
+        add_owned_graph(capture->graph);
     }
     *handle = result == success ? capture->graph->handle : 0;
     return result;

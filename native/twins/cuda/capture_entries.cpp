@@ -7,12 +7,12 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 // Run `body` with a stream whose capture begins, ends or is queried.
-template <typename Body> Result capture_entry(std::string_view symbol, Handle handle, Body&& body) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+template <typename Body> Result run_capture_entry(std::string_view symbol, Handle handle, Body&& body) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
-        const Result found = find_stream(handle, context, &stream, Capturing::queried);
+        const Result find_result = find_stream(handle, context, &stream, Capturing::queried);
         std::lock_guard lock(graph_mutex());
-        return found == success ? body(context, stream) : found;
+        return find_result == success ? body(context, stream) : find_result;
     });
 }
 
@@ -21,7 +21,7 @@ bool is_legacy(Handle handle) {
 }
 
 Result begin_new_graph(std::string_view symbol, Handle handle, int mode) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
         if (is_legacy(handle)) {
             return stream_capture_unsupported;
@@ -72,8 +72,8 @@ Result query_capture(const StreamRef& stream, const CaptureInfo& info) {
 }
 
 Result query_capture(std::string_view symbol, Handle handle, const CaptureInfo& info) {
-    return capture_entry(symbol, handle,
-                         [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, info); });
+    return run_capture_entry(symbol, handle,
+                             [&](const ContextRef&, const StreamRef& stream) { return query_capture(stream, info); });
 }
 
 Result update_dependencies(const StreamRef& stream, const Handle* handles, std::size_t count, unsigned flags) {
@@ -106,7 +106,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamBeginCapture_v2(Handle stream, int mode) {
 
 GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph_handle, const Handle* dependencies,
                                                      const EdgeData*, std::size_t count, int mode) {
-    return capture_entry("cuStreamBeginCaptureToGraph", handle, [&](const ContextRef&, const StreamRef& stream) {
+    return run_capture_entry("cuStreamBeginCaptureToGraph", handle, [&](const ContextRef&, const StreamRef& stream) {
         std::vector<NodeRef> nodes;
         const GraphRef graph = find_graph(graph_handle);
         if (is_legacy(handle)) {
@@ -121,7 +121,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamEndCapture(Handle handle, Handle* graph) {
-    return capture_entry("cuStreamEndCapture", handle, [&](const ContextRef&, const StreamRef& stream) {
+    return run_capture_entry("cuStreamEndCapture", handle, [&](const ContextRef&, const StreamRef& stream) {
         return graph == nullptr ? invalid_value : end_capture(stream, graph);
     });
 }
@@ -151,20 +151,20 @@ GDRKIT_CUDA_ENTRY Result cuStreamGetCaptureInfo_v3(Handle stream, int* status, s
 
 GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies(Handle handle, Handle* nodes, std::size_t count,
                                                            unsigned flags) {
-    return capture_entry("cuStreamUpdateCaptureDependencies", handle, [&](const ContextRef&, const StreamRef& stream) {
-        return update_dependencies(stream, nodes, count, flags);
-    });
+    return run_capture_entry(
+        "cuStreamUpdateCaptureDependencies", handle,
+        [&](const ContextRef&, const StreamRef& stream) { return update_dependencies(stream, nodes, count, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamUpdateCaptureDependencies_v2(Handle handle, Handle* nodes, const EdgeData*,
                                                               std::size_t count, unsigned flags) {
-    return capture_entry(
+    return run_capture_entry(
         "cuStreamUpdateCaptureDependencies_v2", handle,
         [&](const ContextRef&, const StreamRef& stream) { return update_dependencies(stream, nodes, count, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuThreadExchangeStreamCaptureMode(int* mode) {
-    return entry("cuThreadExchangeStreamCaptureMode", [&] {
+    return run_entry("cuThreadExchangeStreamCaptureMode", [&] {
         if (mode == nullptr || *mode < capture_mode_global || *mode > capture_mode_relaxed) {
             return invalid_value;
         }

@@ -10,8 +10,8 @@ namespace {
 // A node can use the conditions of its graph and, in a graph of a conditional node, of the graph with that node.
 ConditionRef find_condition(const GraphRef& graph, Handle handle) {
     for (GraphRef owner = graph; owner; owner = owner->parent.lock()) {
-        if (const auto found = owner->conditions.find(handle); found != owner->conditions.end()) {
-            return found->second;
+        if (const auto entry = owner->conditions.find(handle); entry != owner->conditions.end()) {
+            return entry->second;
         }
     }
     return nullptr;
@@ -31,7 +31,7 @@ bool is_valid_count(const ConditionalParameters& parameters) {
 }
 
 Result find_owner(Handle handle, ContextRef* context) {
-    return handle == 0 ? current_context(context) : find_context(handle, context);
+    return handle == 0 ? find_current_context(context) : find_context(handle, context);
 }
 
 bool is_allowed_in_body(NodeType type) {
@@ -43,14 +43,15 @@ bool is_allowed_in_body(NodeType type) {
 bool is_valid_body(const Graph& graph) {
     return std::ranges::all_of(graph.nodes, [](const NodeRef& node) {
         const auto* const child = std::get_if<ChildNode>(&node->parameters);
-        return is_allowed_in_body(type_of(*node)) && (child == nullptr || is_valid_body(*child->graph));
+        return is_allowed_in_body(get_node_type(*node)) && (child == nullptr || is_valid_body(*child->graph));
     });
 }
 
 bool has_same_nodes(const Graph& graph, const Graph& other) {
     return std::ranges::equal(graph.nodes, other.nodes, [](const NodeRef& left, const NodeRef& right) {
         const auto* const conditional = std::get_if<ConditionalNode>(&left->parameters);
-        return type_of(*left) == type_of(*right) && left->dependencies.size() == right->dependencies.size() &&
+        return get_node_type(*left) == get_node_type(*right) &&
+               left->dependencies.size() == right->dependencies.size() &&
                (conditional == nullptr || has_same_bodies(*conditional, std::get<ConditionalNode>(right->parameters)));
     });
 }
@@ -133,7 +134,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphConditionalHandleCreate(Handle* handle, Handle g
             condition->context = context;
             // Without a default value the value of an earlier launch stays, and no kernel has set one.
             condition->value_at_launch = (flags & condition_assign_default) != 0 ? value : 0;
-            *handle = new_handle();
+            *handle = make_handle();
             graph->conditions[*handle] = std::move(condition);
         }
         return result;

@@ -66,7 +66,7 @@ constexpr std::uint64_t default_limits[limit_count] = {1024, 1 << 20, 8 << 20, 2
 
 ContextRef make_context_locked(Contexts* state, Device device, std::uint32_t flags) {
     auto context = std::make_shared<Context>();
-    context->handle = context->contents_owner = new_handle();
+    context->handle = context->contents_owner = make_handle();
     context->id = ++state->last_context_id;
     context->device = device;
     context->flags = flags | context_map_host;
@@ -90,11 +90,11 @@ void forget_peers(Handle context) {
 // Destroy all streams, events and memory of a context that ends, and disable its peer access.
 void destroy_contents(const ContextRef& context) {
     close_streams(context);
-    destroy_streams_of(context->handle);
-    destroy_events_of(context->handle);
-    destroy_textures_of(context->handle);
-    destroy_arrays_of(context->handle);
-    destroy_memory_of(context->handle);
+    destroy_context_streams(context->handle);
+    destroy_context_events(context->handle);
+    destroy_context_textures(context->handle);
+    destroy_context_arrays(context->handle);
+    destroy_context_memory(context->handle);
     forget_peers(context->handle);
 }
 
@@ -190,13 +190,13 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
 
 } // namespace
 
-Handle new_handle() {
+Handle make_handle() {
     // The start value is not an address of this process. The handles only grow, so none is issued twice.
     static std::atomic<Handle> last_handle{0x7e57'0000'0000};
     return last_handle += 16;
 }
 
-Result current_context(ContextRef* context) {
+Result find_current_context(ContextRef* context) {
     const auto& stack = thread_stack();
     if (stack.empty()) {
         return invalid_context;
@@ -225,7 +225,7 @@ void destroy_green_context(const ContextRef& context) {
     }
     context->is_alive = false;
     close_streams(context);
-    destroy_streams_of(context->handle);
+    destroy_context_streams(context->handle);
     forget_peers(context->handle);
     (void)release_primary(context->device, false);
 }
@@ -239,22 +239,22 @@ bool has_live_context(Device device) {
 Result find_context(Handle handle, ContextRef* context) {
     Contexts& state = contexts();
     std::lock_guard lock(state.mutex);
-    const auto found = state.live.find(handle);
-    if (found == state.live.end()) {
+    const auto entry = state.live.find(handle);
+    if (entry == state.live.end()) {
         return invalid_context;
     }
-    *context = found->second;
+    *context = entry->second;
     return success;
 }
 
-bool syncs_memops(const Context& context) {
+bool is_sync_memops_set(const Context& context) {
     return (context.flags & context_sync_memops) != 0;
 }
 
 // ---- primary contexts
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRetain(Handle* handle, Device device) {
-    return entry("cuDevicePrimaryCtxRetain", [&] {
+    return run_entry("cuDevicePrimaryCtxRetain", [&] {
         if (handle == nullptr) {
             return invalid_value;
         }
@@ -267,31 +267,31 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRetain(Handle* handle, Device device)
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRelease(Device device) {
-    return entry("cuDevicePrimaryCtxRelease", [&] { return release_primary(device, false); });
+    return run_entry("cuDevicePrimaryCtxRelease", [&] { return release_primary(device, false); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxRelease_v2(Device device) {
-    return entry("cuDevicePrimaryCtxRelease_v2", [&] { return release_primary(device, false); });
+    return run_entry("cuDevicePrimaryCtxRelease_v2", [&] { return release_primary(device, false); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxReset(Device device) {
-    return entry("cuDevicePrimaryCtxReset", [&] { return release_primary(device, true); });
+    return run_entry("cuDevicePrimaryCtxReset", [&] { return release_primary(device, true); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxReset_v2(Device device) {
-    return entry("cuDevicePrimaryCtxReset_v2", [&] { return release_primary(device, true); });
+    return run_entry("cuDevicePrimaryCtxReset_v2", [&] { return release_primary(device, true); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxSetFlags(Device device, unsigned flags) {
-    return entry("cuDevicePrimaryCtxSetFlags", [&] { return set_primary_flags(device, flags); });
+    return run_entry("cuDevicePrimaryCtxSetFlags", [&] { return set_primary_flags(device, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxSetFlags_v2(Device device, unsigned flags) {
-    return entry("cuDevicePrimaryCtxSetFlags_v2", [&] { return set_primary_flags(device, flags); });
+    return run_entry("cuDevicePrimaryCtxSetFlags_v2", [&] { return set_primary_flags(device, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxGetState(Device device, unsigned* flags, int* active) {
-    return entry("cuDevicePrimaryCtxGetState", [&] {
+    return run_entry("cuDevicePrimaryCtxGetState", [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -310,11 +310,11 @@ GDRKIT_CUDA_ENTRY Result cuDevicePrimaryCtxGetState(Device device, unsigned* fla
 // ---- contexts of cuCtxCreate
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v2(Handle* handle, unsigned flags, Device device) {
-    return entry("cuCtxCreate_v2", [&] { return create_context(handle, flags, device); });
+    return run_entry("cuCtxCreate_v2", [&] { return create_context(handle, flags, device); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int count, unsigned flags, Device device) {
-    return entry("cuCtxCreate_v3", [&] {
+    return run_entry("cuCtxCreate_v3", [&] {
         const bool no_parameters = affinity == nullptr && count == 0;
         return no_parameters ? create_context(handle, flags, device) : not_supported;
     });
@@ -322,7 +322,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxCreate_v3(Handle* handle, void* affinity, int coun
 
 GDRKIT_CUDA_ENTRY Result cuCtxCreate_v4(Handle* handle, const ContextParameters* parameters, unsigned flags,
                                         Device device) {
-    return entry("cuCtxCreate_v4", [&] {
+    return run_entry("cuCtxCreate_v4", [&] {
         const bool no_parameters =
             parameters == nullptr || (parameters->exec_affinity == nullptr && parameters->cig == nullptr);
         return no_parameters ? create_context(handle, flags, device) : not_supported;
@@ -330,14 +330,14 @@ GDRKIT_CUDA_ENTRY Result cuCtxCreate_v4(Handle* handle, const ContextParameters*
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
-    return entry("cuCtxDestroy_v2", [&] {
+    return run_entry("cuCtxDestroy_v2", [&] {
         ContextRef context;
         {
             Contexts& state = contexts();
             std::lock_guard lock(state.mutex);
-            const auto found = state.live.find(handle);
-            if (found != state.live.end()) {
-                context = found->second;
+            const auto entry = state.live.find(handle);
+            if (entry != state.live.end()) {
+                context = entry->second;
             }
         }
         if (context && (context->is_primary || context->green != 0)) {
@@ -364,7 +364,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxDestroy_v2(Handle handle) {
 // ---- the stack of the calling thread
 
 GDRKIT_CUDA_ENTRY Result cuCtxPushCurrent_v2(Handle handle) {
-    return entry("cuCtxPushCurrent_v2", [&] {
+    return run_entry("cuCtxPushCurrent_v2", [&] {
         ContextRef context;
         const Result result = find_context(handle, &context);
         if (result == success) {
@@ -375,7 +375,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxPushCurrent_v2(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxPopCurrent_v2(Handle* handle) {
-    return entry("cuCtxPopCurrent_v2", [&] {
+    return run_entry("cuCtxPopCurrent_v2", [&] {
         auto& stack = thread_stack();
         if (stack.empty()) {
             return invalid_context;
@@ -389,7 +389,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxPopCurrent_v2(Handle* handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSetCurrent(Handle handle) {
-    return entry("cuCtxSetCurrent", [&] {
+    return run_entry("cuCtxSetCurrent", [&] {
         ContextRef context;
         if (handle != 0) {
             if (const Result result = find_context(handle, &context); result != success) {
@@ -408,7 +408,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxSetCurrent(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetCurrent(Handle* handle) {
-    return entry("cuCtxGetCurrent", [&] {
+    return run_entry("cuCtxGetCurrent", [&] {
         if (handle == nullptr) {
             return invalid_value;
         }
@@ -421,7 +421,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetCurrent(Handle* handle) {
 // ---- peers
 
 GDRKIT_CUDA_ENTRY Result cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
-    return entry_in_context("cuCtxEnablePeerAccess", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxEnablePeerAccess", [&](const ContextRef& context) {
         ContextRef peer_context;
         if (const Result result = find_context(peer, &peer_context); result != success) {
             return result;
@@ -439,7 +439,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxEnablePeerAccess(Handle peer, unsigned flags) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxDisablePeerAccess(Handle peer) {
-    return entry_in_context("cuCtxDisablePeerAccess", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxDisablePeerAccess", [&](const ContextRef& context) {
         ContextRef peer_context;
         if (const Result result = find_context(peer, &peer_context); result != success) {
             return result;

@@ -42,7 +42,7 @@ using ContextRef = std::shared_ptr<Context>;
 
 // Find the context on top of the calling thread's stack. Fails with invalid_context if the stack is empty, and with
 // context_is_destroyed if the context was destroyed.
-Result current_context(ContextRef* context);
+Result find_current_context(ContextRef* context);
 
 // Find the live context with this handle, or fail with invalid_context.
 Result find_context(Handle handle, ContextRef* context);
@@ -57,9 +57,9 @@ bool has_live_context(Device device);
 
 // Return whether synchronous calls in this context wait for transfers that CUDA may otherwise leave unfinished
 // (CU_CTX_SYNC_MEMOPS).
-bool syncs_memops(const Context& context);
+bool is_sync_memops_set(const Context& context);
 
 // Return a handle that is unique in this process and never reused.
-Handle new_handle();
+Handle make_handle();
 
 } // namespace gdrkit::twin::cuda

@@ -12,7 +12,7 @@ namespace {
 constexpr unsigned context_api_version = 3020;
 
 // Find the context of a handle, or the current context if the handle is 0.
-Result context_of(Handle handle, const ContextRef& current, ContextRef* context) {
+Result find_context_or_current(Handle handle, const ContextRef& current, ContextRef* context) {
     if (handle == 0) {
         *context = current;
         return success;
@@ -26,7 +26,7 @@ Result wait_for(const ContextRef& context) {
     if (result == success) {
         synchronise(context);
         for (const ContextRef& green :
-             context->is_primary ? green_contexts_of(context->device) : std::vector<ContextRef>()) {
+             context->is_primary ? list_green_contexts(context->device) : std::vector<ContextRef>()) {
             synchronise(green);
         }
     }
@@ -36,7 +36,7 @@ Result wait_for(const ContextRef& context) {
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetDevice(Device* device) {
-    return entry_in_context("cuCtxGetDevice", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxGetDevice", [&](const ContextRef& context) {
         if (device == nullptr) {
             return invalid_value;
         }
@@ -46,9 +46,9 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevice(Device* device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetDevice_v2(Device* device, Handle handle) {
-    return entry_in_context("cuCtxGetDevice_v2", [&](const ContextRef& current) {
+    return run_entry_in_context("cuCtxGetDevice_v2", [&](const ContextRef& current) {
         ContextRef context;
-        if (const Result result = context_of(handle, current, &context); result != success) {
+        if (const Result result = find_context_or_current(handle, current, &context); result != success) {
             return result;
         }
         if (device == nullptr) {
@@ -60,13 +60,13 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetDevice_v2(Device* device, Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize() {
-    return entry_in_context("cuCtxSynchronize", [](const ContextRef& context) { return wait_for(context); });
+    return run_entry_in_context("cuCtxSynchronize", [](const ContextRef& context) { return wait_for(context); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
-    return entry_in_context("cuCtxSynchronize_v2", [&](const ContextRef& current) {
+    return run_entry_in_context("cuCtxSynchronize_v2", [&](const ContextRef& current) {
         ContextRef context;
-        if (const Result result = context_of(handle, current, &context); result != success) {
+        if (const Result result = find_context_or_current(handle, current, &context); result != success) {
             return result;
         }
         return wait_for(context);
@@ -75,15 +75,15 @@ GDRKIT_CUDA_ENTRY Result cuCtxSynchronize_v2(Handle handle) {
 
 // No profiler observes the twin, so there is nothing to start and to stop.
 GDRKIT_CUDA_ENTRY Result cuProfilerStart() {
-    return entry_in_context("cuProfilerStart", [](const ContextRef&) { return success; });
+    return run_entry_in_context("cuProfilerStart", [](const ContextRef&) { return success; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuProfilerStop() {
-    return entry_in_context("cuProfilerStop", [](const ContextRef&) { return success; });
+    return run_entry_in_context("cuProfilerStop", [](const ContextRef&) { return success; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetFlags(unsigned* flags) {
-    return entry_in_context("cuCtxGetFlags", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxGetFlags", [&](const ContextRef& context) {
         if (flags == nullptr) {
             return invalid_value;
         }
@@ -93,7 +93,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetFlags(unsigned* flags) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSetFlags(unsigned flags) {
-    return entry_in_context("cuCtxSetFlags", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxSetFlags", [&](const ContextRef& context) {
         if ((flags & ~context_flags_mask) != 0) {
             return invalid_value;
         }
@@ -103,10 +103,10 @@ GDRKIT_CUDA_ENTRY Result cuCtxSetFlags(unsigned flags) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetId(Handle handle, std::uint64_t* id) {
-    return entry("cuCtxGetId", [&] {
+    return run_entry("cuCtxGetId", [&] {
         ContextRef context;
         if (handle == 0) {
-            if (const Result result = current_context(&context); result != success) {
+            if (const Result result = find_current_context(&context); result != success) {
                 return result;
             }
         } else if (const Result result = find_context(handle, &context); result != success) {
@@ -121,7 +121,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetId(Handle handle, std::uint64_t* id) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetApiVersion(Handle handle, unsigned* version) {
-    return entry("cuCtxGetApiVersion", [&] {
+    return run_entry("cuCtxGetApiVersion", [&] {
         ContextRef context;
         if (handle != 0) {
             if (const Result result = find_context(handle, &context); result != success) {
@@ -137,7 +137,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetApiVersion(Handle handle, unsigned* version) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-    return entry_in_context("cuCtxGetStreamPriorityRange", [&](const ContextRef&) {
+    return run_entry_in_context("cuCtxGetStreamPriorityRange", [&](const ContextRef&) {
         if (least != nullptr) {
             *least = least_stream_priority;
         }
@@ -149,7 +149,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetStreamPriorityRange(int* least, int* greatest) 
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetLimit(std::size_t* value, int limit) {
-    return entry_in_context("cuCtxGetLimit", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxGetLimit", [&](const ContextRef& context) {
         if (value == nullptr || limit < 0 || limit >= limit_count) {
             return invalid_value;
         }
@@ -159,7 +159,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetLimit(std::size_t* value, int limit) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxSetLimit(int limit, std::size_t value) {
-    return entry_in_context("cuCtxSetLimit", [&](const ContextRef& context) {
+    return run_entry_in_context("cuCtxSetLimit", [&](const ContextRef& context) {
         if (limit < 0) {
             return invalid_value;
         }

@@ -18,14 +18,14 @@ using namespace gdrkit::twin;
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
     // Memory that was freed while a dma-buf of it existed is reclaimed first, so that the counts are current.
     cuda::reclaim_unreferenced_memory();
-    const std::string json = "{\"library\":\"cuda\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-                             ",\"seed\":" + std::to_string(config().seed) + "}";
+    const std::string json = "{\"library\":\"cuda\",\"handles\":" + ledger_json() +
+                             ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) + "}";
     return std::snprintf(buffer, size, "%s", json.c_str());
 }
 
 // The twin of NVML calls this function.
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_gpu_usage(int number, unsigned long long* used_bytes) {
-    const auto device = cuda::ordinal_of(number);
+    const auto device = cuda::find_ordinal(number);
     if (!device || !cuda::has_live_context(*device)) {
         return 0;
     }

@@ -21,7 +21,7 @@ Result resolve_operands(const ContextRef& context, const CopyRequest& request, O
     return result != success ? result : resolve(request.from, *context, request.from_memory, Access::read, from);
 }
 
-CopySide3d side_of(const Layout& layout, AllowedMemory allowed) {
+CopySide3d make_copy_side(const Layout& layout, AllowedMemory allowed) {
     CopySide3d side{};
     side.memory_type = allowed == AllowedMemory::any ? memory_unified : memory_device;
     side.device = layout.address;
@@ -31,15 +31,15 @@ CopySide3d side_of(const Layout& layout, AllowedMemory allowed) {
 }
 
 // Describe a copy that was captured, as a node of a graph does.
-Copy3d description_of(const CopyRequest& request) {
-    return {side_of(request.from, request.from_memory), side_of(request.to, request.to_memory), request.to.width_bytes,
-            request.to.height, request.to.depth};
+Copy3d describe_copy(const CopyRequest& request) {
+    return {make_copy_side(request.from, request.from_memory), make_copy_side(request.to, request.to_memory),
+            request.to.width_bytes, request.to.height, request.to.depth};
 }
 
 } // namespace
 
-CopyRequest contiguous(std::uint64_t to, std::uint64_t from, std::uint64_t length_bytes, AllowedMemory to_memory,
-                       AllowedMemory from_memory) {
+CopyRequest make_contiguous_copy(std::uint64_t to, std::uint64_t from, std::uint64_t length_bytes,
+                                 AllowedMemory to_memory, AllowedMemory from_memory) {
     return {{to, length_bytes}, {from, length_bytes}, to_memory, from_memory};
 }
 
@@ -59,7 +59,7 @@ Result copy_and_wait(const ContextRef& context, const CopyRequest& request, Queu
         return result;
     }
     const bool must_wait =
-        to.is_host || from.is_host || to.has_sync_memops || from.has_sync_memops || syncs_memops(*context);
+        to.is_host || from.is_host || to.has_sync_memops || from.has_sync_memops || is_sync_memops_set(*context);
     // Delay the copy only if the call returns before the copy is done. The delay then exposes a program that uses the
     // data too early.
     const MarkerRef marker = queue_work([to = std::move(to), from = std::move(from)] { copy_spans(to, from); },
@@ -87,7 +87,7 @@ Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::
 
 Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
     return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
-        return enqueue(legacy_stream(context), std::move(run), timing);
+        return enqueue(get_legacy_stream(context), std::move(run), timing);
     });
 }
 
@@ -97,7 +97,7 @@ Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handl
         return result;
     }
     if (is_captured(stream)) {
-        return capture_node(stream, CopyNode{description_of(request), context->handle});
+        return capture_node(stream, CopyNode{describe_copy(request), context->handle});
     }
     if (is_empty(request)) {
         return success;
@@ -124,7 +124,7 @@ Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle t
         return invalid_context;
     }
     return copy_and_wait(context, request, [&](std::function<void()> run, Timing timing) {
-        return enqueue_barrier(legacy_stream(context), std::move(run), timing, {context, to, from});
+        return enqueue_barrier(get_legacy_stream(context), std::move(run), timing, {context, to, from});
     });
 }
 
@@ -139,85 +139,90 @@ Result enqueue_copy_peer(const ContextRef& context, const CopyRequest& request, 
 
 namespace {
 
-std::uint64_t address_of(const void* pointer) {
+std::uint64_t to_address(const void* pointer) {
     return reinterpret_cast<std::uint64_t>(pointer);
 }
 
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuMemcpy(DevicePointer to, DevicePointer from, std::size_t length_bytes) {
-    return entry_in_context("cuMemcpy", [&](const ContextRef& context) {
-        return copy_synchronous(context, contiguous(to, from, length_bytes));
+    return run_entry_in_context("cuMemcpy", [&](const ContextRef& context) {
+        return copy_synchronous(context, make_contiguous_copy(to, from, length_bytes));
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyHtoD_v2(DevicePointer to, const void* from, std::size_t length_bytes) {
-    return entry_in_context("cuMemcpyHtoD_v2", [&](const ContextRef& context) {
-        return copy_synchronous(
-            context, contiguous(to, address_of(from), length_bytes, AllowedMemory::device_only, AllowedMemory::any));
+    return run_entry_in_context("cuMemcpyHtoD_v2", [&](const ContextRef& context) {
+        return copy_synchronous(context, make_contiguous_copy(to, to_address(from), length_bytes,
+                                                              AllowedMemory::device_only, AllowedMemory::any));
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoH_v2(void* to, DevicePointer from, std::size_t length_bytes) {
-    return entry_in_context("cuMemcpyDtoH_v2", [&](const ContextRef& context) {
-        return copy_synchronous(
-            context, contiguous(address_of(to), from, length_bytes, AllowedMemory::any, AllowedMemory::device_only));
+    return run_entry_in_context("cuMemcpyDtoH_v2", [&](const ContextRef& context) {
+        return copy_synchronous(context, make_contiguous_copy(to_address(to), from, length_bytes, AllowedMemory::any,
+                                                              AllowedMemory::device_only));
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoD_v2(DevicePointer to, DevicePointer from, std::size_t length_bytes) {
-    return entry_in_context("cuMemcpyDtoD_v2", [&](const ContextRef& context) {
-        return copy_synchronous(
-            context, contiguous(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only));
+    return run_entry_in_context("cuMemcpyDtoD_v2", [&](const ContextRef& context) {
+        return copy_synchronous(context, make_contiguous_copy(to, from, length_bytes, AllowedMemory::device_only,
+                                                              AllowedMemory::device_only));
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyPeer(DevicePointer to, Handle to_context, DevicePointer from, Handle from_context,
                                       std::size_t length_bytes) {
-    return entry_in_context("cuMemcpyPeer", [&](const ContextRef& context) {
-        return copy_peer(context,
-                         contiguous(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only),
-                         to_context, from_context);
+    return run_entry_in_context("cuMemcpyPeer", [&](const ContextRef& context) {
+        return copy_peer(
+            context,
+            make_contiguous_copy(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only),
+            to_context, from_context);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyAsync(DevicePointer to, DevicePointer from, std::size_t length_bytes, Handle stream) {
-    return entry_in_context("cuMemcpyAsync", [&](const ContextRef& context) {
-        return enqueue_copy(context, contiguous(to, from, length_bytes), stream);
+    return run_entry_in_context("cuMemcpyAsync", [&](const ContextRef& context) {
+        return enqueue_copy(context, make_contiguous_copy(to, from, length_bytes), stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyHtoDAsync_v2(DevicePointer to, const void* from, std::size_t length_bytes,
                                               Handle stream) {
-    return entry_in_context("cuMemcpyHtoDAsync_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpyHtoDAsync_v2", [&](const ContextRef& context) {
         return enqueue_copy(
-            context, contiguous(to, address_of(from), length_bytes, AllowedMemory::device_only, AllowedMemory::any),
+            context,
+            make_contiguous_copy(to, to_address(from), length_bytes, AllowedMemory::device_only, AllowedMemory::any),
             stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoHAsync_v2(void* to, DevicePointer from, std::size_t length_bytes, Handle stream) {
-    return entry_in_context("cuMemcpyDtoHAsync_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpyDtoHAsync_v2", [&](const ContextRef& context) {
         return enqueue_copy(
-            context, contiguous(address_of(to), from, length_bytes, AllowedMemory::any, AllowedMemory::device_only),
+            context,
+            make_contiguous_copy(to_address(to), from, length_bytes, AllowedMemory::any, AllowedMemory::device_only),
             stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyDtoDAsync_v2(DevicePointer to, DevicePointer from, std::size_t length_bytes,
                                               Handle stream) {
-    return entry_in_context("cuMemcpyDtoDAsync_v2", [&](const ContextRef& context) {
-        return enqueue_copy(context,
-                            contiguous(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only),
-                            stream);
+    return run_entry_in_context("cuMemcpyDtoDAsync_v2", [&](const ContextRef& context) {
+        return enqueue_copy(
+            context,
+            make_contiguous_copy(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only),
+            stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpyPeerAsync(DevicePointer to, Handle to_context, DevicePointer from, Handle from_context,
                                            std::size_t length_bytes, Handle stream) {
-    return entry_in_context("cuMemcpyPeerAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpyPeerAsync", [&](const ContextRef& context) {
         return enqueue_copy_peer(
-            context, contiguous(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only),
+            context,
+            make_contiguous_copy(to, from, length_bytes, AllowedMemory::device_only, AllowedMemory::device_only),
             to_context, from_context, stream);
     });
 }

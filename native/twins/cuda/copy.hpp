@@ -17,8 +17,9 @@ struct CopyRequest {
 };
 
 // Return the request for a copy of one contiguous range.
-CopyRequest contiguous(std::uint64_t to, std::uint64_t from, std::uint64_t length_bytes,
-                       AllowedMemory to_memory = AllowedMemory::any, AllowedMemory from_memory = AllowedMemory::any);
+CopyRequest make_contiguous_copy(std::uint64_t to, std::uint64_t from, std::uint64_t length_bytes,
+                                 AllowedMemory to_memory = AllowedMemory::any,
+                                 AllowedMemory from_memory = AllowedMemory::any);
 
 // Carry out a synchronous copy in the legacy default stream. As with the real driver, the call returns before a copy
 // within device memory is done, unless SYNC_MEMOPS is set.
@@ -33,7 +34,7 @@ Result copy_peer(const ContextRef& context, const CopyRequest& request, Handle t
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle);
 
 // Convert the description of a copy of rows, as it is in a graph.
-Result request_of(const Copy3d* copy, CopyRequest* request);
+Result make_copy_request(const Copy3d* copy, CopyRequest* request);
 
 // Check a copy and return the work that carries it out, which is empty for an empty copy.
 Result prepare_copy(const ContextRef& context, const CopyRequest& request, std::function<void()>* work);

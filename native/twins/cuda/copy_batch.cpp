@@ -48,7 +48,8 @@ Result copy_batch(const ContextRef& context, const CopyBatch& batch, Handle stre
         return invalid_value;
     }
     for (std::size_t index = 0; index < batch.count; ++index) {
-        const CopyRequest request = contiguous(batch.to[index], batch.from[index], batch.lengths_bytes[index]);
+        const CopyRequest request =
+            make_contiguous_copy(batch.to[index], batch.from[index], batch.lengths_bytes[index]);
         if (const Result result = enqueue_copy(context, request, stream); result != success) {
             return result;
         }
@@ -62,7 +63,7 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync(const DevicePointer* to, const Devic
                                             const std::size_t* lengths_bytes, std::size_t count,
                                             const CopyAttributes* attributes, const std::size_t* attribute_starts,
                                             std::size_t attribute_count, std::size_t* failed_index, Handle stream) {
-    return entry_in_context("cuMemcpyBatchAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpyBatchAsync", [&](const ContextRef& context) {
         const CopyBatch batch{to, from, lengths_bytes, count, attributes, attribute_starts, attribute_count};
         const Result result = copy_batch(context, batch, stream);
         if (result != success && failed_index != nullptr) {
@@ -77,7 +78,7 @@ GDRKIT_CUDA_ENTRY Result cuMemcpyBatchAsync_v2(const DevicePointer* to, const De
                                                const std::size_t* lengths_bytes, std::size_t count,
                                                const CopyAttributes* attributes, const std::size_t* attribute_starts,
                                                std::size_t attribute_count, Handle stream) {
-    return entry_in_context("cuMemcpyBatchAsync_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpyBatchAsync_v2", [&](const ContextRef& context) {
         return copy_batch(context, {to, from, lengths_bytes, count, attributes, attribute_starts, attribute_count},
                           stream);
     });

@@ -20,7 +20,7 @@ bool fits(std::uint64_t first, std::uint64_t count, std::uint64_t end) {
 }
 
 // Find the address and the memory that one side of a copy names.
-Result base_of(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed) {
+Result find_base(const CopySide3d& side, std::uint64_t* address, AllowedMemory* allowed) {
     switch (side.memory_type) {
     case memory_host:
         *address = reinterpret_cast<std::uint64_t>(side.host);
@@ -56,15 +56,15 @@ Result use_array(const Extent& extent, CopySide3d* side) {
 }
 
 // Convert one side of a copy. The pitch counts only with several rows, and the height only with several slices.
-Result layout_of(const CopySide3d& given, const Extent& extent, Layout* layout, AllowedMemory* allowed) {
-    CopySide3d side = given;
-    if (given.memory_type == memory_array) {
+Result compute_layout(const CopySide3d& requested, const Extent& extent, Layout* layout, AllowedMemory* allowed) {
+    CopySide3d side = requested;
+    if (requested.memory_type == memory_array) {
         if (const Result result = use_array(extent, &side); result != success) {
             return result;
         }
     }
     std::uint64_t address = 0, pitch_bytes = 0, slice_bytes = 0;
-    if (const Result result = base_of(side, &address, allowed); result != success) {
+    if (const Result result = find_base(side, &address, allowed); result != success) {
         return result;
     }
     if (side.lod != 0) {
@@ -95,43 +95,43 @@ Result layout_of(const CopySide3d& given, const Extent& extent, Layout* layout, 
 
 } // namespace
 
-Result request_of(const Copy3d* copy, CopyRequest* request) {
+Result make_copy_request(const Copy3d* copy, CopyRequest* request) {
     if (copy == nullptr) {
         return invalid_value;
     }
     const Extent extent{copy->width_bytes, copy->height, copy->depth};
-    const Result result = layout_of(copy->from, extent, &request->from, &request->from_memory);
-    return result != success ? result : layout_of(copy->to, extent, &request->to, &request->to_memory);
+    const Result result = compute_layout(copy->from, extent, &request->from, &request->from_memory);
+    return result != success ? result : compute_layout(copy->to, extent, &request->to, &request->to_memory);
 }
 
 namespace {
 
-CopySide3d side_of(const CopySide2d& side) {
+CopySide3d make_copy_side(const CopySide2d& side) {
     return {side.x_bytes, side.y,           0, 0, side.memory_type, side.host, side.device, side.array,
             Handle{0},    side.pitch_bytes, 0};
 }
 
 // A copy of rows is a copy of one slice.
-Result request_of(const Copy2d* copy, CopyRequest* request) {
+Result make_copy_request(const Copy2d* copy, CopyRequest* request) {
     if (copy == nullptr) {
         return invalid_value;
     }
-    const Copy3d volume{side_of(copy->from), side_of(copy->to), copy->width_bytes, copy->height, 1};
-    return request_of(&volume, request);
+    const Copy3d volume{make_copy_side(copy->from), make_copy_side(copy->to), copy->width_bytes, copy->height, 1};
+    return make_copy_request(&volume, request);
 }
 
 template <typename Copy> Result copy_rows(std::string_view symbol, const Copy* copy) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         CopyRequest request;
-        const Result result = request_of(copy, &request);
+        const Result result = make_copy_request(copy, &request);
         return result != success ? result : copy_synchronous(context, request);
     });
 }
 
 template <typename Copy> Result enqueue_rows(std::string_view symbol, const Copy* copy, Handle stream) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         CopyRequest request;
-        const Result result = request_of(copy, &request);
+        const Result result = make_copy_request(copy, &request);
         return result != success ? result : enqueue_copy(context, request, stream);
     });
 }
@@ -159,17 +159,17 @@ GDRKIT_CUDA_ENTRY Result cuMemcpy3DAsync_v2(const Copy3d* copy, Handle stream) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpy3DPeer(const Copy3d* copy) {
-    return entry_in_context("cuMemcpy3DPeer", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpy3DPeer", [&](const ContextRef& context) {
         CopyRequest request;
-        const Result result = request_of(copy, &request);
+        const Result result = make_copy_request(copy, &request);
         return result != success ? result : copy_peer(context, request, copy->to.context, copy->from.context);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemcpy3DPeerAsync(const Copy3d* copy, Handle stream) {
-    return entry_in_context("cuMemcpy3DPeerAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemcpy3DPeerAsync", [&](const ContextRef& context) {
         CopyRequest request;
-        const Result result = request_of(copy, &request);
+        const Result result = make_copy_request(copy, &request);
         return result != success ? result
                                  : enqueue_copy_peer(context, request, copy->to.context, copy->from.context, stream);
     });

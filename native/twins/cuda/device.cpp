@@ -76,9 +76,9 @@ constexpr AttributeValue attribute_values[] = {
     {device_host_memory_pools_supported, 1},
 };
 
-int attribute_of(Device device, int attribute) {
+int query_attribute(Device device, int attribute) {
     if (attribute == device_pci_bus_id) {
-        return first_gpu_pci_bus + physical_of(device);
+        return first_gpu_pci_bus + get_physical_number(device);
     }
     if (attribute == device_writes_ordering) {
         return config().writes_ordering;
@@ -86,14 +86,14 @@ int attribute_of(Device device, int attribute) {
     if (attribute == device_flush_writes_options) {
         return config().flush_options;
     }
-    const auto* const found = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
-    return found == std::end(attribute_values) ? 0 : found->value;
+    const auto* const entry = std::ranges::find(attribute_values, attribute, &AttributeValue::attribute);
+    return entry == std::end(attribute_values) ? 0 : entry->value;
 }
 
 // Run the body of an exported function that queries one device and stores a result.
 template <typename Value, typename Body>
-Result device_entry(std::string_view symbol, Device device, Value* result, Body&& body) {
-    return entry(symbol, [&] {
+Result run_device_entry(std::string_view symbol, Device device, Value* result, Body&& body) {
+    return run_entry(symbol, [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -102,7 +102,7 @@ Result device_entry(std::string_view symbol, Device device, Value* result, Body&
 }
 
 Result fill_uuid(Uuid* uuid, Device device) {
-    *uuid = uuid_of_physical(physical_of(device));
+    *uuid = find_uuid_of_physical(get_physical_number(device));
     return success;
 }
 
@@ -113,7 +113,7 @@ bool device_exists(Device device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
-    return entry("cuDeviceGetCount", [&] {
+    return run_entry("cuDeviceGetCount", [&] {
         if (count == nullptr) {
             return invalid_value;
         }
@@ -123,14 +123,14 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetCount(int* count) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGet(Device* device, int ordinal) {
-    return device_entry("cuDeviceGet", ordinal, device, [&] {
+    return run_device_entry("cuDeviceGet", ordinal, device, [&] {
         *device = ordinal;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size, Device device) {
-    return device_entry("cuDeviceGetName", device, name, [&] {
+    return run_device_entry("cuDeviceGetName", device, name, [&] {
         if (size <= 0) {
             return invalid_value;
         }
@@ -140,39 +140,39 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetName(char* name, int size, Device device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid(Uuid* uuid, Device device) {
-    return device_entry("cuDeviceGetUuid", device, uuid, [&] { return fill_uuid(uuid, device); });
+    return run_device_entry("cuDeviceGetUuid", device, uuid, [&] { return fill_uuid(uuid, device); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetUuid_v2(Uuid* uuid, Device device) {
-    return device_entry("cuDeviceGetUuid_v2", device, uuid, [&] { return fill_uuid(uuid, device); });
+    return run_device_entry("cuDeviceGetUuid_v2", device, uuid, [&] { return fill_uuid(uuid, device); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceTotalMem_v2(std::size_t* length_bytes, Device device) {
-    return device_entry("cuDeviceTotalMem_v2", device, length_bytes, [&] {
+    return run_device_entry("cuDeviceTotalMem_v2", device, length_bytes, [&] {
         *length_bytes = device_memory_bytes;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetAttribute(int* value, int attribute, Device device) {
-    return device_entry("cuDeviceGetAttribute", device, value, [&] {
+    return run_device_entry("cuDeviceGetAttribute", device, value, [&] {
         if (attribute < 1 || attribute > device_attribute_last) {
             return invalid_value;
         }
-        *value = attribute_of(device, attribute);
+        *value = query_attribute(device, attribute);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetProperties(DeviceProperties* properties, Device device) {
-    return device_entry("cuDeviceGetProperties", device, properties, [&] {
+    return run_device_entry("cuDeviceGetProperties", device, properties, [&] {
         *properties = common_properties;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Device device) {
-    return device_entry("cuDeviceComputeCapability", device, major, [&] {
+    return run_device_entry("cuDeviceComputeCapability", device, major, [&] {
         if (minor == nullptr) {
             return invalid_value;
         }
@@ -183,10 +183,10 @@ GDRKIT_CUDA_ENTRY Result cuDeviceComputeCapability(int* major, int* minor, Devic
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device) {
-    return device_entry("cuDeviceGetPCIBusId", device, text, [&] {
+    return run_device_entry("cuDeviceGetPCIBusId", device, text, [&] {
         char bus_id[16];
         const int length =
-            std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_gpu_pci_bus + physical_of(device));
+            std::snprintf(bus_id, sizeof bus_id, "0000:%02X:00.0", first_gpu_pci_bus + get_physical_number(device));
         if (size <= length) {
             return invalid_value;
         }
@@ -196,12 +196,12 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetPCIBusId(char* text, int size, Device device
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text) {
-    return entry("cuDeviceGetByPCIBusId", [&] {
-        const auto bus = text == nullptr ? std::nullopt : bus_of_pci_address(text);
+    return run_entry("cuDeviceGetByPCIBusId", [&] {
+        const auto bus = text == nullptr ? std::nullopt : parse_pci_bus(text);
         if (device == nullptr || !bus) {
             return invalid_value;
         }
-        const auto ordinal = ordinal_of(*bus - first_gpu_pci_bus);
+        const auto ordinal = find_ordinal(*bus - first_gpu_pci_bus);
         if (!ordinal) {
             return invalid_device;
         }
@@ -211,7 +211,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetByPCIBusId(Device* device, const char* text)
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceCanAccessPeer(int* can_access, Device device, Device peer) {
-    return device_entry("cuDeviceCanAccessPeer", device, can_access, [&] {
+    return run_device_entry("cuDeviceCanAccessPeer", device, can_access, [&] {
         if (!device_exists(peer)) {
             return invalid_device;
         }
@@ -221,7 +221,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceCanAccessPeer(int* can_access, Device device, D
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetP2PAttribute(int* value, int attribute, Device from, Device to) {
-    return device_entry("cuDeviceGetP2PAttribute", from, value, [&] {
+    return run_device_entry("cuDeviceGetP2PAttribute", from, value, [&] {
         if (!device_exists(to) || from == to) {
             return invalid_device;
         }

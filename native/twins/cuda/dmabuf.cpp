@@ -16,8 +16,8 @@ bool is_exportable(const Range& range) {
 
 // Return the first range that overlaps this page. A small allocation may begin in the middle of a page, but only whole
 // pages are exported.
-RangeRef range_of_page(std::uint64_t page) {
-    const std::vector<RangeRef> overlapping = ranges_in(page, page_bytes);
+RangeRef find_range_of_page(std::uint64_t page) {
+    const std::vector<RangeRef> overlapping = list_ranges(page, page_bytes);
     return overlapping.empty() ? nullptr : overlapping.front();
 }
 
@@ -27,7 +27,7 @@ Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::v
                        std::vector<Extent>* extents) {
     const std::uint64_t end = address + length_bytes;
     for (std::uint64_t position = address; position < end;) {
-        RangeRef range = range_of_page(position);
+        RangeRef range = find_range_of_page(position);
         if (!range || !is_exportable(*range)) {
             return invalid_value;
         }
@@ -47,7 +47,7 @@ Result collect_extents(std::uint64_t address, std::uint64_t length_bytes, std::v
 
 GDRKIT_CUDA_ENTRY Result cuMemGetHandleForAddressRange(void* handle, DevicePointer address, std::size_t length_bytes,
                                                        int handle_type, unsigned long long flags) {
-    return entry_in_context("cuMemGetHandleForAddressRange", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemGetHandleForAddressRange", [&](const ContextRef&) {
         if (handle == nullptr || handle_type != range_handle_dmabuf) {
             return invalid_value;
         }

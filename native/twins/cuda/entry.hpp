@@ -34,7 +34,7 @@ template <typename Body> Result catch_exceptions(Body&& body) {
 }
 
 // Run the body of an exported function that may be called before cuInit.
-template <typename Body> Result entry_before_init(std::string_view symbol, Body&& body) {
+template <typename Body> Result run_entry_before_init(std::string_view symbol, Body&& body) {
     return catch_exceptions([&] {
         Result error = success;
         return begin_call(symbol, &error) ? std::forward<Body>(body)() : error;
@@ -42,18 +42,18 @@ template <typename Body> Result entry_before_init(std::string_view symbol, Body&
 }
 
 // Run the body of an exported function that requires cuInit.
-template <typename Body> Result entry(std::string_view symbol, Body&& body) {
-    return entry_before_init(symbol, [&] {
+template <typename Body> Result run_entry(std::string_view symbol, Body&& body) {
+    return run_entry_before_init(symbol, [&] {
         const Result result = check_ready();
         return result == success ? std::forward<Body>(body)() : result;
     });
 }
 
 // Run the body of an exported function that requires a current context, which is passed to the body.
-template <typename Body> Result entry_in_context(std::string_view symbol, Body&& body) {
-    return entry(symbol, [&] {
+template <typename Body> Result run_entry_in_context(std::string_view symbol, Body&& body) {
+    return run_entry(symbol, [&] {
         ContextRef context;
-        const Result result = current_context(&context);
+        const Result result = find_current_context(&context);
         return result == success ? std::forward<Body>(body)(context) : result;
     });
 }

@@ -120,19 +120,20 @@ Result find_error_text(int code, const char** text, const char* ErrorText::*memb
     if (text == nullptr) {
         return invalid_value;
     }
-    const auto* const found = std::ranges::find(error_texts, code, &ErrorText::code);
-    *text = found == std::end(error_texts) ? nullptr : found->*member;
+    const auto* const entry = std::ranges::find(error_texts, code, &ErrorText::code);
+    *text = entry == std::end(error_texts) ? nullptr : entry->*member;
     return *text == nullptr ? invalid_value : success;
 }
 
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGetErrorName(int code, const char** text) {
-    return entry_before_init("cuGetErrorName", [&] { return find_error_text(code, text, &ErrorText::name); });
+    return run_entry_before_init("cuGetErrorName", [&] { return find_error_text(code, text, &ErrorText::name); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGetErrorString(int code, const char** text) {
-    return entry_before_init("cuGetErrorString", [&] { return find_error_text(code, text, &ErrorText::description); });
+    return run_entry_before_init("cuGetErrorString",
+                                 [&] { return find_error_text(code, text, &ErrorText::description); });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -28,11 +28,11 @@ struct Event {
         marker = std::move(new_marker);
         captured = std::move(new_captured);
     }
-    std::shared_ptr<CapturedEvent> captured_record() {
+    std::shared_ptr<CapturedEvent> get_captured_record() {
         std::lock_guard lock(mutex);
         return captured;
     }
-    MarkerRef recorded_marker() {
+    MarkerRef get_recorded_marker() {
         std::lock_guard lock(mutex);
         return marker;
     }
@@ -89,11 +89,11 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
         return invalid_handle;
     }
     for (const auto& event : {start, end}) {
-        if (const auto captured = event->captured_record()) {
+        if (const auto captured = event->get_captured_record()) {
             return refuse_captured_event(*captured);
         }
     }
-    const MarkerRef start_marker = start->recorded_marker(), end_marker = end->recorded_marker();
+    const MarkerRef start_marker = start->get_recorded_marker(), end_marker = end->get_recorded_marker();
     if (!start_marker || !end_marker) {
         return invalid_handle;
     }
@@ -101,7 +101,7 @@ Result query_elapsed_time(float* milliseconds, Handle start_handle, Handle end_h
         return not_ready;
     }
     *milliseconds =
-        std::chrono::duration<float, std::milli>(completion_time_of(end_marker) - completion_time_of(start_marker))
+        std::chrono::duration<float, std::milli>(get_completion_time(end_marker) - get_completion_time(start_marker))
             .count();
     return success;
 }
@@ -117,7 +117,7 @@ Handle add_event(const ContextRef& context, std::uint32_t flags, std::shared_ptr
     event->flags = flags;
     event->shared = std::move(shared);
     event->is_imported = is_imported;
-    const Handle handle = new_handle();
+    const Handle handle = make_handle();
     events().add(handle, std::move(event));
     return handle;
 }
@@ -129,10 +129,10 @@ Result find_record(Handle handle, EventRecord* record) {
     if (!event) {
         return invalid_handle;
     }
-    record->marker = event->recorded_marker();
+    record->marker = event->get_recorded_marker();
     record->shared = event->shared;
-    record->number = event->shared ? event->shared->last_record() : 0;
-    record->captured = event->captured_record();
+    record->number = event->shared ? event->shared->get_last_record() : 0;
+    record->captured = event->get_captured_record();
     return success;
 }
 
@@ -180,12 +180,12 @@ Handle add_imported(const ContextRef& context, std::shared_ptr<SharedEvent> shar
     return add_event(context, event_disable_timing | event_interprocess, std::move(shared), true);
 }
 
-void destroy_events_of(Handle context) {
+void destroy_context_events(Handle context) {
     events().take_all([=](const Event& event) { return event.context == context; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
-    return entry_in_context("cuEventCreate", [&](const ContextRef& context) {
+    return run_entry_in_context("cuEventCreate", [&](const ContextRef& context) {
         constexpr unsigned known_flags = event_blocking_sync | event_disable_timing | event_interprocess;
         const bool is_timed_and_interprocess = (flags & event_interprocess) != 0 && (flags & event_disable_timing) == 0;
         if (handle == nullptr || (flags & ~known_flags) != 0 || is_timed_and_interprocess) {
@@ -204,17 +204,17 @@ GDRKIT_CUDA_ENTRY Result cuEventCreate(Handle* handle, unsigned flags) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventRecord(Handle event, Handle stream) {
-    return entry_in_context("cuEventRecord",
-                            [&](const ContextRef& context) { return record_event(context, event, stream, 0); });
+    return run_entry_in_context("cuEventRecord",
+                                [&](const ContextRef& context) { return record_event(context, event, stream, 0); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventRecordWithFlags(Handle event, Handle stream, unsigned flags) {
-    return entry_in_context("cuEventRecordWithFlags",
-                            [&](const ContextRef& context) { return record_event(context, event, stream, flags); });
+    return run_entry_in_context("cuEventRecordWithFlags",
+                                [&](const ContextRef& context) { return record_event(context, event, stream, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
-    return entry("cuEventQuery", [&] {
+    return run_entry("cuEventQuery", [&] {
         EventRecord record;
         if (const Result result = find_record(handle, &record); result != success) {
             return result;
@@ -230,7 +230,7 @@ GDRKIT_CUDA_ENTRY Result cuEventQuery(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
-    return entry("cuEventSynchronize", [&] {
+    return run_entry("cuEventSynchronize", [&] {
         EventRecord record;
         if (const Result result = find_record(handle, &record); result != success) {
             return result;
@@ -247,15 +247,15 @@ GDRKIT_CUDA_ENTRY Result cuEventSynchronize(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventDestroy_v2(Handle handle) {
-    return entry("cuEventDestroy_v2", [&] { return events().take(handle) ? success : invalid_handle; });
+    return run_entry("cuEventDestroy_v2", [&] { return events().take(handle) ? success : invalid_handle; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventElapsedTime(float* milliseconds, Handle start, Handle end) {
-    return entry("cuEventElapsedTime", [&] { return query_elapsed_time(milliseconds, start, end); });
+    return run_entry("cuEventElapsedTime", [&] { return query_elapsed_time(milliseconds, start, end); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuEventElapsedTime_v2(float* milliseconds, Handle start, Handle end) {
-    return entry("cuEventElapsedTime_v2", [&] { return query_elapsed_time(milliseconds, start, end); });
+    return run_entry("cuEventElapsedTime_v2", [&] { return query_elapsed_time(milliseconds, start, end); });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -42,6 +42,6 @@ std::shared_ptr<SharedEvent> find_exportable(Handle event);
 Handle add_imported(const ContextRef& context, std::shared_ptr<SharedEvent> shared);
 
 // Destroy all events of a context that ends.
-void destroy_events_of(Handle context);
+void destroy_context_events(Handle context);
 
 } // namespace gdrkit::twin::cuda

@@ -23,7 +23,7 @@ struct Fill {
 };
 
 // Convert a memset to the layout of its bytes. Rows begin at multiples of the size of a value, and do not overlap.
-Result layout_of(const Fill& request, Layout* layout) {
+Result compute_layout(const Fill& request, Layout* layout) {
     std::uint64_t row_bytes = 0;
     if (request.to % request.width_bytes != 0 ||
         __builtin_mul_overflow(request.count, request.width_bytes, &row_bytes)) {
@@ -72,7 +72,7 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
         return capture_node(stream, FillNode{parameters, context->handle});
     }
     Layout layout;
-    if (const Result result = layout_of(request, &layout); result != success) {
+    if (const Result result = compute_layout(request, &layout); result != success) {
         return result;
     }
     if (layout.width_bytes == 0 || layout.height == 0) {
@@ -84,7 +84,7 @@ Result enqueue_fill(const ContextRef& context, const Fill& request, Handle strea
         return result;
     }
     const bool must_wait =
-        sync_mode == SyncMode::if_required && (to.is_host || to.has_sync_memops || syncs_memops(*context));
+        sync_mode == SyncMode::if_required && (to.is_host || to.has_sync_memops || is_sync_memops_set(*context));
     const MarkerRef marker = enqueue(
         stream,
         [to = std::move(to), value = request.value, width = request.width_bytes] { fill_bytes(to, value, width); },
@@ -103,7 +103,7 @@ Result prepare_fill(const ContextRef& context, const FillParameters& parameters,
     if (width != 1 && width != 2 && width != 4) {
         return invalid_value;
     }
-    Result result = layout_of(
+    Result result = compute_layout(
         {parameters.to, parameters.value, width, parameters.width, parameters.height, parameters.pitch_bytes}, &layout);
     if (result != success || layout.width_bytes == 0 || layout.height == 0) {
         *work = nullptr;
@@ -118,44 +118,44 @@ Result prepare_fill(const ContextRef& context, const FillParameters& parameters,
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD8_v2(DevicePointer to, unsigned char value, std::size_t count) {
-    return entry_in_context("cuMemsetD8_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD8_v2", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 1, count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD16_v2(DevicePointer to, unsigned short value, std::size_t count) {
-    return entry_in_context("cuMemsetD16_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD16_v2", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 2, count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD32_v2(DevicePointer to, unsigned value, std::size_t count) {
-    return entry_in_context("cuMemsetD32_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD32_v2", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 4, count}, legacy_stream_handle, SyncMode::if_required);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD8Async(DevicePointer to, unsigned char value, std::size_t count, Handle stream) {
-    return entry_in_context("cuMemsetD8Async", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD8Async", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 1, count}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD16Async(DevicePointer to, unsigned short value, std::size_t count, Handle stream) {
-    return entry_in_context("cuMemsetD16Async", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD16Async", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 2, count}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD32Async(DevicePointer to, unsigned value, std::size_t count, Handle stream) {
-    return entry_in_context("cuMemsetD32Async", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD32Async", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 4, count}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D8_v2(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
                                          std::size_t count, std::size_t rows) {
-    return entry_in_context("cuMemsetD2D8_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD2D8_v2", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 1, count, rows, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
@@ -163,7 +163,7 @@ GDRKIT_CUDA_ENTRY Result cuMemsetD2D8_v2(DevicePointer to, std::size_t pitch_byt
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D16_v2(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
                                           std::size_t count, std::size_t rows) {
-    return entry_in_context("cuMemsetD2D16_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD2D16_v2", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 2, count, rows, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
@@ -171,7 +171,7 @@ GDRKIT_CUDA_ENTRY Result cuMemsetD2D16_v2(DevicePointer to, std::size_t pitch_by
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D32_v2(DevicePointer to, std::size_t pitch_bytes, unsigned value, std::size_t count,
                                           std::size_t rows) {
-    return entry_in_context("cuMemsetD2D32_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD2D32_v2", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 4, count, rows, pitch_bytes}, legacy_stream_handle,
                             SyncMode::if_required);
     });
@@ -179,21 +179,21 @@ GDRKIT_CUDA_ENTRY Result cuMemsetD2D32_v2(DevicePointer to, std::size_t pitch_by
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D8Async(DevicePointer to, std::size_t pitch_bytes, unsigned char value,
                                            std::size_t count, std::size_t rows, Handle stream) {
-    return entry_in_context("cuMemsetD2D8Async", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD2D8Async", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 1, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D16Async(DevicePointer to, std::size_t pitch_bytes, unsigned short value,
                                             std::size_t count, std::size_t rows, Handle stream) {
-    return entry_in_context("cuMemsetD2D16Async", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD2D16Async", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 2, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemsetD2D32Async(DevicePointer to, std::size_t pitch_bytes, unsigned value,
                                             std::size_t count, std::size_t rows, Handle stream) {
-    return entry_in_context("cuMemsetD2D32Async", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemsetD2D32Async", [&](const ContextRef& context) {
         return enqueue_fill(context, {to, value, 4, count, rows, pitch_bytes}, stream, SyncMode::asynchronous);
     });
 }

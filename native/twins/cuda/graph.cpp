@@ -65,12 +65,12 @@ GraphMemory::~GraphMemory() {
 
 GraphRef make_graph() {
     auto graph = std::make_shared<Graph>();
-    graph->handle = new_handle();
+    graph->handle = make_handle();
     graphs().all[graph->handle] = graph;
     return graph;
 }
 
-void own_graph(const GraphRef& graph) {
+void add_owned_graph(const GraphRef& graph) {
     graphs().created.add(graph->handle, graph);
 }
 
@@ -80,13 +80,13 @@ void remember_memory(const GraphMemory* memory) {
 }
 
 GraphRef find_graph(Handle handle) {
-    const auto found = graphs().all.find(handle);
-    return found == graphs().all.end() ? nullptr : found->second.lock();
+    const auto entry = graphs().all.find(handle);
+    return entry == graphs().all.end() ? nullptr : entry->second.lock();
 }
 
 NodeRef find_node(Handle handle) {
-    const auto found = graphs().nodes.find(handle);
-    return found == graphs().nodes.end() ? nullptr : found->second.lock();
+    const auto entry = graphs().nodes.find(handle);
+    return entry == graphs().nodes.end() ? nullptr : entry->second.lock();
 }
 
 bool is_graph_memory(DevicePointer address) {
@@ -106,7 +106,7 @@ std::uint64_t graph_memory_bytes(Device device) {
     return sum;
 }
 
-NodeType type_of(const Node& node) {
+NodeType get_node_type(const Node& node) {
     constexpr NodeType types[] = {node_empty,        node_copy,       node_fill,     node_host, node_graph,
                                   node_record_event, node_wait_event, node_allocate, node_free, node_conditional};
     static_assert(std::size(types) == std::variant_size_v<NodeParameters>);
@@ -115,13 +115,14 @@ NodeType type_of(const Node& node) {
 
 bool has_memory_nodes(const Graph& graph) {
     return std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
-        return type_of(*node) == node_allocate || type_of(*node) == node_free;
+        return get_node_type(*node) == node_allocate || get_node_type(*node) == node_free;
     });
 }
 
 bool is_uncopyable(const Graph& graph) {
-    return has_memory_nodes(graph) ||
-           std::ranges::any_of(graph.nodes, [](const NodeRef& node) { return type_of(*node) == node_conditional; });
+    return has_memory_nodes(graph) || std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
+               return get_node_type(*node) == node_conditional;
+           });
 }
 
 Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, std::vector<NodeRef>* nodes) {
@@ -140,7 +141,7 @@ Result find_nodes(const Graph& graph, const Handle* handles, std::size_t count, 
 
 NodeRef add_node(const GraphRef& graph, NodeParameters parameters, std::vector<NodeRef> dependencies) {
     auto node = std::make_shared<Node>();
-    node->handle = new_handle();
+    node->handle = make_handle();
     node->graph = graph;
     node->parameters = std::move(parameters);
     node->dependencies = std::move(dependencies);
@@ -177,19 +178,19 @@ GraphRef clone_graph(const Graph& graph) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphCreate(Handle* handle, unsigned flags) {
-    return graph_entry("cuGraphCreate", [&] {
+    return run_graph_entry("cuGraphCreate", [&] {
         if (handle == nullptr || flags != 0) {
             return invalid_value;
         }
         const GraphRef graph = make_graph();
-        own_graph(graph);
+        add_owned_graph(graph);
         *handle = graph->handle;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphDestroy(Handle handle) {
-    return graph_entry("cuGraphDestroy", [&] {
+    return run_graph_entry("cuGraphDestroy", [&] {
         const GraphRef graph = find_graph(handle);
         if (graph && (graph->is_child || graph->is_capturing)) {
             return invalid_value;
@@ -203,26 +204,26 @@ GDRKIT_CUDA_ENTRY Result cuGraphClone(Handle* clone, Handle original) {
         if (clone == nullptr || is_uncopyable(*graph)) {
             return invalid_value;
         }
-        const GraphRef made = clone_graph(*graph);
-        own_graph(made);
-        *clone = made->handle;
+        const GraphRef cloned_graph = clone_graph(*graph);
+        add_owned_graph(cloned_graph);
+        *clone = cloned_graph->handle;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeFindInClone(Handle* node, Handle original, Handle clone) {
     return with_graph("cuGraphNodeFindInClone", clone, [&](const GraphRef& graph) {
-        const auto found = std::ranges::find(graph->nodes, original, [](const NodeRef& copy) { return copy->origin; });
-        if (node == nullptr || original == 0 || found == graph->nodes.end()) {
+        const auto entry = std::ranges::find(graph->nodes, original, [](const NodeRef& copy) { return copy->origin; });
+        if (node == nullptr || original == 0 || entry == graph->nodes.end()) {
             return invalid_value;
         }
-        *node = (*found)->handle;
+        *node = (*entry)->handle;
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphDestroyNode(Handle node) {
-    return graph_entry("cuGraphDestroyNode", [&] { return destroy_node(node); });
+    return run_graph_entry("cuGraphDestroyNode", [&] { return destroy_node(node); });
 }
 
 } // namespace gdrkit::twin::cuda

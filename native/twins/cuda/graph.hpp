@@ -120,11 +120,11 @@ std::recursive_mutex& graph_mutex();
 
 GraphRef make_graph();
 // Let the program own a graph, and destroy it.
-void own_graph(const GraphRef& graph);
+void add_owned_graph(const GraphRef& graph);
 void remember_memory(const GraphMemory* memory);
 GraphRef find_graph(Handle handle);
 NodeRef find_node(Handle handle);
-NodeType type_of(const Node& node);
+NodeType get_node_type(const Node& node);
 bool has_memory_nodes(const Graph& graph);
 // Return whether the program may not copy the graph: it has memory or conditional nodes.
 bool is_uncopyable(const Graph& graph);
@@ -150,8 +150,8 @@ std::uint64_t graph_memory_bytes(Device device);
 void record_graph_memory_use(Device device);
 
 // Run the body of an exported function that uses graphs.
-template <typename Body> Result graph_entry(std::string_view symbol, Body&& body) {
-    return entry(symbol, [&] {
+template <typename Body> Result run_graph_entry(std::string_view symbol, Body&& body) {
+    return run_entry(symbol, [&] {
         std::lock_guard lock(graph_mutex());
         return body();
     });
@@ -159,14 +159,14 @@ template <typename Body> Result graph_entry(std::string_view symbol, Body&& body
 
 // Run `body` with the graph or the node of a handle. Fails with invalid_value if it does not exist.
 template <typename Body> Result with_graph(std::string_view symbol, Handle handle, Body&& body) {
-    return graph_entry(symbol, [&] {
+    return run_graph_entry(symbol, [&] {
         const GraphRef graph = find_graph(handle);
         return graph ? body(graph) : invalid_value;
     });
 }
 
 template <typename Body> Result with_node(std::string_view symbol, Handle handle, Body&& body) {
-    return graph_entry(symbol, [&] {
+    return run_graph_entry(symbol, [&] {
         const NodeRef node = find_node(handle);
         return node ? body(node) : invalid_value;
     });

@@ -27,7 +27,7 @@ Registry<Executable>& executables() {
 }
 
 bool has_cycle(const Graph& graph) {
-    return random_order(graph).size() != graph.nodes.size() ||
+    return draw_random_order(graph).size() != graph.nodes.size() ||
            std::ranges::any_of(graph.nodes, [](const NodeRef& node) {
                const auto* const child = std::get_if<ChildNode>(&node->parameters);
                const auto* const conditional = std::get_if<ConditionalNode>(&node->parameters);
@@ -53,7 +53,7 @@ Result instantiate(Handle* handle, Handle graph_handle, std::uint64_t flags) {
         return result;
     }
     auto executable = std::make_shared<Executable>();
-    executable->handle = new_handle();
+    executable->handle = make_handle();
     executable->graph = clone_graph(*graph);
     executable->flags = flags;
     if (has_memory_nodes(*graph)) {
@@ -124,11 +124,11 @@ Result update(Handle handle, Handle graph_handle, UpdateInformation* information
                 return fail(update_topology_changed, from[index]->handle);
             }
         }
-        if (type_of(*to[index]) != type_of(*from[index])) {
+        if (get_node_type(*to[index]) != get_node_type(*from[index])) {
             return fail(update_node_type_changed, from[index]->handle);
         }
         const auto* const conditional = std::get_if<ConditionalNode>(&to[index]->parameters);
-        if (type_of(*to[index]) == node_allocate || type_of(*to[index]) == node_free ||
+        if (get_node_type(*to[index]) == node_allocate || get_node_type(*to[index]) == node_free ||
             (conditional != nullptr &&
              !has_same_bodies(*conditional, std::get<ConditionalNode>(from[index]->parameters)))) {
             return fail(update_parameters_changed, from[index]->handle);
@@ -148,8 +148,8 @@ NodeRef find_copy(const ExecutableRef& executable, Handle original) {
         return nullptr;
     }
     const auto& nodes = executable->graph->nodes;
-    const auto found = std::ranges::find(nodes, original, [](const NodeRef& node) { return node->origin; });
-    return found == nodes.end() ? nullptr : *found;
+    const auto entry = std::ranges::find(nodes, original, [](const NodeRef& node) { return node->origin; });
+    return entry == nodes.end() ? nullptr : *entry;
 }
 
 // Replace the parameters that an executable graph has for a node of its original graph.
@@ -169,18 +169,18 @@ template <typename Type> Result set_parameters(Handle handle, Handle node_handle
 Result find_disabled(Handle handle, Handle node_handle, ExecutableRef* executable) {
     *executable = executables().find(handle);
     const NodeRef node = find_copy(*executable, node_handle);
-    return node && (type_of(*node) == node_copy || type_of(*node) == node_fill) ? success : invalid_value;
+    return node && (get_node_type(*node) == node_copy || get_node_type(*node) == node_fill) ? success : invalid_value;
 }
 
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithFlags(Handle* executable, Handle graph, unsigned long long flags) {
-    return graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate(executable, graph, flags); });
+    return run_graph_entry("cuGraphInstantiateWithFlags", [&] { return instantiate(executable, graph, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph, Handle* error_node, char*,
                                                std::size_t) {
-    return graph_entry("cuGraphInstantiate_v2", [&] {
+    return run_graph_entry("cuGraphInstantiate_v2", [&] {
         if (error_node != nullptr) {
             *error_node = 0;
         }
@@ -190,14 +190,14 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiate_v2(Handle* executable, Handle graph,
 
 GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle graph,
                                                       InstantiateParameters* parameters) {
-    return graph_entry("cuGraphInstantiateWithParams", [&] {
+    return run_graph_entry("cuGraphInstantiateWithParams", [&] {
         if (parameters == nullptr) {
             return invalid_value;
         }
         const Result result = instantiate(executable, graph, parameters->flags);
-        const GraphRef found = find_graph(graph);
-        const bool is_invalid = result != success && found && has_cycle(*found);
-        parameters->error_node = is_invalid ? found->nodes.front()->handle : 0;
+        const GraphRef source_graph = find_graph(graph);
+        const bool is_invalid = result != success && source_graph && has_cycle(*source_graph);
+        parameters->error_node = is_invalid ? source_graph->nodes.front()->handle : 0;
         parameters->result = result == success ? instantiate_success
                              : is_invalid      ? instantiate_invalid_structure
                                                : instantiate_error;
@@ -206,11 +206,12 @@ GDRKIT_CUDA_ENTRY Result cuGraphInstantiateWithParams(Handle* executable, Handle
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecDestroy(Handle executable) {
-    return graph_entry("cuGraphExecDestroy", [&] { return executables().take(executable) ? success : invalid_value; });
+    return run_graph_entry("cuGraphExecDestroy",
+                           [&] { return executables().take(executable) ? success : invalid_value; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle handle, std::uint64_t* flags) {
-    return graph_entry("cuGraphExecGetFlags", [&] {
+    return run_graph_entry("cuGraphExecGetFlags", [&] {
         const ExecutableRef executable = executables().find(handle);
         if (!executable || flags == nullptr) {
             return invalid_value;
@@ -221,7 +222,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecGetFlags(Handle handle, std::uint64_t* flags
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphLaunch(Handle executable, Handle stream) {
-    return entry_in_context("cuGraphLaunch", [&](const ContextRef& context) {
+    return run_entry_in_context("cuGraphLaunch", [&](const ContextRef& context) {
         std::lock_guard lock(graph_mutex());
         return launch(context, executable, stream);
     });
@@ -229,7 +230,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphLaunch(Handle executable, Handle stream) {
 
 // There is nothing to upload.
 GDRKIT_CUDA_ENTRY Result cuGraphUpload(Handle executable, Handle stream_handle) {
-    return entry_in_context("cuGraphUpload", [&](const ContextRef& context) {
+    return run_entry_in_context("cuGraphUpload", [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_stream(stream_handle, context, &stream);
         return result != success ? result : executables().find(executable) ? success : invalid_value;
@@ -237,12 +238,13 @@ GDRKIT_CUDA_ENTRY Result cuGraphUpload(Handle executable, Handle stream_handle) 
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate_v2(Handle executable, Handle graph, UpdateInformation* information) {
-    return graph_entry("cuGraphExecUpdate_v2",
-                       [&] { return information == nullptr ? invalid_value : update(executable, graph, information); });
+    return run_graph_entry("cuGraphExecUpdate_v2", [&] {
+        return information == nullptr ? invalid_value : update(executable, graph, information);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate(Handle executable, Handle graph, Handle* error_node, int* update_result) {
-    return graph_entry("cuGraphExecUpdate", [&] {
+    return run_graph_entry("cuGraphExecUpdate", [&] {
         UpdateInformation information{};
         if (error_node == nullptr || update_result == nullptr) {
             return invalid_value;
@@ -256,35 +258,35 @@ GDRKIT_CUDA_ENTRY Result cuGraphExecUpdate(Handle executable, Handle graph, Hand
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecMemcpyNodeSetParams(Handle executable, Handle node, const Copy3d* copy,
                                                         Handle context) {
-    return graph_entry("cuGraphExecMemcpyNodeSetParams", [&] {
+    return run_graph_entry("cuGraphExecMemcpyNodeSetParams", [&] {
         return copy == nullptr ? invalid_value : set_parameters(executable, node, CopyNode{*copy, context});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecMemsetNodeSetParams(Handle executable, Handle node, const FillParameters* fill,
                                                         Handle context) {
-    return graph_entry("cuGraphExecMemsetNodeSetParams", [&] {
+    return run_graph_entry("cuGraphExecMemsetNodeSetParams", [&] {
         return fill == nullptr ? invalid_value : set_parameters(executable, node, FillNode{*fill, context});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecHostNodeSetParams(Handle executable, Handle node, const HostParameters* host) {
-    return graph_entry("cuGraphExecHostNodeSetParams",
-                       [&] { return host == nullptr ? invalid_value : set_parameters(executable, node, *host); });
+    return run_graph_entry("cuGraphExecHostNodeSetParams",
+                           [&] { return host == nullptr ? invalid_value : set_parameters(executable, node, *host); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecEventRecordNodeSetEvent(Handle executable, Handle node, Handle event) {
-    return graph_entry("cuGraphExecEventRecordNodeSetEvent",
-                       [&] { return set_parameters(executable, node, RecordNode{event}); });
+    return run_graph_entry("cuGraphExecEventRecordNodeSetEvent",
+                           [&] { return set_parameters(executable, node, RecordNode{event}); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphExecEventWaitNodeSetEvent(Handle executable, Handle node, Handle event) {
-    return graph_entry("cuGraphExecEventWaitNodeSetEvent",
-                       [&] { return set_parameters(executable, node, WaitNode{event}); });
+    return run_graph_entry("cuGraphExecEventWaitNodeSetEvent",
+                           [&] { return set_parameters(executable, node, WaitNode{event}); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsigned is_enabled) {
-    return graph_entry("cuGraphNodeSetEnabled", [&] {
+    return run_graph_entry("cuGraphNodeSetEnabled", [&] {
         ExecutableRef executable;
         const Result result = find_disabled(handle, node, &executable);
         if (result == success) {
@@ -298,7 +300,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeSetEnabled(Handle handle, Handle node, unsig
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetEnabled(Handle handle, Handle node, unsigned* is_enabled) {
-    return graph_entry("cuGraphNodeGetEnabled", [&] {
+    return run_graph_entry("cuGraphNodeGetEnabled", [&] {
         ExecutableRef executable;
         const Result result = is_enabled == nullptr ? invalid_value : find_disabled(handle, node, &executable);
         if (result == success) {

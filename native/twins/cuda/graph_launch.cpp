@@ -48,7 +48,7 @@ public:
 
 private:
     Result prepare_graph(const Graph& graph) {
-        for (const NodeRef& node : random_order(graph)) {
+        for (const NodeRef& node : draw_random_order(graph)) {
             if (std::ranges::find(disabled_, node->origin) != disabled_.end()) {
                 continue;
             }
@@ -61,7 +61,7 @@ private:
         return success;
     }
 
-    Result context_of(Handle handle, ContextRef* context) const {
+    Result find_context_or_current(Handle handle, ContextRef* context) const {
         *context = context_;
         return handle == 0 ? success : find_context(handle, context);
     }
@@ -70,15 +70,15 @@ private:
     Result add(const CopyNode& node) {
         ContextRef context;
         CopyRequest request;
-        Result result = context_of(node.context, &context);
+        Result result = find_context_or_current(node.context, &context);
         if (result == success) {
-            result = request_of(&node.copy, &request);
+            result = make_copy_request(&node.copy, &request);
         }
         return result == success ? prepare_copy(context, request, &steps_.emplace_back()) : result;
     }
     Result add(const FillNode& node) {
         ContextRef context;
-        const Result result = context_of(node.context, &context);
+        const Result result = find_context_or_current(node.context, &context);
         return result == success ? prepare_fill(context, node.fill, &steps_.emplace_back()) : result;
     }
     Result add(const HostParameters& node) {
@@ -143,9 +143,9 @@ private:
 
     void undo() {
         for (const RangeRef& range : allocated_) {
-            RangeRef removed;
+            RangeRef removed_range;
             if (find_range_by_base(range->base) == range) {
-                (void)remove_range(range->base, {MemoryKind::pool}, &removed);
+                (void)remove_range(range->base, {MemoryKind::pool}, &removed_range);
             }
         }
         for (const RangeRef& range : freed_) {
@@ -166,7 +166,7 @@ private:
 } // namespace
 
 // Return the nodes in a random order in which each node follows its dependencies. It is shorter if there is a cycle.
-std::vector<NodeRef> random_order(const Graph& graph) {
+std::vector<NodeRef> draw_random_order(const Graph& graph) {
     std::vector<NodeRef> order, ready;
     std::map<NodeRef, std::size_t> missing;
     for (const NodeRef& node : graph.nodes) {

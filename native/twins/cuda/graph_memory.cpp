@@ -30,7 +30,7 @@ void record_graph_memory_use(Device device) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribute, std::uint64_t* value) {
-    return graph_entry("cuDeviceGetGraphMemAttribute", [&] {
+    return run_graph_entry("cuDeviceGetGraphMemAttribute", [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -45,7 +45,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceGetGraphMemAttribute(Device device, int attribu
 
 // A program can only reset a high mark, by writing 0.
 GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribute, const std::uint64_t* value) {
-    return graph_entry("cuDeviceSetGraphMemAttribute", [&] {
+    return run_graph_entry("cuDeviceSetGraphMemAttribute", [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -58,7 +58,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetGraphMemAttribute(Device device, int attribu
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGraphMemTrim(Device device) {
-    return graph_entry("cuDeviceGraphMemTrim", [&] { return device_exists(device) ? success : invalid_device; });
+    return run_graph_entry("cuDeviceGraphMemTrim", [&] { return device_exists(device) ? success : invalid_device; });
 }
 
 } // namespace gdrkit::twin::cuda

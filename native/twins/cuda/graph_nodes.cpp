@@ -133,7 +133,7 @@ template <typename Type> Result replace(Type* parameters, Type replacement) {
 }
 
 Result check_context(Handle handle, ContextRef* context) {
-    return handle == 0 ? current_context(context) : find_context(handle, context);
+    return handle == 0 ? find_current_context(context) : find_context(handle, context);
 }
 
 Result check_copy(const CopyNode& node) {
@@ -143,7 +143,7 @@ Result check_copy(const CopyNode& node) {
     if (const Result result = check_context(node.context, &context); result != success) {
         return result;
     }
-    if (const Result result = request_of(&node.copy, &request); result != success) {
+    if (const Result result = make_copy_request(&node.copy, &request); result != success) {
         return result;
     }
     // The memory of an allocation node exists only while the graph runs.
@@ -219,14 +219,14 @@ Result make_allocation(AllocateParameters* parameters, AllocateNode* node) {
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEmptyNode(Handle* node, Handle graph, const Handle* dependencies,
                                              std::size_t count) {
-    return graph_entry("cuGraphAddEmptyNode", [&] {
+    return run_graph_entry("cuGraphAddEmptyNode", [&] {
         return add_to_graph(node, {graph, dependencies, count}, EmptyNode{});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                               const Copy3d* copy, Handle context) {
-    return graph_entry("cuGraphAddMemcpyNode", [&] {
+    return run_graph_entry("cuGraphAddMemcpyNode", [&] {
         return copy == nullptr ? invalid_value
                                : add_to_graph(node, {graph, dependencies, count}, CopyNode{*copy, context});
     });
@@ -234,7 +234,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddMemcpyNode(Handle* node, Handle graph, const 
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                               const FillParameters* fill, Handle context) {
-    return graph_entry("cuGraphAddMemsetNode", [&] {
+    return run_graph_entry("cuGraphAddMemsetNode", [&] {
         return fill == nullptr ? invalid_value
                                : add_to_graph(node, {graph, dependencies, count}, FillNode{*fill, context});
     });
@@ -242,53 +242,57 @@ GDRKIT_CUDA_ENTRY Result cuGraphAddMemsetNode(Handle* node, Handle graph, const 
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddHostNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                             const HostParameters* host) {
-    return graph_entry("cuGraphAddHostNode", [&] {
+    return run_graph_entry("cuGraphAddHostNode", [&] {
         return host == nullptr ? invalid_value : add_to_graph(node, {graph, dependencies, count}, *host);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddChildGraphNode(Handle* node, Handle graph, const Handle* dependencies,
                                                   std::size_t count, Handle child) {
-    return graph_entry("cuGraphAddChildGraphNode", [&] {
+    return run_graph_entry("cuGraphAddChildGraphNode", [&] {
         return add_child(node, {graph, dependencies, count}, child);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEventRecordNode(Handle* node, Handle graph, const Handle* dependencies,
                                                    std::size_t count, Handle event) {
-    return graph_entry("cuGraphAddEventRecordNode", [&] {
+    return run_graph_entry("cuGraphAddEventRecordNode", [&] {
         return add_to_graph(node, {graph, dependencies, count}, RecordNode{event});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddEventWaitNode(Handle* node, Handle graph, const Handle* dependencies,
                                                  std::size_t count, Handle event) {
-    return graph_entry("cuGraphAddEventWaitNode", [&] {
+    return run_graph_entry("cuGraphAddEventWaitNode", [&] {
         return add_to_graph(node, {graph, dependencies, count}, WaitNode{event});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemAllocNode(Handle* node, Handle graph, const Handle* dependencies,
                                                 std::size_t count, AllocateParameters* parameters) {
-    return graph_entry("cuGraphAddMemAllocNode", [&] {
+    return run_graph_entry("cuGraphAddMemAllocNode", [&] {
         return add_allocation(node, {graph, dependencies, count}, parameters);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddMemFreeNode(Handle* node, Handle graph, const Handle* dependencies,
                                                std::size_t count, DevicePointer pointer) {
-    return graph_entry("cuGraphAddMemFreeNode", [&] { return add_free(node, {graph, dependencies, count}, pointer); });
+    return run_graph_entry("cuGraphAddMemFreeNode", [&] {
+        return add_free(node, {graph, dependencies, count}, pointer);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddNode(Handle* node, Handle graph, const Handle* dependencies, std::size_t count,
                                         NodeParameterUnion* parameters) {
-    return graph_entry("cuGraphAddNode", [&] { return add_any(node, {graph, dependencies, count}, parameters); });
+    return run_graph_entry("cuGraphAddNode", [&] { return add_any(node, {graph, dependencies, count}, parameters); });
 }
 
 // The nodes of the twin have only edges without data.
 GDRKIT_CUDA_ENTRY Result cuGraphAddNode_v2(Handle* node, Handle graph, const Handle* dependencies, const EdgeData*,
                                            std::size_t count, NodeParameterUnion* parameters) {
-    return graph_entry("cuGraphAddNode_v2", [&] { return add_any(node, {graph, dependencies, count}, parameters); });
+    return run_graph_entry("cuGraphAddNode_v2", [&] {
+        return add_any(node, {graph, dependencies, count}, parameters);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphMemcpyNodeGetParams(Handle node, Copy3d* copy) {

@@ -32,7 +32,7 @@ Result store_nodes(const std::vector<NodeRef>& nodes, Handle* handles, std::size
     return success;
 }
 
-std::vector<NodeRef> dependents_of(const NodeRef& node) {
+std::vector<NodeRef> list_dependents(const NodeRef& node) {
     std::vector<NodeRef> dependents;
     const GraphRef graph = node->graph.lock();
     std::ranges::copy_if(graph->nodes, std::back_inserter(dependents),
@@ -126,7 +126,7 @@ Result print_dot(const Graph& graph, const char* path) {
     std::fprintf(file, "digraph dot {\n");
     for (const NodeRef& node : graph.nodes) {
         std::fprintf(file, "\"node_%llx\" [label=\"type %d\"];\n", static_cast<unsigned long long>(node->handle),
-                     static_cast<int>(type_of(*node)));
+                     static_cast<int>(get_node_type(*node)));
         for (const NodeRef& dependency : node->dependencies) {
             std::fprintf(file, "\"node_%llx\" -> \"node_%llx\";\n", static_cast<unsigned long long>(dependency->handle),
                          static_cast<unsigned long long>(node->handle));
@@ -143,7 +143,7 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeGetType(Handle handle, int* type) {
         if (type == nullptr) {
             return invalid_value;
         }
-        *type = type_of(*node);
+        *type = get_node_type(*node);
         return success;
     });
 }
@@ -190,36 +190,36 @@ GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependencies_v2(Handle handle, Handle* no
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes(Handle handle, Handle* nodes, std::size_t* count) {
     return with_node("cuGraphNodeGetDependentNodes", handle,
-                     [&](const NodeRef& node) { return store_nodes(dependents_of(node), nodes, count); });
+                     [&](const NodeRef& node) { return store_nodes(list_dependents(node), nodes, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphNodeGetDependentNodes_v2(Handle handle, Handle* nodes, EdgeData* data,
                                                          std::size_t* count) {
     return with_node("cuGraphNodeGetDependentNodes_v2", handle, [&](const NodeRef& node) {
         clear_edge_data(data, count);
-        return store_nodes(dependents_of(node), nodes, count);
+        return store_nodes(list_dependents(node), nodes, count);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies(Handle graph, const Handle* from, const Handle* to, std::size_t count) {
-    return graph_entry("cuGraphAddDependencies", [&] { return add_dependencies(graph, from, to, count); });
+    return run_graph_entry("cuGraphAddDependencies", [&] { return add_dependencies(graph, from, to, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphAddDependencies_v2(Handle graph, const Handle* from, const Handle* to,
                                                    const EdgeData* data, std::size_t count) {
-    return graph_entry("cuGraphAddDependencies_v2", [&] {
+    return run_graph_entry("cuGraphAddDependencies_v2", [&] {
         return is_default(data, count) ? add_dependencies(graph, from, to, count) : invalid_value;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies(Handle graph, const Handle* from, const Handle* to,
                                                    std::size_t count) {
-    return graph_entry("cuGraphRemoveDependencies", [&] { return remove_dependencies(graph, from, to, count); });
+    return run_graph_entry("cuGraphRemoveDependencies", [&] { return remove_dependencies(graph, from, to, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRemoveDependencies_v2(Handle graph, const Handle* from, const Handle* to,
                                                       const EdgeData* data, std::size_t count) {
-    return graph_entry("cuGraphRemoveDependencies_v2", [&] {
+    return run_graph_entry("cuGraphRemoveDependencies_v2", [&] {
         return is_default(data, count) ? remove_dependencies(graph, from, to, count) : invalid_value;
     });
 }

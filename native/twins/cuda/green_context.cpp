@@ -41,7 +41,7 @@ Descriptors& descriptors() {
     return *instance;
 }
 
-DeviceResource resource_of(Device device, std::uint32_t count, std::uint32_t unit) {
+DeviceResource make_resource(Device device, std::uint32_t count, std::uint32_t unit) {
     DeviceResource resource{};
     resource.type = resource_multiprocessors;
     resource.magic = resource_magic;
@@ -96,13 +96,13 @@ Result split_resource(const Split& split) {
     *split.count = count;
     const std::uint32_t number = ++last_split;
     for (std::uint32_t part = 0; split.parts != nullptr && part < count; ++part) {
-        split.parts[part] = resource_of(input.device, size, unit);
+        split.parts[part] = make_resource(input.device, size, unit);
         split.parts[part].split = number;
         split.parts[part].part = part;
     }
     if (split.remaining != nullptr) {
         const std::uint32_t rest = input.count - count * size;
-        *split.remaining = rest == 0 ? DeviceResource{} : resource_of(input.device, rest, unit);
+        *split.remaining = rest == 0 ? DeviceResource{} : make_resource(input.device, rest, unit);
         split.remaining->split = number;
         split.remaining->part = count;
     }
@@ -124,7 +124,7 @@ Result sum_resources(std::span<const DeviceResource> resources, DeviceResource* 
         sum->count += resource.count;
     }
     const DeviceResource& first = resources[0];
-    *sum = resource_of(first.device, sum->count, first.alignment);
+    *sum = make_resource(first.device, sum->count, first.alignment);
     return success;
 }
 
@@ -136,18 +136,18 @@ Result create_green_context(Handle* handle, Handle descriptor, Device device, un
     DeviceResource resource;
     {
         std::lock_guard lock(state.mutex);
-        const auto found = state.all.find(descriptor);
-        if (handle == nullptr || flags != green_default_stream || found == state.all.end()) {
+        const auto entry = state.all.find(descriptor);
+        if (handle == nullptr || flags != green_default_stream || entry == state.all.end()) {
             return invalid_value;
         }
-        resource = found->second;
+        resource = entry->second;
     }
     if (resource.device != device) {
         return invalid_device;
     }
     auto green = std::make_shared<GreenContext>();
     green->resource = resource;
-    *handle = new_handle();
+    *handle = make_handle();
     green->context = make_green_context(device, *handle);
     green_contexts().add(*handle, green);
     return success;
@@ -155,7 +155,7 @@ Result create_green_context(Handle* handle, Handle descriptor, Device device, un
 
 // Run `body` with the green context of a handle.
 template <typename Body> Result with_green_context(std::string_view symbol, Handle handle, Body&& body) {
-    return entry(symbol, [&] {
+    return run_entry(symbol, [&] {
         const auto green = green_contexts().find(handle);
         return green ? body(*green) : invalid_context;
     });
@@ -163,33 +163,33 @@ template <typename Body> Result with_green_context(std::string_view symbol, Hand
 
 } // namespace
 
-std::vector<ContextRef> green_contexts_of(Device device) {
-    std::vector<ContextRef> found;
+std::vector<ContextRef> list_green_contexts(Device device) {
+    std::vector<ContextRef> contexts;
     green_contexts().for_each([&](const GreenContext& green) {
         if (green.context->device == device) {
-            found.push_back(green.context);
+            contexts.push_back(green.context);
         }
     });
-    return found;
+    return contexts;
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDevResource(Device device, DeviceResource* resource, int type) {
-    return entry("cuDeviceGetDevResource", [&] {
+    return run_entry("cuDeviceGetDevResource", [&] {
         return device_exists(device)
-                   ? store_resource(resource, type, resource_of(device, multiprocessor_count, group_size))
+                   ? store_resource(resource, type, make_resource(device, multiprocessor_count, group_size))
                    : invalid_device;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuCtxGetDevResource(Handle handle, DeviceResource* resource, int type) {
-    return entry("cuCtxGetDevResource", [&] {
+    return run_entry("cuCtxGetDevResource", [&] {
         ContextRef context;
         if (const Result result = find_context(handle, &context); result != success) {
             return result;
         }
         const auto green = green_contexts().find(context->green);
-        return store_resource(resource, type,
-                              green ? green->resource : resource_of(context->device, multiprocessor_count, group_size));
+        return store_resource(
+            resource, type, green ? green->resource : make_resource(context->device, multiprocessor_count, group_size));
     });
 }
 
@@ -202,21 +202,21 @@ GDRKIT_CUDA_ENTRY Result cuGreenCtxGetDevResource(Handle handle, DeviceResource*
 GDRKIT_CUDA_ENTRY Result cuDevSmResourceSplitByCount(DeviceResource* parts, std::uint32_t* count,
                                                      const DeviceResource* input, DeviceResource* remaining,
                                                      unsigned flags, unsigned multiprocessors_min) {
-    return entry("cuDevSmResourceSplitByCount", [&] {
+    return run_entry("cuDevSmResourceSplitByCount", [&] {
         return split_resource({parts, count, input, remaining, flags, multiprocessors_min});
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDevResourceGenerateDesc(Handle* descriptor, const DeviceResource* resources,
                                                    unsigned count) {
-    return entry("cuDevResourceGenerateDesc", [&] {
+    return run_entry("cuDevResourceGenerateDesc", [&] {
         DeviceResource sum{};
         if (descriptor == nullptr || resources == nullptr || count == 0) {
             return invalid_value;
         }
         const Result result = sum_resources({resources, count}, &sum);
         if (result == success) {
-            *descriptor = new_handle();
+            *descriptor = make_handle();
             std::lock_guard lock(descriptors().mutex);
             descriptors().all[*descriptor] = sum;
         }
@@ -225,11 +225,11 @@ GDRKIT_CUDA_ENTRY Result cuDevResourceGenerateDesc(Handle* descriptor, const Dev
 }
 
 GDRKIT_CUDA_ENTRY Result cuGreenCtxCreate(Handle* handle, Handle descriptor, Device device, unsigned flags) {
-    return entry("cuGreenCtxCreate", [&] { return create_green_context(handle, descriptor, device, flags); });
+    return run_entry("cuGreenCtxCreate", [&] { return create_green_context(handle, descriptor, device, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGreenCtxDestroy(Handle handle) {
-    return entry("cuGreenCtxDestroy", [&] {
+    return run_entry("cuGreenCtxDestroy", [&] {
         const auto green = green_contexts().take(handle);
         if (!green) {
             return invalid_context;

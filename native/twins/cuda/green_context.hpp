@@ -29,6 +29,6 @@ struct DeviceResource {
 static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, count) == 96);
 
 // Return the contexts of the green contexts of a device.
-std::vector<ContextRef> green_contexts_of(Device device);
+std::vector<ContextRef> list_green_contexts(Device device);
 
 } // namespace gdrkit::twin::cuda

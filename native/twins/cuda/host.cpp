@@ -65,7 +65,7 @@ Result register_host(const ContextRef& context, void* pointer, std::size_t lengt
     range->length_bytes = length_bytes;
     range->host = static_cast<std::byte*>(pointer);
     range->host_flags = flags;
-    range->buffer_id = new_buffer_id();
+    range->buffer_id = make_buffer_id();
     range->context = context->contents_owner;
     range->device = context->device;
     return add_range_unless_overlapping(range) ? success : host_memory_already_registered;
@@ -86,9 +86,9 @@ RangeRef make_host_range(MemoryKind kind, std::uint64_t length_bytes) {
     range->kind = kind;
     range->base = reinterpret_cast<std::uint64_t>(pages);
     range->length_bytes = length_bytes;
-    range->buffer_id = new_buffer_id();
+    range->buffer_id = make_buffer_id();
     range->host = static_cast<std::byte*>(pages);
-    range->owner = std::shared_ptr<void>(pages, [mapping_bytes](void* at) { munmap(at, mapping_bytes); });
+    range->owner = std::shared_ptr<void>(pages, [mapping_bytes](void* mapping) { munmap(mapping, mapping_bytes); });
     return range;
 }
 
@@ -97,14 +97,14 @@ RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes) {
     range->kind = MemoryKind::pool;
     range->base = reinterpret_cast<std::uint64_t>(memory->data());
     range->length_bytes = length_bytes;
-    range->buffer_id = new_buffer_id();
+    range->buffer_id = make_buffer_id();
     range->device = memory->device();
     range->host = memory->data();
     range->memory = std::move(memory);
     return range;
 }
 
-Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRef* made) {
+Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRef* range) {
     if (length_bytes > UINT64_MAX - page_bytes) {
         return out_of_memory;
     }
@@ -114,25 +114,25 @@ Result make_shared_host_range(Device device, std::uint64_t length_bytes, RangeRe
     MemoryRef memory;
     const Result result = fd ? Memory::adopt(std::move(fd), memory_bytes, device, &memory) : out_of_memory;
     if (result == success) {
-        *made = map_shared_host_memory(std::move(memory), length_bytes);
+        *range = map_shared_host_memory(std::move(memory), length_bytes);
     }
     return result;
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostAlloc(void** pointer, std::size_t length_bytes, unsigned flags) {
-    return entry_in_context("cuMemHostAlloc", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemHostAlloc", [&](const ContextRef& context) {
         return allocate_host(context, pointer, length_bytes, flags);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocHost_v2(void** pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemAllocHost_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemAllocHost_v2", [&](const ContextRef& context) {
         return allocate_host(context, pointer, length_bytes, 0);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemFreeHost(void* pointer) {
-    return entry_in_context("cuMemFreeHost", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemFreeHost", [&](const ContextRef& context) {
         if (pointer == nullptr) {
             return success;
         }
@@ -143,19 +143,19 @@ GDRKIT_CUDA_ENTRY Result cuMemFreeHost(void* pointer) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostRegister(void* pointer, std::size_t length_bytes, unsigned flags) {
-    return entry_in_context("cuMemHostRegister", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemHostRegister", [&](const ContextRef& context) {
         return register_host(context, pointer, length_bytes, flags);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostRegister_v2(void* pointer, std::size_t length_bytes, unsigned flags) {
-    return entry_in_context("cuMemHostRegister_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemHostRegister_v2", [&](const ContextRef& context) {
         return register_host(context, pointer, length_bytes, flags);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
-    return entry_in_context("cuMemHostUnregister", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemHostUnregister", [&](const ContextRef& context) {
         const auto address = reinterpret_cast<std::uint64_t>(pointer);
         const RangeRef range = find_range(address);
         if (!range || range->kind != MemoryKind::host_registered) {
@@ -166,13 +166,13 @@ GDRKIT_CUDA_ENTRY Result cuMemHostUnregister(void* pointer) {
             return invalid_value;
         }
         synchronise(context);
-        RangeRef removed;
-        return remove_range(address, {MemoryKind::host_registered}, &removed);
+        RangeRef removed_range;
+        return remove_range(address, {MemoryKind::host_registered}, &removed_range);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, void* host, unsigned flags) {
-    return entry_in_context("cuMemHostGetDevicePointer_v2", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemHostGetDevicePointer_v2", [&](const ContextRef&) {
         const auto address = reinterpret_cast<std::uint64_t>(host);
         const RangeRef range = find_range(address);
         if (pointer == nullptr || flags != 0 || !range || !range->is_host()) {
@@ -184,7 +184,7 @@ GDRKIT_CUDA_ENTRY Result cuMemHostGetDevicePointer_v2(DevicePointer* pointer, vo
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemHostGetFlags(unsigned* flags, void* host) {
-    return entry_in_context("cuMemHostGetFlags", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemHostGetFlags", [&](const ContextRef&) {
         const RangeRef range = find_range(reinterpret_cast<std::uint64_t>(host));
         if (flags == nullptr || !range || range->kind != MemoryKind::host_alloc) {
             return invalid_value;

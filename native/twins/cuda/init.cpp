@@ -60,7 +60,7 @@ void load_fault_plan() {
 
 bool begin_call(std::string_view symbol, Result* error) {
     configuration_error();
-    const auto injected_code = injected_fault(symbol);
+    const auto injected_code = find_injected_fault(symbol);
     if (injected_code) {
         *error = static_cast<Result>(*injected_code);
     }
@@ -75,7 +75,7 @@ Result check_ready() {
 }
 
 GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
-    return entry_before_init("cuInit", [&] {
+    return run_entry_before_init("cuInit", [&] {
         if (!configuration_error().empty() || flags != 0) {
             return invalid_value;
         }
@@ -89,7 +89,7 @@ GDRKIT_CUDA_ENTRY Result cuInit(unsigned flags) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuDriverGetVersion(int* version) {
-    return entry_before_init("cuDriverGetVersion", [&] {
+    return run_entry_before_init("cuDriverGetVersion", [&] {
         if (version == nullptr) {
             return invalid_value;
         }
@@ -99,7 +99,7 @@ GDRKIT_CUDA_ENTRY Result cuDriverGetVersion(int* version) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuFlushGPUDirectRDMAWrites(int target, int scope) {
-    return entry_in_context("cuFlushGPUDirectRDMAWrites", [&](const ContextRef&) {
+    return run_entry_in_context("cuFlushGPUDirectRDMAWrites", [&](const ContextRef&) {
         if (target != flush_current_context || (scope != flush_to_owner && scope != flush_to_all_devices)) {
             return invalid_value;
         }

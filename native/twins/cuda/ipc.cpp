@@ -50,8 +50,8 @@ RangeRef find_exported(std::uint64_t buffer_id) {
     {
         Ipc& state = ipc();
         std::lock_guard lock(state.mutex);
-        const auto found = state.exported.find(buffer_id);
-        range = found == state.exported.end() ? nullptr : found->second.lock();
+        const auto entry = state.exported.find(buffer_id);
+        range = entry == state.exported.end() ? nullptr : entry->second.lock();
     }
     // Queued work of a stream may keep a freed range alive, so check that the range still has its address.
     return range && find_range_by_base(range->base) == range ? range : nullptr;
@@ -68,7 +68,7 @@ void serve_memory(std::span<const std::byte> request, std::vector<std::byte>* re
     if (const RangeRef range = find_exported(buffer_id)) {
         if (Fd fd = reopen(range->memory->fd())) {
             message = {range->length_bytes, range->memory_offset, range->memory->length_bytes(),
-                       physical_of(range->device), 1};
+                       get_physical_number(range->device), 1};
             fds->push_back(std::move(fd));
         }
     }
@@ -101,7 +101,7 @@ Result request_memory(const HandleMessage& message, MemoryRef* memory, Device* d
     if (!is_valid || reply_message->physical != message.physical) {
         return invalid_value;
     }
-    const auto ordinal = ordinal_of(reply_message->physical);
+    const auto ordinal = find_ordinal(reply_message->physical);
     if (!ordinal) {
         return invalid_device;
     }
@@ -115,7 +115,7 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
         message.length_bytes == 0) {
         return invalid_value;
     }
-    if (message.owner == control_service_id()) {
+    if (message.owner == read_control_service_id()) {
         return invalid_context;
     }
     Ipc& state = ipc();
@@ -131,9 +131,9 @@ Result open_handle(const ContextRef& context, DevicePointer* pointer, const IpcH
         std::erase_if(state.imported, [](const auto& entry) {
             return find_range_by_base(entry.second.range->base) != entry.second.range;
         });
-        if (const auto found = state.imported.find(key); found != state.imported.end()) {
-            ++found->second.open_count;
-            *pointer = found->second.range->base;
+        if (const auto found_entry = state.imported.find(key); found_entry != state.imported.end()) {
+            ++found_entry->second.open_count;
+            *pointer = found_entry->second.range->base;
             return success;
         }
     }
@@ -190,7 +190,7 @@ Result map_imported_memory(const HandleMessage& message, MemoryKind kind, RangeR
     range->memory = std::move(memory);
     range->memory_offset = reply_message.memory_offset;
     range->length_bytes = reply_message.length_bytes;
-    range->buffer_id = new_buffer_id();
+    range->buffer_id = make_buffer_id();
     range->device = device;
     *mapped = std::move(range);
     return success;
@@ -200,7 +200,7 @@ HandleMessage export_memory(const RangeRef& range) {
     HandleMessage message{};
     message.object_id = range->buffer_id;
     message.length_bytes = range->length_bytes;
-    message.physical = physical_of(range->device);
+    message.physical = get_physical_number(range->device);
     message.pool = range->pool;
     Ipc& state = ipc();
     std::lock_guard lock(state.mutex);
@@ -214,7 +214,7 @@ HandleMessage export_memory(const RangeRef& range) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcHandle* handle, DevicePointer pointer) {
-    return entry_in_context("cuIpcGetMemHandle", [&](const ContextRef&) {
+    return run_entry_in_context("cuIpcGetMemHandle", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (handle == nullptr || !range || range->kind != MemoryKind::device) {
             return invalid_value;
@@ -225,17 +225,18 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetMemHandle(IpcHandle* handle, DevicePointer poin
 }
 
 GDRKIT_CUDA_ENTRY Result cuIpcOpenMemHandle(DevicePointer* pointer, IpcHandle handle, unsigned flags) {
-    return entry_in_context("cuIpcOpenMemHandle",
-                            [&](const ContextRef& context) { return open_handle(context, pointer, handle, flags); });
+    return run_entry_in_context(
+        "cuIpcOpenMemHandle", [&](const ContextRef& context) { return open_handle(context, pointer, handle, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuIpcOpenMemHandle_v2(DevicePointer* pointer, IpcHandle handle, unsigned flags) {
-    return entry_in_context("cuIpcOpenMemHandle_v2",
-                            [&](const ContextRef& context) { return open_handle(context, pointer, handle, flags); });
+    return run_entry_in_context("cuIpcOpenMemHandle_v2", [&](const ContextRef& context) {
+        return open_handle(context, pointer, handle, flags);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuIpcCloseMemHandle(DevicePointer pointer) {
-    return entry_in_context("cuIpcCloseMemHandle", [&](const ContextRef& context) {
+    return run_entry_in_context("cuIpcCloseMemHandle", [&](const ContextRef& context) {
         RangeRef range = find_range_by_base(pointer);
         if (range && range->kind != MemoryKind::ipc) {
             return invalid_value;
@@ -244,11 +245,11 @@ GDRKIT_CUDA_ENTRY Result cuIpcCloseMemHandle(DevicePointer pointer) {
             return success;
         }
         synchronise(context);
-        const Result removed = remove_range(pointer, {MemoryKind::ipc}, &range);
-        if (removed == success) {
+        const Result result = remove_range(pointer, {MemoryKind::ipc}, &range);
+        if (result == success) {
             free_slot(range->slot);
         }
-        return removed;
+        return result;
     });
 }
 

@@ -31,7 +31,7 @@ Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* ev
     if (!read_handle(event_magic, handle, &message)) {
         return map_failed;
     }
-    if (message.owner == control_service_id()) {
+    if (message.owner == read_control_service_id()) {
         return invalid_context;
     }
     std::vector<std::byte> request(sizeof message.object_id), reply;
@@ -51,7 +51,7 @@ Result open_event(const ContextRef& context, const IpcHandle& handle, Handle* ev
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
-    return entry_in_context("cuIpcGetEventHandle", [&](const ContextRef&) {
+    return run_entry_in_context("cuIpcGetEventHandle", [&](const ContextRef&) {
         if (handle == nullptr) {
             return invalid_value;
         }
@@ -72,8 +72,8 @@ GDRKIT_CUDA_ENTRY Result cuIpcGetEventHandle(IpcHandle* handle, Handle event) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuIpcOpenEventHandle(Handle* event, IpcHandle handle) {
-    return entry_in_context("cuIpcOpenEventHandle",
-                            [&](const ContextRef& context) { return open_event(context, handle, event); });
+    return run_entry_in_context("cuIpcOpenEventHandle",
+                                [&](const ContextRef& context) { return open_event(context, handle, event); });
 }
 
 } // namespace gdrkit::twin::cuda

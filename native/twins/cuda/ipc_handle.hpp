@@ -30,7 +30,7 @@ static_assert(sizeof(HandleMessage) == sizeof(IpcHandle) && offsetof(HandleMessa
 inline constexpr std::string_view memory_magic = "gdrkitIP", event_magic = "gdrkitIE", pool_magic = "gdrkitMP",
                                   pool_memory_magic = "gdrkitPP";
 
-inline std::uint64_t checksum_of(const HandleMessage& message) {
+inline std::uint64_t compute_checksum(const HandleMessage& message) {
     std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
     const auto* bytes = reinterpret_cast<const unsigned char*>(&message);
     for (std::size_t index = 0; index < offsetof(HandleMessage, checksum); ++index) {
@@ -42,8 +42,8 @@ inline std::uint64_t checksum_of(const HandleMessage& message) {
 // Store the message in a handle after setting its magic, owner (this process) and checksum.
 inline void write_handle(std::string_view magic, HandleMessage message, IpcHandle* handle) {
     std::memcpy(message.magic, magic.data(), sizeof message.magic);
-    message.owner = control_service_id();
-    message.checksum = checksum_of(message);
+    message.owner = read_control_service_id();
+    message.checksum = compute_checksum(message);
     std::memcpy(handle, &message, sizeof message);
 }
 
@@ -51,7 +51,7 @@ inline void write_handle(std::string_view magic, HandleMessage message, IpcHandl
 inline bool read_handle(std::string_view magic, const IpcHandle& handle, HandleMessage* message) {
     std::memcpy(message, &handle, sizeof *message);
     return std::memcmp(message->magic, magic.data(), sizeof message->magic) == 0 &&
-           message->checksum == checksum_of(*message) && message->reserved == 0 && message->reserved_too == 0;
+           message->checksum == compute_checksum(*message) && message->reserved == 0 && message->reserved_too == 0;
 }
 
 // Describe a range to another process, which maps its memory by map_imported_memory (ipc.cpp).

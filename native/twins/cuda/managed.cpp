@@ -74,7 +74,7 @@ Result check_location(Location* location) {
 }
 
 // Return the location of the functions that take a device or cpu_device.
-Location location_of(Device device) {
+Location make_location(Device device) {
     return device == cpu_device ? Location{location_host, 0} : Location{location_device, device};
 }
 
@@ -150,7 +150,7 @@ Result advise(DevicePointer pointer, std::uint64_t length_bytes, int advice, Loc
 }
 
 // Return the location that all parts have, or a location of type location_none.
-Location common_location(std::span<Advice* const> parts, Location Advice::*member) {
+Location find_common_location(std::span<Advice* const> parts, Location Advice::*member) {
     const Location first = parts.front()->*member;
     const bool is_common = std::ranges::all_of(parts, [&](const Advice* part) {
         return (part->*member).type == first.type && (part->*member).id == first.id;
@@ -158,7 +158,7 @@ Location common_location(std::span<Advice* const> parts, Location Advice::*membe
     return is_common ? first : Location{};
 }
 
-Device device_of(const Location& location) {
+Device find_device(const Location& location) {
     switch (location.type) {
     case location_device:
         return location.id;
@@ -169,7 +169,7 @@ Device device_of(const Location& location) {
     }
 }
 
-std::vector<std::int32_t> devices_of(std::span<Advice* const> parts, std::size_t count) {
+std::vector<std::int32_t> list_devices(std::span<Advice* const> parts, std::size_t count) {
     std::vector<std::int32_t> devices;
     for (const Device device : parts.front()->accessed_by) {
         if (devices.size() < count &&
@@ -183,20 +183,20 @@ std::vector<std::int32_t> devices_of(std::span<Advice* const> parts, std::size_t
 
 Result query(std::span<Advice* const> parts, int attribute, void* data, std::size_t data_bytes) {
     std::vector<std::int32_t> values;
-    const Location preferred = common_location(parts, &Advice::preferred),
-                   prefetched = common_location(parts, &Advice::prefetched);
+    const Location preferred = find_common_location(parts, &Advice::preferred),
+                   prefetched = find_common_location(parts, &Advice::prefetched);
     switch (attribute) {
     case range_read_mostly:
         values = {std::ranges::all_of(parts, &Advice::is_read_mostly) ? 1 : 0};
         break;
     case range_preferred_location:
-        values = {device_of(preferred)};
+        values = {find_device(preferred)};
         break;
     case range_accessed_by:
-        values = devices_of(parts, data_bytes / sizeof(std::int32_t));
+        values = list_devices(parts, data_bytes / sizeof(std::int32_t));
         break;
     case range_last_prefetch_location:
-        values = {device_of(prefetched)};
+        values = {find_device(prefetched)};
         break;
     case range_preferred_location_type:
         values = {preferred.type};
@@ -243,39 +243,39 @@ Result query_all(void** data, const std::size_t* data_bytes, const int* attribut
 
 GDRKIT_CUDA_ENTRY Result cuMemPrefetchAsync(DevicePointer pointer, std::size_t length_bytes, Device device,
                                             Handle stream) {
-    return entry_in_context("cuMemPrefetchAsync", [&](const ContextRef& context) {
-        return prefetch(context, pointer, length_bytes, location_of(device), 0, stream);
+    return run_entry_in_context("cuMemPrefetchAsync", [&](const ContextRef& context) {
+        return prefetch(context, pointer, length_bytes, make_location(device), 0, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPrefetchAsync_v2(DevicePointer pointer, std::size_t length_bytes, Location location,
                                                unsigned flags, Handle stream) {
-    return entry_in_context("cuMemPrefetchAsync_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemPrefetchAsync_v2", [&](const ContextRef& context) {
         return prefetch(context, pointer, length_bytes, location, flags, stream);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAdvise(DevicePointer pointer, std::size_t length_bytes, int advice, Device device) {
-    return entry_in_context(
-        "cuMemAdvise", [&](const ContextRef&) { return advise(pointer, length_bytes, advice, location_of(device)); });
+    return run_entry_in_context(
+        "cuMemAdvise", [&](const ContextRef&) { return advise(pointer, length_bytes, advice, make_location(device)); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAdvise_v2(DevicePointer pointer, std::size_t length_bytes, int advice,
                                         Location location) {
-    return entry_in_context("cuMemAdvise_v2",
-                            [&](const ContextRef&) { return advise(pointer, length_bytes, advice, location); });
+    return run_entry_in_context("cuMemAdvise_v2",
+                                [&](const ContextRef&) { return advise(pointer, length_bytes, advice, location); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttribute(void* data, std::size_t data_bytes, int attribute,
                                                 DevicePointer pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemRangeGetAttribute", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemRangeGetAttribute", [&](const ContextRef&) {
         return query_all(&data, &data_bytes, &attribute, 1, pointer, length_bytes);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttributes(void** data, std::size_t* data_bytes, int* attributes,
                                                  std::size_t count, DevicePointer pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemRangeGetAttributes", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemRangeGetAttributes", [&](const ContextRef&) {
         return query_all(data, data_bytes, attributes, count, pointer, length_bytes);
     });
 }
@@ -283,7 +283,7 @@ GDRKIT_CUDA_ENTRY Result cuMemRangeGetAttributes(void** data, std::size_t* data_
 // The twin's managed memory can be accessed at all times, so the work in the stream does nothing.
 GDRKIT_CUDA_ENTRY Result cuStreamAttachMemAsync(Handle stream_handle, DevicePointer pointer, std::size_t length_bytes,
                                                 unsigned flags) {
-    return entry_in_context("cuStreamAttachMemAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuStreamAttachMemAsync", [&](const ContextRef& context) {
         StreamRef stream;
         if (const Result result = find_stream(stream_handle, context, &stream); result != success) {
             return result;
@@ -291,7 +291,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamAttachMemAsync(Handle stream_handle, DevicePoin
         const RangeRef range = find_range_by_base(pointer);
         // Memory cannot be attached to the default stream alone.
         const bool is_valid_flag = flags == attach_global || flags == attach_host ||
-                                   (flags == attach_single && stream != legacy_stream(context));
+                                   (flags == attach_single && stream != get_legacy_stream(context));
         if (!range || range->kind != MemoryKind::managed || !is_valid_flag ||
             (length_bytes != 0 && length_bytes != range->length_bytes)) {
             return invalid_value;

@@ -35,7 +35,7 @@ Result allocate_in_context(const ContextRef& context, DevicePointer* pointer, st
 }
 
 // Wait for work that may still use the memory. Pool memory needs no wait, because it is freed in stream order.
-void synchronise_users_of(const Range& range, const ContextRef& current) {
+void synchronise_users(const Range& range, const ContextRef& current) {
     if (range.kind == MemoryKind::pool) {
         return;
     }
@@ -63,32 +63,32 @@ Result allocate(MemoryKind kind, Device device, std::uint64_t length_bytes, Rang
     return result;
 }
 
-Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* made) {
+Result make_range(MemoryKind kind, Device device, std::uint64_t length_bytes, const Slot& slot, RangeRef* new_range) {
     auto range = std::make_shared<Range>();
-    const Result result = Memory::make(device, slot.page_offset_bytes() + length_bytes, &range->memory);
+    const Result result = Memory::make(device, slot.get_page_offset_bytes() + length_bytes, &range->memory);
     if (result != success) {
         return result;
     }
     range->kind = kind;
     range->base = slot.base;
     range->slot = slot;
-    range->memory_offset = slot.page_offset_bytes();
+    range->memory_offset = slot.get_page_offset_bytes();
     range->length_bytes = length_bytes;
-    range->buffer_id = new_buffer_id();
+    range->buffer_id = make_buffer_id();
     range->device = device;
-    *made = std::move(range);
+    *new_range = std::move(range);
     return success;
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAlloc_v2(DevicePointer* pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemAlloc_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemAlloc_v2", [&](const ContextRef& context) {
         return allocate_in_context(context, pointer, length_bytes);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t* pitch, std::size_t width,
                                             std::size_t height, unsigned element_bytes) {
-    return entry_in_context("cuMemAllocPitch_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemAllocPitch_v2", [&](const ContextRef& context) {
         const bool is_valid_element = element_bytes == 4 || element_bytes == 8 || element_bytes == 16;
         if (pitch == nullptr || !is_valid_element || width == 0 || height == 0) {
             return invalid_value;
@@ -107,7 +107,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocPitch_v2(DevicePointer* pointer, std::size_t*
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t length_bytes, unsigned flags) {
-    return entry_in_context("cuMemAllocManaged", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemAllocManaged", [&](const ContextRef& context) {
         if (pointer == nullptr || length_bytes == 0 || (flags != attach_global && flags != attach_host)) {
             return invalid_value;
         }
@@ -128,7 +128,7 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocManaged(DevicePointer* pointer, std::size_t l
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
-    return entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemFree_v2", [&](const ContextRef& context) {
         if (const Result result = check_unobserved_call(); result != success) {
             return result;
         }
@@ -136,13 +136,13 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
             return success;
         }
         if (const RangeRef range = find_range_by_base(pointer)) {
-            synchronise_users_of(*range, context);
+            synchronise_users(*range, context);
         }
         RangeRef range;
-        const Result removed =
+        const Result result =
             remove_range(pointer, {MemoryKind::device, MemoryKind::pool, MemoryKind::managed}, &range);
-        if (removed != success) {
-            return removed;
+        if (result != success) {
+            return result;
         }
         if (range->pool != 0) {
             record_pool_free(range->pool, range->length_bytes);
@@ -155,7 +155,7 @@ GDRKIT_CUDA_ENTRY Result cuMemFree_v2(DevicePointer pointer) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) {
-    return entry_in_context("cuMemGetInfo_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemGetInfo_v2", [&](const ContextRef& context) {
         if (free == nullptr || total == nullptr) {
             return invalid_value;
         }
@@ -167,7 +167,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetInfo_v2(std::size_t* free, std::size_t* total) 
 
 GDRKIT_CUDA_ENTRY Result cuMemGetAddressRange_v2(DevicePointer* base, std::size_t* length_bytes,
                                                  DevicePointer pointer) {
-    return entry_in_context("cuMemGetAddressRange_v2", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemGetAddressRange_v2", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (!range) {
             return not_found;

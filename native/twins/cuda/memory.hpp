@@ -97,21 +97,21 @@ struct Range {
 using RangeRef = std::shared_ptr<Range>;
 
 // Return a new buffer id, larger than all earlier ones of this process.
-std::uint64_t new_buffer_id();
+std::uint64_t make_buffer_id();
 
 // Return the range that contains this address, or null.
 RangeRef find_range(std::uint64_t address);
 // Return the range that begins at this address, or null.
 RangeRef find_range_by_base(std::uint64_t base);
 // Return the ranges that overlap [base, base + length_bytes), in order.
-std::vector<RangeRef> ranges_in(std::uint64_t base, std::uint64_t length_bytes);
+std::vector<RangeRef> list_ranges(std::uint64_t base, std::uint64_t length_bytes);
 
 void add_range(const RangeRef& range);
 // Add the range and return true, or return false if another range overlaps it.
 bool add_range_unless_overlapping(const RangeRef& range);
 
 // Get and set the CUmemAccess_flags with which a device may access the range.
-int access_of(const Range& range, Device device);
+int get_access(const Range& range, Device device);
 void set_access(const RangeRef& range, Device device, int flags);
 
 // Allocate memory (kinds device and pool) at a new address. The caller adds the range to the address space.
@@ -128,9 +128,9 @@ RangeRef map_shared_host_memory(MemoryRef memory, std::uint64_t length_bytes);
 // range of one of these kinds begins at `address`. A double free ends the process.
 Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* range);
 // Return the name under which the ledger counts ranges of this memory kind.
-std::string_view ledger_kind_of(MemoryKind kind);
+std::string_view get_ledger_kind(MemoryKind kind);
 
 // Destroy all memory of a context that ends.
-void destroy_memory_of(Handle context);
+void destroy_context_memory(Handle context);
 
 } // namespace gdrkit::twin::cuda

@@ -15,7 +15,7 @@ bool has_access(const Range& range, const Context& context, Access access) {
         return access == Access::read || (range.host_flags & host_register_read_only) == 0;
     }
     const int needed = access == Access::read ? access_read : access_read_write;
-    return (access_of(range, context.device) & needed) == needed;
+    return (get_access(range, context.device) & needed) == needed;
 }
 
 void add_span(const Range& range, std::uint64_t address, std::uint64_t length_bytes, Access access, Operand* operand) {
@@ -61,7 +61,7 @@ Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Cont
     }
     // Unregistered host memory must not overlap registered memory, and a device address must be allocated.
     if (allowed == AllowedMemory::device_only || is_device_address(address) ||
-        !ranges_in(address, length_bytes).empty()) {
+        !list_ranges(address, length_bytes).empty()) {
         return invalid_value;
     }
     operand->spans.emplace_back(reinterpret_cast<std::byte*>(address), length_bytes);
@@ -70,7 +70,7 @@ Result resolve_row(std::uint64_t address, std::uint64_t length_bytes, const Cont
 }
 
 // Compute the distance from the first byte to the end of the last row. Return false if it overflows.
-bool extent_of(const Layout& layout, std::uint64_t* length_bytes) {
+bool compute_extent(const Layout& layout, std::uint64_t* length_bytes) {
     std::uint64_t rows_bytes = 0, slices_bytes = 0;
     return !__builtin_mul_overflow(layout.height - 1, layout.pitch_bytes, &rows_bytes) &&
            !__builtin_mul_overflow(layout.depth - 1, layout.slice_bytes, &slices_bytes) &&
@@ -84,8 +84,9 @@ Result check(const Layout& layout, const Context& context, AllowedMemory allowed
     // All rows must be in one allocation, so check the range that contains them.
     std::uint64_t length_bytes = 0;
     Operand all;
-    return extent_of(layout, &length_bytes) ? resolve_row(layout.address, length_bytes, context, allowed, access, &all)
-                                            : invalid_value;
+    return compute_extent(layout, &length_bytes)
+               ? resolve_row(layout.address, length_bytes, context, allowed, access, &all)
+               : invalid_value;
 }
 
 Result resolve(const Layout& layout, const Context& context, AllowedMemory allowed, Access access, Operand* operand) {

@@ -17,16 +17,16 @@ template <typename Value> Result write_value(void* result, Value value) {
 
 // Return the access that the current context has to the range. Without a current context, return the access of the
 // memory's device.
-int access_of_current_context(const Range& range) {
+int get_access_of_current_context(const Range& range) {
     ContextRef context;
-    return access_of(range, current_context(&context) == success ? context->device : range.device);
+    return get_access(range, find_current_context(&context) == success ? context->device : range.device);
 }
 
 // Base and size of the page-aligned mapping that contains the range.
-std::uint64_t mapping_base(const Range& range) {
+std::uint64_t find_mapping_base(const Range& range) {
     return range.memory ? range.base - range.memory_offset : range.base;
 }
-std::uint64_t mapping_bytes(const Range& range) {
+std::uint64_t count_mapping_bytes(const Range& range) {
     return range.memory ? range.memory->length_bytes() : round_up(range.length_bytes, page_bytes);
 }
 
@@ -40,7 +40,7 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
         return write_value<std::uint32_t>(result, is_host ? memory_host : memory_device);
     }
     case pointer_device_pointer:
-        return write_value<std::uint64_t>(result, access_of_current_context(range) == access_none ? 0 : pointer);
+        return write_value<std::uint64_t>(result, get_access_of_current_context(range) == access_none ? 0 : pointer);
     case pointer_host_pointer:
         write_value<std::uint64_t>(result, range.is_host() ? pointer : 0);
         return range.is_host() ? success : invalid_value;
@@ -66,13 +66,13 @@ Result query_range(const Range& range, std::uint64_t pointer, int attribute, voi
     case pointer_is_gpu_direct_rdma_capable:
         return write_value<std::uint32_t>(result, range.gpu_direct_rdma_capable ? 1 : 0);
     case pointer_access_flags:
-        return write_value<std::uint32_t>(result, static_cast<std::uint32_t>(access_of_current_context(range)));
+        return write_value<std::uint32_t>(result, static_cast<std::uint32_t>(get_access_of_current_context(range)));
     case pointer_mempool_handle:
         return write_value<Handle>(result, range.pool);
     case pointer_mapping_size:
-        return write_value<std::uint64_t>(result, mapping_bytes(range));
+        return write_value<std::uint64_t>(result, count_mapping_bytes(range));
     case pointer_mapping_base:
-        return write_value<std::uint64_t>(result, mapping_base(range));
+        return write_value<std::uint64_t>(result, find_mapping_base(range));
     case pointer_is_hw_decompress_capable:
         return write_value<std::uint32_t>(result, 0);
     case pointer_p2p_tokens:
@@ -123,7 +123,7 @@ Result query_unknown_pointer(std::uint64_t pointer, int attribute, void* result)
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuPointerGetAttribute(void* value, int attribute, DevicePointer pointer) {
-    return entry("cuPointerGetAttribute", [&] {
+    return run_entry("cuPointerGetAttribute", [&] {
         const RangeRef range = find_range(pointer);
         if (value == nullptr || !range) {
             return invalid_value;
@@ -134,7 +134,7 @@ GDRKIT_CUDA_ENTRY Result cuPointerGetAttribute(void* value, int attribute, Devic
 
 GDRKIT_CUDA_ENTRY Result cuPointerGetAttributes(unsigned count, const int* attributes, void** values,
                                                 DevicePointer pointer) {
-    return entry("cuPointerGetAttributes", [&] {
+    return run_entry("cuPointerGetAttributes", [&] {
         if (count == 0 || attributes == nullptr || values == nullptr) {
             return invalid_value;
         }
@@ -157,7 +157,7 @@ GDRKIT_CUDA_ENTRY Result cuPointerGetAttributes(unsigned count, const int* attri
 }
 
 GDRKIT_CUDA_ENTRY Result cuPointerSetAttribute(const void* value, int attribute, DevicePointer pointer) {
-    return entry("cuPointerSetAttribute", [&] {
+    return run_entry("cuPointerSetAttribute", [&] {
         const RangeRef range = find_range(pointer);
         if (value == nullptr || attribute != pointer_sync_memops || !range) {
             return invalid_value;

@@ -28,7 +28,7 @@ Registry<Pool>& created_pools() {
 // The type and the number of a location: a device, the host (number 0), or a NUMA node of the host.
 using LocationKey = std::pair<std::int32_t, std::int32_t>;
 
-LocationKey key_of(const Location& location) {
+LocationKey make_location_key(const Location& location) {
     return {location.type, location.type == location_host ? 0 : location.id};
 }
 
@@ -44,44 +44,44 @@ LocationPools& location_pools() {
     return *instance;
 }
 
-Result default_pool_locked(LocationPools* state, const Location& location, PoolRef* found) {
-    PoolRef& pool = state->defaults[key_of(location)];
+Result get_default_pool_locked(LocationPools* state, const Location& location, PoolRef* default_pool) {
+    PoolRef& pool = state->defaults[make_location_key(location)];
     if (!pool) {
         if (const Result result = make_pool(location, &pool); result != success) {
-            state->defaults.erase(key_of(location));
+            state->defaults.erase(make_location_key(location));
             return result;
         }
-        pool->handle = new_handle();
+        pool->handle = make_handle();
     }
-    *found = pool;
+    *default_pool = pool;
     return success;
 }
 
-Result default_pool(const Location& location, PoolRef* pool) {
+Result get_default_pool(const Location& location, PoolRef* pool) {
     LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
-    return default_pool_locked(&state, location, pool);
+    return get_default_pool_locked(&state, location, pool);
 }
 
-Result current_pool(const Location& location, PoolRef* pool) {
+Result get_current_pool(const Location& location, PoolRef* pool) {
     LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
-    const auto chosen = state.current.find(key_of(location));
+    const auto chosen = state.current.find(make_location_key(location));
     if (chosen != state.current.end()) {
         *pool = chosen->second;
         return success;
     }
-    return default_pool_locked(&state, location, pool);
+    return get_default_pool_locked(&state, location, pool);
 }
 
 Result set_current_pool(const Location& location, Handle handle) {
     const PoolRef pool = find_pool(handle);
-    if (!pool || key_of(pool->location) != key_of(location) || pool->is_imported()) {
+    if (!pool || make_location_key(pool->location) != make_location_key(location) || pool->is_imported()) {
         return invalid_value;
     }
     LocationPools& state = location_pools();
     std::lock_guard lock(state.mutex);
-    state.current[key_of(location)] = pool;
+    state.current[make_location_key(location)] = pool;
     return success;
 }
 
@@ -205,7 +205,7 @@ Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std
 
 } // namespace
 
-Result make_pool(const Location& location, PoolRef* made) {
+Result make_pool(const Location& location, PoolRef* new_pool) {
     auto pool = std::make_shared<Pool>();
     pool->location = location;
     pool->device = cpu_device;
@@ -229,15 +229,15 @@ Result make_pool(const Location& location, PoolRef* made) {
     default:
         return not_supported;
     }
-    *made = std::move(pool);
+    *new_pool = std::move(pool);
     return success;
 }
 
-int Pool::access_of(Device accessing_device) {
+int Pool::get_access(Device accessing_device) {
     std::lock_guard lock(mutex);
-    const auto found = access.find(accessing_device);
+    const auto entry = access.find(accessing_device);
     const int default_access = accessing_device == device || is_host() ? access_read_write : access_none;
-    return found == access.end() ? default_access : found->second;
+    return entry == access.end() ? default_access : entry->second;
 }
 
 bool Pool::charge(std::uint64_t length_bytes) {
@@ -270,7 +270,7 @@ PoolRef find_pool(Handle handle) {
 }
 
 void add_pool(const PoolRef& pool) {
-    pool->handle = new_handle();
+    pool->handle = make_handle();
     created_pools().add(pool->handle, pool);
 }
 
@@ -280,45 +280,45 @@ void record_pool_free(Handle handle, std::uint64_t length_bytes) {
     }
 }
 
-int pool_access_of(const Range& range, Device device) {
-    return std::static_pointer_cast<Pool>(range.owner)->access_of(device);
+int get_pool_access(const Range& range, Device device) {
+    return std::static_pointer_cast<Pool>(range.owner)->get_access(device);
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetDefaultMemPool(Handle* handle, Device device) {
-    return entry("cuDeviceGetDefaultMemPool", [&] {
-        return store_pool_handle(handle, {location_device, device}, default_pool);
+    return run_entry("cuDeviceGetDefaultMemPool", [&] {
+        return store_pool_handle(handle, {location_device, device}, get_default_pool);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceGetMemPool(Handle* handle, Device device) {
-    return entry("cuDeviceGetMemPool", [&] {
-        return store_pool_handle(handle, {location_device, device}, current_pool);
+    return run_entry("cuDeviceGetMemPool", [&] {
+        return store_pool_handle(handle, {location_device, device}, get_current_pool);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemGetDefaultMemPool(Handle* handle, const Location* location, int allocation_type) {
-    return entry("cuMemGetDefaultMemPool", [&] {
+    return run_entry("cuMemGetDefaultMemPool", [&] {
         const Result result = check_location_and_type(location, allocation_type);
-        return result == success ? store_pool_handle(handle, *location, default_pool) : result;
+        return result == success ? store_pool_handle(handle, *location, get_default_pool) : result;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemGetMemPool(Handle* handle, const Location* location, int allocation_type) {
-    return entry("cuMemGetMemPool", [&] {
+    return run_entry("cuMemGetMemPool", [&] {
         const Result result = check_location_and_type(location, allocation_type);
-        return result == success ? store_pool_handle(handle, *location, current_pool) : result;
+        return result == success ? store_pool_handle(handle, *location, get_current_pool) : result;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemSetMemPool(const Location* location, int allocation_type, Handle pool) {
-    return entry("cuMemSetMemPool", [&] {
+    return run_entry("cuMemSetMemPool", [&] {
         const Result result = check_location_and_type(location, allocation_type);
         return result == success ? set_current_pool(*location, pool) : result;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
-    return entry("cuDeviceSetMemPool", [&] {
+    return run_entry("cuDeviceSetMemPool", [&] {
         if (!device_exists(device)) {
             return invalid_device;
         }
@@ -327,7 +327,7 @@ GDRKIT_CUDA_ENTRY Result cuDeviceSetMemPool(Device device, Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* properties) {
-    return entry("cuMemPoolCreate", [&] {
+    return run_entry("cuMemPoolCreate", [&] {
         if (handle == nullptr || properties == nullptr ||
             (properties->allocation_type != allocation_pinned && properties->allocation_type != allocation_managed) ||
             (properties->handle_types & ~handle_types_mask) != 0) {
@@ -355,7 +355,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolCreate(Handle* handle, const PoolProperties* p
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
-    return entry("cuMemPoolDestroy", [&] {
+    return run_entry("cuMemPoolDestroy", [&] {
         if (is_default_pool(handle)) {
             return invalid_value;
         }
@@ -371,25 +371,25 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolDestroy(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolSetAttribute(Handle handle, int attribute, const void* value) {
-    return entry("cuMemPoolSetAttribute", [&] {
+    return run_entry("cuMemPoolSetAttribute", [&] {
         const PoolRef pool = find_pool(handle);
         return pool && value != nullptr ? set_attribute(pool.get(), attribute, value) : invalid_value;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolGetAttribute(Handle handle, int attribute, void* value) {
-    return entry("cuMemPoolGetAttribute", [&] {
+    return run_entry("cuMemPoolGetAttribute", [&] {
         const PoolRef pool = find_pool(handle);
         return pool && value != nullptr ? get_attribute(pool.get(), attribute, value) : invalid_value;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolTrimTo(Handle handle, std::size_t) {
-    return entry("cuMemPoolTrimTo", [&] { return find_pool(handle) ? success : invalid_value; });
+    return run_entry("cuMemPoolTrimTo", [&] { return find_pool(handle) ? success : invalid_value; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolSetAccess(Handle handle, const AccessDescription* descriptions, std::size_t count) {
-    return entry("cuMemPoolSetAccess", [&] {
+    return run_entry("cuMemPoolSetAccess", [&] {
         const PoolRef pool = find_pool(handle);
         if (!pool || (descriptions == nullptr && count != 0)) {
             return invalid_value;
@@ -410,36 +410,36 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolSetAccess(Handle handle, const AccessDescripti
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolGetAccess(int* flags, Handle handle, const Location* location) {
-    return entry("cuMemPoolGetAccess", [&] {
+    return run_entry("cuMemPoolGetAccess", [&] {
         const PoolRef pool = find_pool(handle);
         if (flags == nullptr || location == nullptr || !pool || location->type != location_device ||
             !device_exists(location->id)) {
             return invalid_value;
         }
-        *flags = pool->access_of(location->id);
+        *flags = pool->get_access(location->id);
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocAsync(DevicePointer* pointer, std::size_t length_bytes, Handle stream) {
-    return entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemAllocAsync", [&](const ContextRef& context) {
         return allocate_in_stream(context, pointer, length_bytes, stream, [](const Stream& of_call) {
             PoolRef pool;
-            return current_pool({location_device, of_call.device}, &pool) == success ? pool : nullptr;
+            return get_current_pool({location_device, of_call.device}, &pool) == success ? pool : nullptr;
         });
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAllocFromPoolAsync(DevicePointer* pointer, std::size_t length_bytes, Handle pool,
                                                  Handle stream) {
-    return entry_in_context("cuMemAllocFromPoolAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemAllocFromPoolAsync", [&](const ContextRef& context) {
         return allocate_in_stream(context, pointer, length_bytes, stream,
                                   [&](const Stream&) { return find_pool(pool); });
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_handle) {
-    return entry_in_context("cuMemFreeAsync", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemFreeAsync", [&](const ContextRef& context) {
         StreamRef stream;
         if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
             return result;

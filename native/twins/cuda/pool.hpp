@@ -30,7 +30,7 @@ struct Pool {
 
     [[nodiscard]] bool is_host() const { return location.type != location_device; }
     [[nodiscard]] bool is_imported() const { return owner != 0; }
-    int access_of(Device accessing_device);
+    int get_access(Device accessing_device);
     // Count the bytes as used. Return false if the pool would exceed its maximum size.
     bool charge(std::uint64_t length_bytes);
     void uncharge(std::uint64_t length_bytes);
@@ -51,6 +51,6 @@ void record_pool_free(Handle pool, std::uint64_t length_bytes);
 
 // Return the CUmemAccess_flags with which a device may access a range of a pool. They are the pool's flags, also after
 // the pool was destroyed.
-int pool_access_of(const Range& range, Device device);
+int get_pool_access(const Range& range, Device device);
 
 } // namespace gdrkit::twin::cuda

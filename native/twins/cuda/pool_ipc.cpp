@@ -23,7 +23,7 @@ Result export_pool(const Pool& pool, int* shareable) {
     message.pool = pool.handle;
     message.object_id = static_cast<std::uint64_t>(pool.location.type);
     message.length_bytes = static_cast<std::uint64_t>(pool.location.id);
-    message.physical = pool.is_host() ? 0 : physical_of(pool.device);
+    message.physical = pool.is_host() ? 0 : get_physical_number(pool.device);
     IpcHandle handle{};
     write_handle(pool_magic, message, &handle);
     Fd fd(memfd_create("gdrkit-pool", MFD_CLOEXEC | MFD_ALLOW_SEALING));
@@ -49,7 +49,7 @@ Result import_pool(int shareable, Handle* imported) {
     }
     Location location{static_cast<std::int32_t>(message.object_id), static_cast<std::int32_t>(message.length_bytes)};
     if (location.type == location_device) {
-        const auto device = ordinal_of(message.physical);
+        const auto device = find_ordinal(message.physical);
         if (!device) {
             return invalid_device;
         }
@@ -89,7 +89,7 @@ Result import_memory(const PoolRef& pool, const IpcHandle& data, DevicePointer* 
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolExportToShareableHandle(void* shareable, Handle handle, int handle_type,
                                                           unsigned long long flags) {
-    return entry("cuMemPoolExportToShareableHandle", [&] {
+    return run_entry("cuMemPoolExportToShareableHandle", [&] {
         const PoolRef pool = find_pool(handle);
         if (shareable == nullptr || !pool || flags != 0 || handle_type != handle_posix_fd ||
             (pool->handle_types & handle_posix_fd) == 0) {
@@ -101,7 +101,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolExportToShareableHandle(void* shareable, Handl
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolImportFromShareableHandle(Handle* handle, void* shareable, int handle_type,
                                                             unsigned long long flags) {
-    return entry("cuMemPoolImportFromShareableHandle", [&] {
+    return run_entry("cuMemPoolImportFromShareableHandle", [&] {
         if (handle == nullptr || handle_type != handle_posix_fd || flags != 0) {
             return invalid_value;
         }
@@ -110,7 +110,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolImportFromShareableHandle(Handle* handle, void
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolExportPointer(IpcHandle* data, DevicePointer pointer) {
-    return entry("cuMemPoolExportPointer", [&] {
+    return run_entry("cuMemPoolExportPointer", [&] {
         const RangeRef range = find_range(pointer);
         if (data == nullptr || !range || range->kind != MemoryKind::pool ||
             (range->handle_types & handle_posix_fd) == 0) {
@@ -122,7 +122,7 @@ GDRKIT_CUDA_ENTRY Result cuMemPoolExportPointer(IpcHandle* data, DevicePointer p
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemPoolImportPointer(DevicePointer* pointer, Handle handle, const IpcHandle* data) {
-    return entry_in_context("cuMemPoolImportPointer", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemPoolImportPointer", [&](const ContextRef&) {
         const PoolRef pool = find_pool(handle);
         if (pointer == nullptr || data == nullptr || !pool || !pool->is_imported()) {
             return invalid_value;

@@ -24,7 +24,7 @@ Result get_proc_address(const char* name, void** entry, int version, std::uint64
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuGetProcAddress(const char* name, void** entry, int version, std::uint64_t flags) {
-    return entry_before_init("cuGetProcAddress", [&] {
+    return run_entry_before_init("cuGetProcAddress", [&] {
         const Result result = get_proc_address(name, entry, version, flags, nullptr);
         return result == success && *entry == nullptr ? not_found : result;
     });
@@ -32,8 +32,8 @@ GDRKIT_CUDA_ENTRY Result cuGetProcAddress(const char* name, void** entry, int ve
 
 GDRKIT_CUDA_ENTRY Result cuGetProcAddress_v2(const char* name, void** entry, int version, std::uint64_t flags,
                                              int* status) {
-    return entry_before_init("cuGetProcAddress_v2",
-                             [&] { return get_proc_address(name, entry, version, flags, status); });
+    return run_entry_before_init("cuGetProcAddress_v2",
+                                 [&] { return get_proc_address(name, entry, version, flags, status); });
 }
 
 } // namespace gdrkit::twin::cuda

@@ -30,7 +30,8 @@ RangeRef find_locked(const AddressSpace& state, std::uint64_t address) {
     return address - range->base < range->length_bytes ? range : nullptr;
 }
 
-std::vector<RangeRef> overlapping_locked(const AddressSpace& state, std::uint64_t base, std::uint64_t length_bytes) {
+std::vector<RangeRef> find_overlapping_locked(const AddressSpace& state, std::uint64_t base,
+                                              std::uint64_t length_bytes) {
     std::vector<RangeRef> overlapping;
     if (RangeRef first = find_locked(state, base); first && first->base < base) {
         overlapping.push_back(std::move(first));
@@ -43,13 +44,13 @@ std::vector<RangeRef> overlapping_locked(const AddressSpace& state, std::uint64_
 
 void add_locked(AddressSpace* state, const RangeRef& range) {
     state->removed_with_context.erase(range->base);
-    ledger_add(ledger_kind_of(range->kind), range->base);
+    ledger_add(get_ledger_kind(range->kind), range->base);
     state->ranges.emplace(range->base, range);
 }
 
 } // namespace
 
-std::uint64_t new_buffer_id() {
+std::uint64_t make_buffer_id() {
     static std::atomic<std::uint64_t> last{0};
     return ++last;
 }
@@ -65,16 +66,16 @@ RangeRef find_range_by_base(std::uint64_t base) {
     return range && range->base == base ? range : nullptr;
 }
 
-std::vector<RangeRef> ranges_in(std::uint64_t base, std::uint64_t length_bytes) {
+std::vector<RangeRef> list_ranges(std::uint64_t base, std::uint64_t length_bytes) {
     AddressSpace& state = address_space();
     std::lock_guard lock(state.mutex);
-    return overlapping_locked(state, base, length_bytes);
+    return find_overlapping_locked(state, base, length_bytes);
 }
 
 bool add_range_unless_overlapping(const RangeRef& range) {
     AddressSpace& state = address_space();
     std::lock_guard lock(state.mutex);
-    if (!overlapping_locked(state, range->base, range->length_bytes).empty()) {
+    if (!find_overlapping_locked(state, range->base, range->length_bytes).empty()) {
         return false;
     }
     add_locked(&state, range);
@@ -87,16 +88,16 @@ void add_range(const RangeRef& range) {
     add_locked(&state, range);
 }
 
-int access_of(const Range& range, Device device) {
+int get_access(const Range& range, Device device) {
     if (range.kind == MemoryKind::pool) {
-        return pool_access_of(range, device);
+        return get_pool_access(range, device);
     }
     if (range.kind != MemoryKind::vmm) {
         return access_read_write;
     }
     std::lock_guard lock(address_space().mutex);
-    const auto found = range.access.find(device);
-    return found == range.access.end() ? access_none : found->second;
+    const auto entry = range.access.find(device);
+    return entry == range.access.end() ? access_none : entry->second;
 }
 
 void set_access(const RangeRef& range, Device device, int flags) {
@@ -104,7 +105,7 @@ void set_access(const RangeRef& range, Device device, int flags) {
     range->access[device] = flags;
 }
 
-std::string_view ledger_kind_of(MemoryKind kind) {
+std::string_view get_ledger_kind(MemoryKind kind) {
     switch (kind) {
     case MemoryKind::device:
     case MemoryKind::pool:
@@ -122,26 +123,26 @@ std::string_view ledger_kind_of(MemoryKind kind) {
     return "";
 }
 
-Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* removed) {
+Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kinds, RangeRef* removed_ranges) {
     AddressSpace& state = address_space();
     std::unique_lock lock(state.mutex);
-    if (const auto found = state.ranges.find(address); found != state.ranges.end()) {
-        if (std::ranges::find(kinds, found->second->kind) == kinds.end()) {
+    if (const auto entry = state.ranges.find(address); entry != state.ranges.end()) {
+        if (std::ranges::find(kinds, entry->second->kind) == kinds.end()) {
             return invalid_value;
         }
-        RangeRef range = found->second;
-        if (!ledger_remove(ledger_kind_of(range->kind), address)) {
+        RangeRef range = entry->second;
+        if (!ledger_remove(get_ledger_kind(range->kind), address)) {
             return invalid_value;
         }
-        state.ranges.erase(found);
-        *removed = std::move(range);
+        state.ranges.erase(entry);
+        *removed_ranges = std::move(range);
         return success;
     }
     if (!state.removed_with_context.contains(address)) {
         for (const MemoryKind kind : kinds) {
             // No range begins at this address. If a freed range began there, this is a double free, and ledger_remove
             // ends the process.
-            if (ledger_remove(ledger_kind_of(kind), address)) {
+            if (ledger_remove(get_ledger_kind(kind), address)) {
                 break;
             }
         }
@@ -149,23 +150,23 @@ Result remove_range(std::uint64_t address, std::initializer_list<MemoryKind> kin
     return invalid_value;
 }
 
-void destroy_memory_of(Handle context) {
-    std::vector<RangeRef> removed;
+void destroy_context_memory(Handle context) {
+    std::vector<RangeRef> removed_ranges;
     {
         AddressSpace& state = address_space();
         std::lock_guard lock(state.mutex);
         for (auto at = state.ranges.begin(); at != state.ranges.end();) {
             const RangeRef& range = at->second;
-            if (range->context == context && ledger_remove(ledger_kind_of(range->kind), range->base)) {
+            if (range->context == context && ledger_remove(get_ledger_kind(range->kind), range->base)) {
                 state.removed_with_context.insert(range->base);
-                removed.push_back(range);
+                removed_ranges.push_back(range);
                 at = state.ranges.erase(at);
             } else {
                 ++at;
             }
         }
     }
-    for (const RangeRef& range : removed) {
+    for (const RangeRef& range : removed_ranges) {
         if (range->slot.base != 0) {
             free_slot(range->slot);
         }

@@ -28,8 +28,8 @@ public:
 
     [[nodiscard]] std::shared_ptr<Object> find(Handle handle) {
         std::lock_guard lock(mutex_);
-        const auto found = objects_.find(handle);
-        return found == objects_.end() ? nullptr : found->second;
+        const auto entry = objects_.find(handle);
+        return entry == objects_.end() ? nullptr : entry->second;
     }
 
     // Call the function with each object.
@@ -47,9 +47,9 @@ public:
         if (removed_with_context_.contains(handle) || !ledger_remove(kind_, handle)) {
             return nullptr;
         }
-        const auto found = objects_.find(handle);
-        std::shared_ptr<Object> object = std::move(found->second);
-        objects_.erase(found);
+        const auto found_entry = objects_.find(handle);
+        std::shared_ptr<Object> object = std::move(found_entry->second);
+        objects_.erase(found_entry);
         return object;
     }
 

@@ -31,7 +31,7 @@ public:
     void end_record(std::uint32_t number);
 
     // Return the number of the last record; 0 if the event was never recorded.
-    [[nodiscard]] std::uint32_t last_record() const { return state_->begun.load(); }
+    [[nodiscard]] std::uint32_t get_last_record() const { return state_->begun.load(); }
     [[nodiscard]] bool is_done(std::uint32_t number);
     void wait_until_done(std::uint32_t number);
 

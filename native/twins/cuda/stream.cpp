@@ -27,7 +27,7 @@ StreamEngine& engine() {
     return *instance;
 }
 
-bool all_done_locked(const std::vector<MarkerRef>& markers) {
+bool are_all_done_locked(const std::vector<MarkerRef>& markers) {
     return std::ranges::all_of(markers, [](const MarkerRef& marker) { return marker->is_done; });
 }
 
@@ -55,7 +55,7 @@ void run_stream_thread(StreamRef stream) {
         }
         Work work = std::move(stream->queue.front());
         stream->queue.pop_front();
-        state.changed.wait(lock, [&] { return all_done_locked(work.dependencies); });
+        state.changed.wait(lock, [&] { return are_all_done_locked(work.dependencies); });
         lock.unlock();
         if (work.is_delayed) {
             sleep_random_delay();
@@ -75,9 +75,9 @@ void run_stream_thread(StreamRef stream) {
     remove_from_context_locked(stream);
 }
 
-StreamRef new_stream_locked(StreamEngine* state, const ContextRef& context, std::uint32_t flags, int priority) {
+StreamRef make_stream_locked(StreamEngine* state, const ContextRef& context, std::uint32_t flags, int priority) {
     auto stream = std::make_shared<Stream>();
-    stream->handle = new_handle();
+    stream->handle = make_handle();
     stream->id = ++state->last_stream_id;
     stream->context = context;
     stream->device = context->device;
@@ -91,7 +91,7 @@ StreamRef new_stream_locked(StreamEngine* state, const ContextRef& context, std:
 StreamRef make_stream(const ContextRef& context, std::uint32_t flags, int priority) {
     StreamEngine& state = engine();
     std::lock_guard lock(state.mutex);
-    StreamRef stream = new_stream_locked(&state, context, flags, priority);
+    StreamRef stream = make_stream_locked(&state, context, flags, priority);
     context->streams.push_back(stream);
     return stream;
 }
@@ -106,21 +106,21 @@ void close_stream(const StreamRef& stream) {
     state.changed.notify_all();
 }
 
-StreamRef legacy_stream(const ContextRef& context) {
+StreamRef get_legacy_stream(const ContextRef& context) {
     StreamEngine& state = engine();
     std::lock_guard lock(state.mutex);
     if (!context->legacy_stream) {
-        context->legacy_stream = new_stream_locked(&state, context, 0, 0);
+        context->legacy_stream = make_stream_locked(&state, context, 0, 0);
     }
     return context->legacy_stream;
 }
 
-StreamRef thread_stream(const ContextRef& context) {
+StreamRef get_thread_stream(const ContextRef& context) {
     StreamEngine& state = engine();
     std::lock_guard lock(state.mutex);
     StreamRef& stream = context->thread_streams[std::this_thread::get_id()];
     if (!stream) {
-        stream = new_stream_locked(&state, context, 0, 0);
+        stream = make_stream_locked(&state, context, 0, 0);
         context->streams.push_back(stream);
     }
     return stream;
@@ -221,7 +221,7 @@ void wait_until_done(const MarkerRef& marker) {
     state.changed.wait(lock, [&] { return marker->is_done; });
 }
 
-std::vector<MarkerRef> unfinished_markers(const StreamRef& stream) {
+std::vector<MarkerRef> list_unfinished_markers(const StreamRef& stream) {
     StreamEngine& state = engine();
     std::lock_guard lock(state.mutex);
     std::vector<MarkerRef> markers;
@@ -240,16 +240,16 @@ std::vector<MarkerRef> unfinished_markers(const StreamRef& stream) {
 
 bool are_done(const std::vector<MarkerRef>& markers) {
     std::lock_guard lock(engine().mutex);
-    return all_done_locked(markers);
+    return are_all_done_locked(markers);
 }
 
 void wait_until_done(const std::vector<MarkerRef>& markers) {
     StreamEngine& state = engine();
     std::unique_lock lock(state.mutex);
-    state.changed.wait(lock, [&] { return all_done_locked(markers); });
+    state.changed.wait(lock, [&] { return are_all_done_locked(markers); });
 }
 
-std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker) {
+std::chrono::steady_clock::time_point get_completion_time(const MarkerRef& marker) {
     std::lock_guard lock(engine().mutex);
     return marker->completed_at;
 }

@@ -66,8 +66,8 @@ enum class Capturing { refused, allowed, queried };
 Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream,
                    Capturing capturing = Capturing::refused);
 
-StreamRef legacy_stream(const ContextRef& context);
-StreamRef thread_stream(const ContextRef& context);
+StreamRef get_legacy_stream(const ContextRef& context);
+StreamRef get_thread_stream(const ContextRef& context);
 
 // Make a stream with a handle for the program.
 Result create_stream(const ContextRef& context, Handle* handle, unsigned flags, int priority);
@@ -93,10 +93,10 @@ void complete(const MarkerRef& marker);
 
 void wait_until_done(const MarkerRef& marker);
 void wait_until_done(const std::vector<MarkerRef>& markers);
-std::chrono::steady_clock::time_point completion_time_of(const MarkerRef& marker);
+std::chrono::steady_clock::time_point get_completion_time(const MarkerRef& marker);
 
 // Return the markers that must be done for the stream to be idle.
-std::vector<MarkerRef> unfinished_markers(const StreamRef& stream);
+std::vector<MarkerRef> list_unfinished_markers(const StreamRef& stream);
 bool are_done(const std::vector<MarkerRef>& markers);
 
 // Wait for all work that is queued in the context.
@@ -106,7 +106,7 @@ void synchronise(const ContextRef& context);
 void close_streams(const ContextRef& context);
 
 // Destroy the stream handles of a context that ends.
-void destroy_streams_of(Handle context);
+void destroy_context_streams(Handle context);
 
 // Return whether the calling thread runs a host function of a stream, which must not call the driver.
 bool is_in_host_function();

@@ -36,11 +36,11 @@ template <typename Value> Result write_result(Value* result, Value value) {
 // Find a stream without regard to captures.
 Result find_any_stream(Handle handle, const ContextRef& context, StreamRef* stream) {
     if (handle == default_stream_handle || handle == legacy_stream_handle) {
-        *stream = legacy_stream(context);
+        *stream = get_legacy_stream(context);
         return success;
     }
     if (handle == per_thread_stream_handle) {
-        *stream = thread_stream(context);
+        *stream = get_thread_stream(context);
         return success;
     }
     *stream = streams().find(handle);
@@ -48,8 +48,9 @@ Result find_any_stream(Handle handle, const ContextRef& context, StreamRef* stre
 }
 
 // Run the body of an exported function that takes a stream.
-template <typename Body> Result stream_entry(std::string_view symbol, Handle handle, Capturing capturing, Body&& body) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+template <typename Body>
+Result run_stream_entry(std::string_view symbol, Handle handle, Capturing capturing, Body&& body) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_stream(handle, context, &stream, capturing);
         return result == success ? body(stream) : result;
@@ -59,7 +60,7 @@ template <typename Body> Result stream_entry(std::string_view symbol, Handle han
 // Query a property of a stream, which may be captured.
 template <typename Value, typename Property>
 Result query_stream(std::string_view symbol, Handle handle, Value* value, Property&& property) {
-    return entry_in_context(symbol, [&](const ContextRef& context) {
+    return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_any_stream(handle, context, &stream);
         return result == success ? write_result<Value>(value, property(*stream)) : result;
@@ -68,7 +69,7 @@ Result query_stream(std::string_view symbol, Handle handle, Value* value, Proper
 
 // Run `body` with the context of a stream.
 template <typename Body> Result query_owner(std::string_view symbol, Handle handle, Body&& body) {
-    return entry_in_context(symbol, [&](const ContextRef& current) {
+    return run_entry_in_context(symbol, [&](const ContextRef& current) {
         StreamRef stream;
         if (const Result result = find_any_stream(handle, current, &stream); result != success) {
             return result;
@@ -103,32 +104,33 @@ Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, 
     if (const Result result = find_any_stream(handle, context, stream); result != success) {
         return result;
     }
-    if (*stream == legacy_stream(context)) {
+    if (*stream == get_legacy_stream(context)) {
         return check_legacy_stream(context, capturing == Capturing::queried);
     }
     return capturing != Capturing::refused ? success : refuse_captured(*stream);
 }
 
-void destroy_streams_of(Handle context) {
-    const auto removed = streams().take_all([=](const Stream& stream) {
+void destroy_context_streams(Handle context) {
+    const auto removed_streams = streams().take_all([=](const Stream& stream) {
         const ContextRef owner = stream.context.lock();
         return !owner || owner->handle == context;
     });
-    std::ranges::for_each(removed, abandon_capture);
+    std::ranges::for_each(removed_streams, abandon_capture);
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamCreate(Handle* handle, unsigned flags) {
-    return entry_in_context("cuStreamCreate",
-                            [&](const ContextRef& context) { return create_stream(context, handle, flags, 0); });
+    return run_entry_in_context("cuStreamCreate",
+                                [&](const ContextRef& context) { return create_stream(context, handle, flags, 0); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamCreateWithPriority(Handle* handle, unsigned flags, int priority) {
-    return entry_in_context("cuStreamCreateWithPriority",
-                            [&](const ContextRef& context) { return create_stream(context, handle, flags, priority); });
+    return run_entry_in_context("cuStreamCreateWithPriority", [&](const ContextRef& context) {
+        return create_stream(context, handle, flags, priority);
+    });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
-    return entry("cuStreamDestroy_v2", [&] {
+    return run_entry("cuStreamDestroy_v2", [&] {
         const StreamRef stream = streams().take(handle);
         if (!stream) {
             return invalid_handle;
@@ -140,23 +142,23 @@ GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
-    return stream_entry("cuStreamQuery", handle, Capturing::refused, [](const StreamRef& stream) {
-        return unfinished_markers(stream).empty() ? success : not_ready;
+    return run_stream_entry("cuStreamQuery", handle, Capturing::refused, [](const StreamRef& stream) {
+        return list_unfinished_markers(stream).empty() ? success : not_ready;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
-    return stream_entry("cuStreamSynchronize", handle, Capturing::refused, [](const StreamRef& stream) {
+    return run_stream_entry("cuStreamSynchronize", handle, Capturing::refused, [](const StreamRef& stream) {
         if (const Result result = check_unobserved_call(); result != success) {
             return result;
         }
-        wait_until_done(unfinished_markers(stream));
+        wait_until_done(list_unfinished_markers(stream));
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned flags) {
-    return entry_in_context("cuStreamWaitEvent", [&](const ContextRef& context) {
+    return run_entry_in_context("cuStreamWaitEvent", [&](const ContextRef& context) {
         StreamRef stream;
         EventRecord record;
         if (const Result result = find_any_stream(handle, context, &stream); result != success) {
@@ -179,7 +181,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
         if (record.captured || is_captured_stream) {
             return capture_wait(context, stream, record.captured);
         }
-        if (stream == legacy_stream(context)) {
+        if (stream == get_legacy_stream(context)) {
             if (const Result result = check_legacy_stream(context); result != success) {
                 return result;
             }
@@ -193,7 +195,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
                                              unsigned flags) {
     // Wrong arguments do not invalidate a capture, so they are checked before the stream.
     const Capturing capturing = callback == nullptr || flags != 0 ? Capturing::allowed : Capturing::refused;
-    return stream_entry("cuStreamAddCallback", handle, capturing, [&](const StreamRef& stream) {
+    return run_stream_entry("cuStreamAddCallback", handle, capturing, [&](const StreamRef& stream) {
         if (capturing == Capturing::allowed) {
             return invalid_value;
         }
@@ -204,7 +206,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
 }
 
 GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* user) {
-    return stream_entry("cuLaunchHostFunc", handle, Capturing::allowed, [&](const StreamRef& stream) {
+    return run_stream_entry("cuLaunchHostFunc", handle, Capturing::allowed, [&](const StreamRef& stream) {
         if (function == nullptr) {
             return invalid_value;
         }

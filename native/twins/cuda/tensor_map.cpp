@@ -67,7 +67,7 @@ struct TensorMap {
 };
 static_assert(sizeof(TensorMap) <= 128);
 
-std::uint64_t bits_of(int type) {
+std::uint64_t count_bits(int type) {
     constexpr std::uint8_t bits[] = {8, 16, 32, 32, 64, 64, 16, 32, 64, 16, 32, 32, 32, 4, 4, 6};
     return bits[type];
 }
@@ -120,7 +120,7 @@ bool are_valid_dimensions(const Tensor& tensor) {
 bool fits_swizzle(const Tensor& tensor, std::uint64_t inner_count) {
     constexpr std::uint64_t sizes_bytes[] = {0, 32, 64, 128, 128, 128, 128};
     return tensor.interleave != interleave_none || tensor.swizzle == swizzle_none ||
-           inner_count * bits_of(tensor.type) / 8 <= sizes_bytes[tensor.swizzle];
+           inner_count * count_bits(tensor.type) / 8 <= sizes_bytes[tensor.swizzle];
 }
 
 bool is_valid(const void* map, const Tensor& tensor, std::uint32_t rank_min) {
@@ -156,7 +156,7 @@ Result encode_tiled(void* map, const Tensor& tensor, const std::uint32_t* box) {
     }
     const std::span sides(box, tensor.rank);
     if (!std::ranges::all_of(sides, [](std::uint32_t side) { return side != 0 && side <= 256; }) ||
-        (tensor.interleave == interleave_none && box[0] * bits_of(tensor.type) % 128 != 0) ||
+        (tensor.interleave == interleave_none && box[0] * count_bits(tensor.type) % 128 != 0) ||
         (tensor.is_packed_16() && box[0] != 128) || !fits_swizzle(tensor, box[0])) {
         return invalid_value;
     }
@@ -206,7 +206,7 @@ GDRKIT_CUDA_ENTRY Result cuTensorMapEncodeTiled(void* map, int type, std::uint32
                                                 const std::uint64_t* extents, const std::uint64_t* strides_bytes,
                                                 const std::uint32_t* box, const std::uint32_t* element_strides,
                                                 int interleave, int swizzle, int promotion, int fill) {
-    return entry_in_context("cuTensorMapEncodeTiled", [&](const ContextRef&) {
+    return run_entry_in_context("cuTensorMapEncodeTiled", [&](const ContextRef&) {
         return encode_tiled(map,
                             {type, rank, reinterpret_cast<std::uint64_t>(address), extents, strides_bytes,
                              element_strides, interleave, swizzle, promotion, fill},
@@ -219,7 +219,7 @@ GDRKIT_CUDA_ENTRY Result cuTensorMapEncodeIm2col(void* map, int type, std::uint3
                                                  const int* lower, const int* upper, std::uint32_t channels,
                                                  std::uint32_t pixels, const std::uint32_t* element_strides,
                                                  int interleave, int swizzle, int promotion, int fill) {
-    return entry_in_context("cuTensorMapEncodeIm2col", [&](const ContextRef&) {
+    return run_entry_in_context("cuTensorMapEncodeIm2col", [&](const ContextRef&) {
         return encode_im2col(map,
                              {type, rank, reinterpret_cast<std::uint64_t>(address), extents, strides_bytes,
                               element_strides, interleave, swizzle, promotion, fill},
@@ -228,7 +228,7 @@ GDRKIT_CUDA_ENTRY Result cuTensorMapEncodeIm2col(void* map, int type, std::uint3
 }
 
 GDRKIT_CUDA_ENTRY Result cuTensorMapReplaceAddress(void* map, void* address) {
-    return entry_in_context("cuTensorMapReplaceAddress", [&](const ContextRef&) {
+    return run_entry_in_context("cuTensorMapReplaceAddress", [&](const ContextRef&) {
         TensorMap content{};
         if (map == nullptr) {
             return invalid_value;

@@ -53,13 +53,13 @@ bool is_valid_resource(const ResourceDescription& resource) {
     case resource_mipmap:
         return mipmap_exists(resource.array);
     case resource_linear:
-        return element_bytes_of(resource.linear.format, resource.linear.channels) != 0 &&
+        return count_element_bytes(resource.linear.format, resource.linear.channels) != 0 &&
                is_texture_memory(resource.linear.address, resource.linear.length_bytes);
     case resource_pitch: {
         const auto& rows = resource.rows;
         std::uint64_t row_bytes = 0, length_bytes = 0;
-        return element_bytes_of(rows.format, rows.channels) != 0 && rows.height != 0 &&
-               !__builtin_mul_overflow(rows.width, element_bytes_of(rows.format, rows.channels), &row_bytes) &&
+        return count_element_bytes(rows.format, rows.channels) != 0 && rows.height != 0 &&
+               !__builtin_mul_overflow(rows.width, count_element_bytes(rows.format, rows.channels), &row_bytes) &&
                row_bytes <= rows.pitch_bytes &&
                !__builtin_mul_overflow(rows.pitch_bytes, rows.height - 1, &length_bytes) &&
                !__builtin_add_overflow(length_bytes, row_bytes, &length_bytes) &&
@@ -94,7 +94,7 @@ Result create_texture(const ContextRef& context, Handle* handle, const ResourceD
     texture->texture = *description;
     texture->has_view = view != nullptr;
     texture->view = view != nullptr ? *view : ViewDescription{};
-    *handle = new_handle();
+    *handle = make_handle();
     textures().add(*handle, std::move(texture));
     return success;
 }
@@ -110,7 +110,7 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
     auto surface = std::make_shared<Surface>();
     surface->context = context->contents_owner;
     surface->resource = *resource;
-    *handle = new_handle();
+    *handle = make_handle();
     surfaces().add(*handle, std::move(surface));
     return success;
 }
@@ -118,7 +118,7 @@ Result create_surface(const ContextRef& context, Handle* handle, const ResourceD
 // Run `body` with a texture or surface and the place for a description.
 template <typename Object, typename Description, typename Body>
 Result query(std::string_view symbol, Registry<Object>* objects, Handle handle, Description* result, Body&& body) {
-    return entry_in_context(symbol, [&](const ContextRef&) {
+    return run_entry_in_context(symbol, [&](const ContextRef&) {
         const auto object = objects->find(handle);
         return object && result != nullptr ? body(*object) : invalid_value;
     });
@@ -126,21 +126,21 @@ Result query(std::string_view symbol, Registry<Object>* objects, Handle handle, 
 
 } // namespace
 
-void destroy_textures_of(Handle context) {
+void destroy_context_textures(Handle context) {
     textures().take_all([=](const Texture& texture) { return texture.context == context; });
     surfaces().take_all([=](const Surface& surface) { return surface.context == context; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectCreate(Handle* handle, const ResourceDescription* resource,
                                            const TextureDescription* texture, const ViewDescription* view) {
-    return entry_in_context("cuTexObjectCreate", [&](const ContextRef& context) {
+    return run_entry_in_context("cuTexObjectCreate", [&](const ContextRef& context) {
         return create_texture(context, handle, resource, texture, view);
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectDestroy(Handle handle) {
-    return entry_in_context("cuTexObjectDestroy",
-                            [&](const ContextRef&) { return textures().take(handle) ? success : invalid_value; });
+    return run_entry_in_context("cuTexObjectDestroy",
+                                [&](const ContextRef&) { return textures().take(handle) ? success : invalid_value; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceDesc(ResourceDescription* result, Handle handle) {
@@ -168,13 +168,13 @@ GDRKIT_CUDA_ENTRY Result cuTexObjectGetResourceViewDesc(ViewDescription* result,
 }
 
 GDRKIT_CUDA_ENTRY Result cuSurfObjectCreate(Handle* handle, const ResourceDescription* resource) {
-    return entry_in_context("cuSurfObjectCreate",
-                            [&](const ContextRef& context) { return create_surface(context, handle, resource); });
+    return run_entry_in_context("cuSurfObjectCreate",
+                                [&](const ContextRef& context) { return create_surface(context, handle, resource); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuSurfObjectDestroy(Handle handle) {
-    return entry_in_context("cuSurfObjectDestroy",
-                            [&](const ContextRef&) { return surfaces().take(handle) ? success : invalid_value; });
+    return run_entry_in_context("cuSurfObjectDestroy",
+                                [&](const ContextRef&) { return surfaces().take(handle) ? success : invalid_value; });
 }
 
 GDRKIT_CUDA_ENTRY Result cuSurfObjectGetResourceDesc(ResourceDescription* result, Handle handle) {

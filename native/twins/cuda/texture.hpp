@@ -64,6 +64,6 @@ struct ViewDescription { // CUDA_RESOURCE_VIEW_DESC
 static_assert(sizeof(ViewDescription) == 112);
 
 // Destroy the textures and surfaces of a context that ends.
-void destroy_textures_of(Handle context);
+void destroy_context_textures(Handle context);
 
 } // namespace gdrkit::twin::cuda

@@ -55,21 +55,21 @@ UserObject::~UserObject() {
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectCreate(Handle* handle, void* pointer, void (*destroy)(void*), unsigned count,
                                             unsigned flags) {
-    return graph_entry("cuUserObjectCreate", [&] {
+    return run_graph_entry("cuUserObjectCreate", [&] {
         if (handle == nullptr || destroy == nullptr || count == 0 || flags != no_destructor_sync) {
             return invalid_value;
         }
         auto owned = std::make_shared<OwnedObject>();
         owned->object = std::make_shared<UserObject>(destroy, pointer);
         owned->reference_count = count;
-        *handle = new_handle();
+        *handle = make_handle();
         owned_objects().add(*handle, std::move(owned));
         return success;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectRetain(Handle handle, unsigned count) {
-    return graph_entry("cuUserObjectRetain", [&] {
+    return run_graph_entry("cuUserObjectRetain", [&] {
         const auto owned = owned_objects().find(handle);
         if (!owned || count == 0) {
             return invalid_value;
@@ -80,22 +80,22 @@ GDRKIT_CUDA_ENTRY Result cuUserObjectRetain(Handle handle, unsigned count) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuUserObjectRelease(Handle handle, unsigned count) {
-    return graph_entry("cuUserObjectRelease", [&] { return release(handle, count); });
+    return run_graph_entry("cuUserObjectRelease", [&] { return release(handle, count); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphRetainUserObject(Handle graph, Handle object, unsigned count, unsigned flags) {
-    return graph_entry("cuGraphRetainUserObject", [&] { return retain_in_graph(graph, object, count, flags); });
+    return run_graph_entry("cuGraphRetainUserObject", [&] { return retain_in_graph(graph, object, count, flags); });
 }
 
 GDRKIT_CUDA_ENTRY Result cuGraphReleaseUserObject(Handle graph_handle, Handle object, unsigned count) {
     return with_graph("cuGraphReleaseUserObject", graph_handle, [&](const GraphRef& graph) {
-        const auto found = graph->user_objects.find(object);
-        if (found == graph->user_objects.end() || count == 0 || count > found->second.reference_count) {
+        const auto entry = graph->user_objects.find(object);
+        if (entry == graph->user_objects.end() || count == 0 || count > entry->second.reference_count) {
             return invalid_value;
         }
-        found->second.reference_count -= count;
-        if (found->second.reference_count == 0) {
-            graph->user_objects.erase(found);
+        entry->second.reference_count -= count;
+        if (entry->second.reference_count == 0) {
+            graph->user_objects.erase(entry);
         }
         return success;
     });

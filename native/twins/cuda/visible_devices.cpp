@@ -18,7 +18,7 @@ constexpr std::string_view uuid_prefix = "GPU-";
 
 // Return the number at the begin of a text, as strtol does; nothing if the text does not begin with a number. Like the
 // driver, keep the low 32 bits, and ignore the text after the number.
-std::optional<int> leading_number(std::string_view text) {
+std::optional<int> parse_leading_number(std::string_view text) {
     const std::string copy(text);
     char* end = nullptr;
     const long number = std::strtol(copy.c_str(), &end, 10);
@@ -26,7 +26,7 @@ std::optional<int> leading_number(std::string_view text) {
 }
 
 // Return the hexadecimal digits of a UUID, in lower case and without hyphens, up to the first other letter.
-std::string leading_digits(std::string_view text) {
+std::string parse_leading_digits(std::string_view text) {
     std::string digits;
     for (const char letter : text) {
         if (std::isxdigit(static_cast<unsigned char>(letter)) != 0) {
@@ -38,7 +38,7 @@ std::string leading_digits(std::string_view text) {
     return digits;
 }
 
-std::string digits_of(const Uuid& uuid) {
+std::string count_digits(const Uuid& uuid) {
     constexpr char hex_digits[] = "0123456789abcdef";
     std::string digits;
     for (const char byte : uuid.bytes) {
@@ -54,29 +54,29 @@ std::optional<int> find_by_uuid(std::string_view text, const std::vector<Uuid>& 
     if (!text.starts_with(uuid_prefix)) {
         return std::nullopt;
     }
-    const std::string digits = leading_digits(text.substr(uuid_prefix.size()));
-    std::optional<int> found;
+    const std::string digits = parse_leading_digits(text.substr(uuid_prefix.size()));
+    std::optional<int> matching_physical;
     for (std::size_t physical = 0; physical < uuids.size() && !digits.empty(); ++physical) {
-        if (digits_of(uuids[physical]).starts_with(digits)) {
-            if (found) {
+        if (count_digits(uuids[physical]).starts_with(digits)) {
+            if (matching_physical) {
                 return std::nullopt;
             }
-            found = static_cast<int>(physical);
+            matching_physical = static_cast<int>(physical);
         }
     }
-    return found;
+    return matching_physical;
 }
 
-std::vector<Uuid> machine_uuids() {
+std::vector<Uuid> list_machine_uuids() {
     std::vector<Uuid> uuids;
     for (unsigned physical = 0; physical < config().gpu_count; ++physical) {
-        uuids.push_back(uuid_of_physical(static_cast<int>(physical)));
+        uuids.push_back(find_uuid_of_physical(static_cast<int>(physical)));
     }
     return uuids;
 }
 
 VisibleDevices read_selection() {
-    const std::vector<Uuid> uuids = machine_uuids();
+    const std::vector<Uuid> uuids = list_machine_uuids();
     if (const char* const value = std::getenv("CUDA_VISIBLE_DEVICES"); value != nullptr) {
         return select_devices(value, uuids);
     }
@@ -89,8 +89,8 @@ VisibleDevices read_selection() {
 
 } // namespace
 
-Uuid uuid_of_physical(int physical) {
-    const GpuUuid bytes = gpu_uuid(physical);
+Uuid find_uuid_of_physical(int physical) {
+    const GpuUuid bytes = make_gpu_uuid(physical);
     Uuid uuid{};
     std::memcpy(uuid.bytes, bytes.data(), sizeof uuid.bytes);
     return uuid;
@@ -106,7 +106,7 @@ VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& u
         const std::string_view entry = value.substr(0, comma);
         is_last = comma == std::string_view::npos;
         value.remove_prefix(is_last ? value.size() : comma + 1);
-        const std::optional<int> physical = has_uuids ? find_by_uuid(entry, uuids) : leading_number(entry);
+        const std::optional<int> physical = has_uuids ? find_by_uuid(entry, uuids) : parse_leading_number(entry);
         if (!physical || *physical < 0 || *physical >= static_cast<int>(uuids.size())) {
             break;
         }
@@ -125,14 +125,14 @@ const VisibleDevices& visible_devices() {
     return *selection;
 }
 
-int physical_of(Device device) {
+int get_physical_number(Device device) {
     return visible_devices().physical.at(static_cast<std::size_t>(device));
 }
 
-std::optional<Device> ordinal_of(int physical) {
+std::optional<Device> find_ordinal(int physical) {
     const auto& all = visible_devices().physical;
-    const auto found = std::ranges::find(all, physical);
-    return found == all.end() ? std::nullopt : std::optional(static_cast<Device>(found - all.begin()));
+    const auto entry = std::ranges::find(all, physical);
+    return entry == all.end() ? std::nullopt : std::optional(static_cast<Device>(entry - all.begin()));
 }
 
 } // namespace gdrkit::twin::cuda

@@ -19,7 +19,7 @@ struct VisibleDevices {
 
 // Return the UUID of a device of the emulated machine. It is the same in every process of a domain
 // (GDRKIT_TWINS_DOMAIN).
-Uuid uuid_of_physical(int physical);
+Uuid find_uuid_of_physical(int physical);
 
 // Return what a value of the variable selects on a machine with these devices.
 VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& uuids);
@@ -28,9 +28,9 @@ VisibleDevices select_devices(std::string_view value, const std::vector<Uuid>& u
 const VisibleDevices& visible_devices();
 
 // Return the physical number of a device that exists.
-int physical_of(Device device);
+int get_physical_number(Device device);
 
 // Return the ordinal of a physical device; nothing if this process does not see it.
-std::optional<Device> ordinal_of(int physical);
+std::optional<Device> find_ordinal(int physical);
 
 } // namespace gdrkit::twin::cuda

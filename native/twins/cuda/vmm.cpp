@@ -52,7 +52,7 @@ bool is_granularity_multiple(std::uint64_t value) {
 }
 
 // Return the reservation that contains the whole range, or null.
-const Reservation* reservation_of(const Vmm& state, std::uint64_t address, std::uint64_t length_bytes) {
+const Reservation* find_containing_reservation(const Vmm& state, std::uint64_t address, std::uint64_t length_bytes) {
     const auto next_reservation = state.reservations.upper_bound(address);
     if (next_reservation == state.reservations.begin() || length_bytes == 0) {
         return nullptr;
@@ -67,7 +67,7 @@ const Reservation* reservation_of(const Vmm& state, std::uint64_t address, std::
 // `require_full_coverage`, also return false if a part of the range is not mapped.
 bool find_whole_mappings(std::uint64_t address, std::uint64_t length_bytes, bool require_full_coverage,
                          std::vector<RangeRef>* mappings) {
-    *mappings = ranges_in(address, length_bytes);
+    *mappings = list_ranges(address, length_bytes);
     std::uint64_t covered_bytes = 0;
     for (const RangeRef& range : *mappings) {
         if (range->base < address || range->base + range->length_bytes > address + length_bytes) {
@@ -92,7 +92,7 @@ Result check_properties(const AllocationProperties* properties) {
 
 Handle add_allocation_locked(Vmm* state, MemoryRef memory, const AllocationProperties& properties) {
     auto allocation = std::make_shared<Allocation>();
-    allocation->handle = new_handle();
+    allocation->handle = make_handle();
     allocation->memory = std::move(memory);
     allocation->properties = properties;
     state->allocations.add(allocation->handle, allocation);
@@ -100,7 +100,7 @@ Handle add_allocation_locked(Vmm* state, MemoryRef memory, const AllocationPrope
 }
 
 Result map_locked(Vmm* state, std::uint64_t address, std::uint64_t length_bytes, const AllocationRef& allocation) {
-    const Reservation* const reservation = reservation_of(*state, address, length_bytes);
+    const Reservation* const reservation = find_containing_reservation(*state, address, length_bytes);
     if (reservation == nullptr || !is_granularity_multiple(address) || !is_granularity_multiple(length_bytes)) {
         return invalid_value;
     }
@@ -111,7 +111,7 @@ Result map_locked(Vmm* state, std::uint64_t address, std::uint64_t length_bytes,
     range->kind = MemoryKind::vmm;
     range->base = address;
     range->length_bytes = length_bytes;
-    range->buffer_id = new_buffer_id();
+    range->buffer_id = make_buffer_id();
     range->device = allocation->memory->device();
     range->memory = allocation->memory;
     range->handle_types = static_cast<std::uint32_t>(allocation->properties.requested_handle_types);
@@ -128,7 +128,7 @@ Result map_locked(Vmm* state, std::uint64_t address, std::uint64_t length_bytes,
 bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t* length_bytes) {
     Vmm& state = vmm();
     std::lock_guard lock(state.mutex);
-    const Reservation* const reservation = reservation_of(state, address, 1);
+    const Reservation* const reservation = find_containing_reservation(state, address, 1);
     if (reservation != nullptr) {
         *base = reservation->base;
         *length_bytes = reservation->length_bytes;
@@ -140,7 +140,7 @@ bool find_reservation(std::uint64_t address, std::uint64_t* base, std::uint64_t*
 
 GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t length_bytes, std::size_t alignment,
                                              DevicePointer, unsigned long long flags) {
-    return entry_in_context("cuMemAddressReserve", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemAddressReserve", [&](const ContextRef&) {
         if (pointer == nullptr || length_bytes == 0 || !is_granularity_multiple(length_bytes) || flags != 0 ||
             (alignment != 0 && !std::has_single_bit(alignment))) {
             return invalid_value;
@@ -159,12 +159,12 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressReserve(DevicePointer* pointer, std::size_t
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemAddressFree(DevicePointer pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemAddressFree", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemAddressFree", [&](const ContextRef&) {
         Vmm& state = vmm();
         std::lock_guard lock(state.mutex);
-        const auto found = state.reservations.find(pointer);
-        if (found != state.reservations.end() &&
-            (found->second.length_bytes != length_bytes || !ranges_in(pointer, length_bytes).empty())) {
+        const auto entry = state.reservations.find(pointer);
+        if (entry != state.reservations.end() &&
+            (entry->second.length_bytes != length_bytes || !list_ranges(pointer, length_bytes).empty())) {
             return invalid_value;
         }
         if (!state.reservation_ledger.take(pointer)) {
@@ -180,21 +180,21 @@ GDRKIT_CUDA_ENTRY Result cuMemAddressFree(DevicePointer pointer, std::size_t len
 
 GDRKIT_CUDA_ENTRY Result cuMemGetAllocationGranularity(std::size_t* granularity, const AllocationProperties* properties,
                                                        int option) {
-    return entry("cuMemGetAllocationGranularity", [&] {
+    return run_entry("cuMemGetAllocationGranularity", [&] {
         if (granularity == nullptr || (option != granularity_minimum && option != granularity_recommended)) {
             return invalid_value;
         }
-        const Result checked = check_properties(properties);
-        if (checked == success) {
+        const Result result = check_properties(properties);
+        if (result == success) {
             *granularity = vmm_granularity_bytes;
         }
-        return checked;
+        return result;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, const AllocationProperties* properties,
                                      unsigned long long flags) {
-    return entry_in_context("cuMemCreate", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemCreate", [&](const ContextRef&) {
         if (handle == nullptr || length_bytes == 0 || !is_granularity_multiple(length_bytes) || flags != 0) {
             return invalid_value;
         }
@@ -213,7 +213,7 @@ GDRKIT_CUDA_ENTRY Result cuMemCreate(Handle* handle, std::size_t length_bytes, c
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
-    return entry("cuMemRelease", [&] {
+    return run_entry("cuMemRelease", [&] {
         Vmm& state = vmm();
         AllocationRef released; // declared before the lock, so that its memory is freed after the lock is released
         std::lock_guard lock(state.mutex);
@@ -228,7 +228,7 @@ GDRKIT_CUDA_ENTRY Result cuMemRelease(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* pointer) {
-    return entry("cuMemRetainAllocationHandle", [&] {
+    return run_entry("cuMemRetainAllocationHandle", [&] {
         const RangeRef range = find_range(reinterpret_cast<std::uint64_t>(pointer));
         if (handle == nullptr || !range || range->kind != MemoryKind::vmm) {
             return invalid_value;
@@ -248,7 +248,7 @@ GDRKIT_CUDA_ENTRY Result cuMemRetainAllocationHandle(Handle* handle, void* point
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemGetAllocationPropertiesFromHandle(AllocationProperties* properties, Handle handle) {
-    return entry("cuMemGetAllocationPropertiesFromHandle", [&] {
+    return run_entry("cuMemGetAllocationPropertiesFromHandle", [&] {
         const AllocationRef allocation = vmm().allocations.find(handle);
         if (properties == nullptr || !allocation) {
             return invalid_value;
@@ -262,7 +262,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAllocationPropertiesFromHandle(AllocationProper
 
 GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_bytes, std::size_t offset, Handle handle,
                                   unsigned long long flags) {
-    return entry_in_context("cuMemMap", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemMap", [&](const ContextRef&) {
         Vmm& state = vmm();
         std::lock_guard lock(state.mutex);
         const AllocationRef allocation = state.allocations.find(handle);
@@ -274,18 +274,18 @@ GDRKIT_CUDA_ENTRY Result cuMemMap(DevicePointer pointer, std::size_t length_byte
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_bytes) {
-    return entry_in_context("cuMemUnmap", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemUnmap", [&](const ContextRef&) {
         std::vector<RangeRef> mappings; // declared before the lock, so that their memory is freed after the unlock
         Vmm& state = vmm();
         std::lock_guard lock(state.mutex);
         // The range may include reserved addresses without a mapping.
-        if (reservation_of(state, pointer, length_bytes) == nullptr ||
+        if (find_containing_reservation(state, pointer, length_bytes) == nullptr ||
             !find_whole_mappings(pointer, length_bytes, false, &mappings)) {
             return invalid_value;
         }
         for (const RangeRef& range : mappings) {
-            RangeRef removed;
-            if (const Result result = remove_range(range->base, {MemoryKind::vmm}, &removed); result != success) {
+            RangeRef removed_range;
+            if (const Result result = remove_range(range->base, {MemoryKind::vmm}, &removed_range); result != success) {
                 return result;
             }
         }
@@ -295,11 +295,12 @@ GDRKIT_CUDA_ENTRY Result cuMemUnmap(DevicePointer pointer, std::size_t length_by
 
 GDRKIT_CUDA_ENTRY Result cuMemSetAccess(DevicePointer pointer, std::size_t length_bytes,
                                         const AccessDescription* descriptions, std::size_t count) {
-    return entry_in_context("cuMemSetAccess", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemSetAccess", [&](const ContextRef&) {
         Vmm& state = vmm();
         std::lock_guard lock(state.mutex);
         std::vector<RangeRef> mappings;
-        if (descriptions == nullptr || count == 0 || reservation_of(state, pointer, length_bytes) == nullptr ||
+        if (descriptions == nullptr || count == 0 ||
+            find_containing_reservation(state, pointer, length_bytes) == nullptr ||
             !find_whole_mappings(pointer, length_bytes, true, &mappings)) {
             return invalid_value;
         }
@@ -325,13 +326,13 @@ GDRKIT_CUDA_ENTRY Result cuMemSetAccess(DevicePointer pointer, std::size_t lengt
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemGetAccess(unsigned long long* flags, const Location* location, DevicePointer pointer) {
-    return entry_in_context("cuMemGetAccess", [&](const ContextRef&) {
+    return run_entry_in_context("cuMemGetAccess", [&](const ContextRef&) {
         const RangeRef range = find_range(pointer);
         if (flags == nullptr || location == nullptr || location->type != location_device ||
             !device_exists(location->id) || !range || range->kind != MemoryKind::vmm) {
             return invalid_value;
         }
-        *flags = static_cast<unsigned long long>(access_of(*range, location->id));
+        *flags = static_cast<unsigned long long>(get_access(*range, location->id));
         return success;
     });
 }
@@ -340,7 +341,7 @@ GDRKIT_CUDA_ENTRY Result cuMemGetAccess(unsigned long long* flags, const Locatio
 
 GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable, Handle handle, int handle_type,
                                                       unsigned long long flags) {
-    return entry("cuMemExportToShareableHandle", [&] {
+    return run_entry("cuMemExportToShareableHandle", [&] {
         const AllocationRef allocation = vmm().allocations.find(handle);
         if (shareable == nullptr || !allocation || flags != 0 || handle_type != handle_posix_fd ||
             (allocation->properties.requested_handle_types & handle_posix_fd) == 0) {
@@ -356,7 +357,7 @@ GDRKIT_CUDA_ENTRY Result cuMemExportToShareableHandle(void* shareable, Handle ha
 }
 
 GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* shareable, int handle_type) {
-    return entry_in_context("cuMemImportFromShareableHandle", [&](const ContextRef& context) {
+    return run_entry_in_context("cuMemImportFromShareableHandle", [&](const ContextRef& context) {
         if (handle == nullptr || handle_type != handle_posix_fd) {
             return invalid_value;
         }
@@ -372,9 +373,9 @@ GDRKIT_CUDA_ENTRY Result cuMemImportFromShareableHandle(Handle* handle, void* sh
         // A shareable handle does not identify the device of its memory, so the twin assumes the current device.
         MemoryRef memory;
         const auto length_bytes = static_cast<std::uint64_t>(status.st_size);
-        const Result adopted = Memory::adopt(std::move(fd), length_bytes, context->device, &memory);
-        if (adopted != success) {
-            return adopted;
+        const Result result = Memory::adopt(std::move(fd), length_bytes, context->device, &memory);
+        if (result != success) {
+            return result;
         }
         AllocationProperties properties{};
         properties.type = allocation_pinned;

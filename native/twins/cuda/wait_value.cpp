@@ -45,7 +45,7 @@ Result enqueue_wait(const ContextRef& context, const StreamRef& stream, DevicePo
     const std::uint32_t condition = flags & ~wait_flush;
     const RangeRef range = find_range(address);
     if (condition > wait_nor || address % sizeof value != 0 || !range || range->is_host() ||
-        (access_of(*range, context->device) & access_read) == 0) {
+        (get_access(*range, context->device) & access_read) == 0) {
         return invalid_value;
     }
     if (is_flushing && (config().flush_options & flush_option_memops) == 0) {
@@ -68,7 +68,7 @@ Result enqueue_wait(const ContextRef& context, const StreamRef& stream, DevicePo
 
 GDRKIT_CUDA_ENTRY Result cuStreamWaitValue32_v2(Handle handle, DevicePointer address, std::uint32_t value,
                                                 unsigned flags) {
-    return entry_in_context("cuStreamWaitValue32_v2", [&](const ContextRef& context) {
+    return run_entry_in_context("cuStreamWaitValue32_v2", [&](const ContextRef& context) {
         StreamRef stream;
         const Result result = find_stream(handle, context, &stream);
         return result == success ? enqueue_wait(context, stream, address, value, flags) : result;

@@ -6,7 +6,7 @@ namespace gdrkit::twin::cudart {
 namespace {
 
 // Return the driver's format of one channel; 0: there is none.
-std::int32_t format_of(int bits, int kind) {
+std::int32_t get_format(int bits, int kind) {
     const bool is_signed = kind == channel_signed;
     if (kind == channel_float) {
         return bits == 16 ? cuda::format_half : bits == 32 ? cuda::format_float : 0;
@@ -26,7 +26,7 @@ std::int32_t format_of(int bits, int kind) {
     }
 }
 
-ChannelFormat channel_format_of(const cuda::ArrayDescription& description) {
+ChannelFormat make_channel_format(const cuda::ArrayDescription& description) {
     const std::int32_t format = description.format;
     const bool is_float = format == cuda::format_half || format == cuda::format_float;
     const bool is_signed =
@@ -57,14 +57,14 @@ Error describe(const ChannelFormat* format, const Extent& extent, unsigned flags
             return invalid_channel_descriptor;
         }
     }
-    *description = {extent.width, extent.height, extent.depth, format_of(format->x, format->kind), count, flags};
+    *description = {extent.width, extent.height, extent.depth, get_format(format->x, format->kind), count, flags};
     return description->format == 0 || count == 3 ? invalid_channel_descriptor : success;
 }
 
 // Run `create`, a call of the driver that gets the description of an array.
 template <typename Create>
 Error create_array(const ChannelFormat* format, const Extent& extent, unsigned flags, Create&& create) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         cuda::ArrayDescription description{};
         const Error error = describe(format, extent, flags, &description);
         return error == success ? create(static_cast<const cuda::ArrayDescription*>(&description)) : error;
@@ -81,7 +81,7 @@ Error query_array(ChannelFormat* format, Extent* extent, unsigned* flags, Handle
     cuda::ArrayDescription description{};
     const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
     if (error == success) {
-        store(format, channel_format_of(description));
+        store(format, make_channel_format(description));
         store(extent, Extent{description.width, description.height, description.depth});
         store(flags, unsigned{description.flags});
     }
@@ -111,11 +111,11 @@ GDRKIT_CUDART_ENTRY Error cudaMallocMipmappedArray(Handle* mipmap, const Channel
 }
 
 GDRKIT_CUDART_ENTRY Error cudaFreeArray(Handle array) {
-    return entry_in_context([&] { return array == 0 ? success : call(&Driver::cuArrayDestroy, array); });
+    return run_entry_in_context([&] { return array == 0 ? success : call(&Driver::cuArrayDestroy, array); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaFreeMipmappedArray(Handle mipmap) {
-    return entry_in_context([&] { return mipmap == 0 ? success : call(&Driver::cuMipmappedArrayDestroy, mipmap); });
+    return run_entry_in_context([&] { return mipmap == 0 ? success : call(&Driver::cuMipmappedArrayDestroy, mipmap); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetMipmappedArrayLevel(Handle* array, Handle mipmap, unsigned level) {
@@ -123,11 +123,11 @@ GDRKIT_CUDART_ENTRY Error cudaGetMipmappedArrayLevel(Handle* array, Handle mipma
 }
 
 GDRKIT_CUDART_ENTRY Error cudaArrayGetInfo(ChannelFormat* format, Extent* extent, unsigned* flags, Handle array) {
-    return entry_in_context([&] { return query_array(format, extent, flags, array); });
+    return run_entry_in_context([&] { return query_array(format, extent, flags, array); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetChannelDesc(ChannelFormat* format, Handle array) {
-    return entry_in_context(
+    return run_entry_in_context(
         [&] { return format == nullptr ? invalid_value : query_array(format, nullptr, nullptr, array); });
 }
 

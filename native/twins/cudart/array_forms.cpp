@@ -6,11 +6,11 @@ namespace gdrkit::twin::cudart {
 namespace {
 
 // A side of a copy of rows that is memory with a pitch, or an array.
-cuda::CopySide2d memory_side(const void* memory, std::size_t pitch, std::uint32_t type) {
-    return {0, 0, type, memory, address_of(memory), nullptr, pitch};
+cuda::CopySide2d make_memory_side(const void* memory, std::size_t pitch, std::uint32_t type) {
+    return {0, 0, type, memory, to_address(memory), nullptr, pitch};
 }
 
-cuda::CopySide2d array_side(Handle array, std::size_t x_bytes, std::size_t y) {
+cuda::CopySide2d make_array_side(Handle array, std::size_t x_bytes, std::size_t y) {
     return {x_bytes, y, cuda::memory_array, nullptr, 0, reinterpret_cast<void*>(array), 0};
 }
 
@@ -27,7 +27,7 @@ Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Han
         return invalid_pitch_value;
     }
     if (stream != nullptr) {
-        return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolved(*stream));
+        return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolve_stream(*stream));
     }
     return is_per_thread ? finish(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
                          : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
@@ -35,26 +35,26 @@ Error copy_rows(const cuda::Copy2d& copy, std::size_t pitch, int kind, const Han
 
 Error copy_rows_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t pitch,
                    std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
-    return entry_in_context([&] {
-        return copy_rows(
-            {memory_side(from, pitch, source_of(kind)), array_side(array, x_bytes, y), width_bytes, height}, pitch,
-            kind, stream);
+    return run_entry_in_context([&] {
+        return copy_rows({make_memory_side(from, pitch, get_source_type(kind)), make_array_side(array, x_bytes, y),
+                          width_bytes, height},
+                         pitch, kind, stream);
     });
 }
 
 Error copy_rows_from(void* to, std::size_t pitch, Handle array, std::size_t x_bytes, std::size_t y,
                      std::size_t width_bytes, std::size_t height, int kind, const Handle* stream) {
-    return entry_in_context([&] {
-        return copy_rows(
-            {array_side(array, x_bytes, y), memory_side(to, pitch, destination_of(kind)), width_bytes, height}, pitch,
-            kind, stream);
+    return run_entry_in_context([&] {
+        return copy_rows({make_array_side(array, x_bytes, y), make_memory_side(to, pitch, get_destination_type(kind)),
+                          width_bytes, height},
+                         pitch, kind, stream);
     });
 }
 
 // Return the offset of a position in an array, whose rows follow each other.
-Error offset_of(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset) {
+Error compute_offset(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* offset) {
     std::size_t row_bytes = 0;
-    const Error error = row_bytes_of(array, &row_bytes);
+    const Error error = get_row_bytes(array, &row_bytes);
     *offset = y * row_bytes + x_bytes;
     return error;
 }
@@ -62,28 +62,28 @@ Error offset_of(Handle array, std::size_t x_bytes, std::size_t y, std::size_t* o
 // Copy a range to an array, also over the ends of its rows.
 Error copy_to(Handle array, std::size_t x_bytes, std::size_t y, const void* from, std::size_t length_bytes, int kind,
               Handle stream) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         std::size_t offset = 0;
-        if (const Error error = offset_of(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
+        if (const Error error = compute_offset(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
             return error == success ? invalid_memcpy_direction : error;
         }
-        return call(&Driver::cuMemcpyHtoAAsync_v2, array, offset, from, length_bytes, resolved(stream));
+        return call(&Driver::cuMemcpyHtoAAsync_v2, array, offset, from, length_bytes, resolve_stream(stream));
     });
 }
 
 Error copy_from(void* to, Handle array, std::size_t x_bytes, std::size_t y, std::size_t length_bytes, int kind,
                 Handle stream) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         std::size_t offset = 0;
-        if (const Error error = offset_of(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
+        if (const Error error = compute_offset(array, x_bytes, y, &offset); error != success || !is_valid_kind(kind)) {
             return error == success ? invalid_memcpy_direction : error;
         }
-        return call(&Driver::cuMemcpyAtoHAsync_v2, to, array, offset, length_bytes, resolved(stream));
+        return call(&Driver::cuMemcpyAtoHAsync_v2, to, array, offset, length_bytes, resolve_stream(stream));
     });
 }
 
 Error wait_for_default_stream(Error error) {
-    return error == success ? record(call(&Driver::cuStreamSynchronize, resolved(0))) : error;
+    return error == success ? record(call(&Driver::cuStreamSynchronize, resolve_stream(0))) : error;
 }
 
 } // namespace
@@ -115,9 +115,9 @@ GDRKIT_STREAM_FORM(cudaMemcpy2DFromArrayAsync)
 GDRKIT_SYNC_FORM(cudaMemcpy2DArrayToArray)
 (Handle to, std::size_t to_x_bytes, std::size_t to_y, Handle from, std::size_t from_x_bytes, std::size_t from_y,
  std::size_t width_bytes, std::size_t height, int kind) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return copy_rows(
-            {array_side(from, from_x_bytes, from_y), array_side(to, to_x_bytes, to_y), width_bytes, height},
+            {make_array_side(from, from_x_bytes, from_y), make_array_side(to, to_x_bytes, to_y), width_bytes, height},
             width_bytes, kind, nullptr);
     });
 }
@@ -146,11 +146,11 @@ GDRKIT_STREAM_FORM(cudaMemcpyFromArrayAsync)
 GDRKIT_SYNC_FORM(cudaMemcpyArrayToArray)
 (Handle to, std::size_t to_x_bytes, std::size_t to_y, Handle from, std::size_t from_x_bytes, std::size_t from_y,
  std::size_t length_bytes, int) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         std::size_t to_offset = 0, from_offset = 0;
-        Error error = offset_of(to, to_x_bytes, to_y, &to_offset);
+        Error error = compute_offset(to, to_x_bytes, to_y, &to_offset);
         if (error == success) {
-            error = offset_of(from, from_x_bytes, from_y, &from_offset);
+            error = compute_offset(from, from_x_bytes, from_y, &from_offset);
         }
         return error == success ? call(&Driver::cuMemcpyAtoA_v2, to, to_offset, from, from_offset, length_bytes)
                                 : error;

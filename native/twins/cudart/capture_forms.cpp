@@ -5,44 +5,45 @@
 namespace gdrkit::twin::cudart {
 
 GDRKIT_STREAM_FORM(cudaStreamBeginCapture)(Handle stream, int mode) {
-    return call_in_context(&Driver::cuStreamBeginCapture_v2, resolved(stream), mode);
+    return call_in_context(&Driver::cuStreamBeginCapture_v2, resolve_stream(stream), mode);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamBeginCaptureToGraph)
 (Handle stream, Handle graph, const Handle* dependencies, const cuda::EdgeData* data, std::size_t count, int mode) {
-    return call_in_context(&Driver::cuStreamBeginCaptureToGraph, resolved(stream), graph, dependencies, data, count,
-                           mode);
+    return call_in_context(&Driver::cuStreamBeginCaptureToGraph, resolve_stream(stream), graph, dependencies, data,
+                           count, mode);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamEndCapture)(Handle stream, Handle* graph) {
-    return call_in_context(&Driver::cuStreamEndCapture, resolved(stream), graph);
+    return call_in_context(&Driver::cuStreamEndCapture, resolve_stream(stream), graph);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamIsCapturing)(Handle stream, int* status) {
-    return call_in_context(&Driver::cuStreamIsCapturing, resolved(stream), status);
+    return call_in_context(&Driver::cuStreamIsCapturing, resolve_stream(stream), status);
 }
 
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)(Handle stream, int* status, std::uint64_t* id) {
-    return call_in_context(&Driver::cuStreamGetCaptureInfo, resolved(stream), status, id);
+    return call_in_context(&Driver::cuStreamGetCaptureInfo, resolve_stream(stream), status, id);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo_v2)
 (Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies, std::size_t* count) {
-    return call_in_context(&Driver::cuStreamGetCaptureInfo_v2, resolved(stream), status, id, graph, dependencies,
+    return call_in_context(&Driver::cuStreamGetCaptureInfo_v2, resolve_stream(stream), status, id, graph, dependencies,
                            count);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo_v3)
 (Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies, const cuda::EdgeData** data,
  std::size_t* count) {
-    return call_in_context(&Driver::cuStreamGetCaptureInfo_v3, resolved(stream), status, id, graph, dependencies, data,
-                           count);
+    return call_in_context(&Driver::cuStreamGetCaptureInfo_v3, resolve_stream(stream), status, id, graph, dependencies,
+                           data, count);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies)
 (Handle stream, Handle* dependencies, std::size_t count, unsigned flags) {
-    return call_in_context(&Driver::cuStreamUpdateCaptureDependencies, resolved(stream), dependencies, count, flags);
+    return call_in_context(&Driver::cuStreamUpdateCaptureDependencies, resolve_stream(stream), dependencies, count,
+                           flags);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies_v2)
@@ -51,15 +52,15 @@ GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies_v2)
 GDRKIT_STREAM_FORM(cudaStreamGetCaptureInfo)
 (Handle stream, int* status, std::uint64_t* id, Handle* graph, const Handle** dependencies, const cuda::EdgeData** data,
  std::size_t* count) {
-    return call_in_context(&Driver::cuStreamGetCaptureInfo_v3, resolved(stream), status, id, graph, dependencies, data,
-                           count);
+    return call_in_context(&Driver::cuStreamGetCaptureInfo_v3, resolve_stream(stream), status, id, graph, dependencies,
+                           data, count);
 }
 
 GDRKIT_STREAM_FORM(cudaStreamUpdateCaptureDependencies)
 (Handle stream, Handle* dependencies, const cuda::EdgeData* data, std::size_t count, unsigned flags) {
 #endif
-    return call_in_context(&Driver::cuStreamUpdateCaptureDependencies_v2, resolved(stream), dependencies, data, count,
-                           flags);
+    return call_in_context(&Driver::cuStreamUpdateCaptureDependencies_v2, resolve_stream(stream), dependencies, data,
+                           count, flags);
 }
 
 GDRKIT_STREAM_FORM(cudaGraphInstantiateWithParams)
@@ -68,11 +69,11 @@ GDRKIT_STREAM_FORM(cudaGraphInstantiateWithParams)
 }
 
 GDRKIT_STREAM_FORM(cudaGraphUpload)(Handle executable, Handle stream) {
-    return call_in_context(&Driver::cuGraphUpload, executable, resolved(stream));
+    return call_in_context(&Driver::cuGraphUpload, executable, resolve_stream(stream));
 }
 
 GDRKIT_STREAM_FORM(cudaGraphLaunch)(Handle executable, Handle stream) {
-    return call_in_context(&Driver::cuGraphLaunch, executable, resolved(stream));
+    return call_in_context(&Driver::cuGraphLaunch, executable, resolve_stream(stream));
 }
 
 } // namespace gdrkit::twin::cudart

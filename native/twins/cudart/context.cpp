@@ -41,7 +41,7 @@ Error select_device(Device device) {
     Handle context = 0;
     Error error = check_device(device);
     if (error == success) {
-        error = primary_context_of(device, &context);
+        error = get_primary_context(device, &context);
     }
     if (error == success) {
         error = call(&Driver::cuCtxSetCurrent, context);
@@ -60,10 +60,10 @@ bool is_active(Device device) {
 
 // Return whether the context is a primary context that was reset, by any thread, and store its device.
 bool was_reset(Handle context, Device* device) {
-    const auto found =
+    const auto primary_entry =
         std::ranges::find_if(primaries(), [=](const Primary& primary) { return primary.context.load() == context; });
-    const auto ordinal = static_cast<Device>(found - primaries().begin());
-    if (found == primaries().end() || is_active(ordinal)) {
+    const auto ordinal = static_cast<Device>(primary_entry - primaries().begin());
+    if (primary_entry == primaries().end() || is_active(ordinal)) {
         return false;
     }
     *device = ordinal;
@@ -83,7 +83,7 @@ bool is_primary(Handle context, Device device) {
 Error reset_device() {
     Device device = 0;
     Handle context = 0;
-    current_device(&device);
+    find_current_device(&device);
     if (!is_active(device)) {
         return success;
     }
@@ -125,7 +125,7 @@ Error check_device(Device device) {
     return device >= 0 && device < count ? success : invalid_device;
 }
 
-Error primary_context_of(Device device, Handle* context) {
+Error get_primary_context(Device device, Handle* context) {
     Primary& primary = primaries().at(static_cast<std::size_t>(device));
     std::lock_guard lock(primary.mutex);
     if (!primary.is_retained || !is_active(device)) {
@@ -152,7 +152,7 @@ Error ensure_context() {
     return context == 0 || was_reset(context, &device) ? select_device(device) : success;
 }
 
-Error current_device(Device* device) {
+Error find_current_device(Device* device) {
     Handle context = 0;
     *device = selected_device;
     if (call(&Driver::cuCtxGetCurrent, &context) == success && context != 0 && !was_reset(context, device)) {
@@ -165,11 +165,11 @@ Error current_device(Device* device) {
 }
 
 GDRKIT_CUDART_ENTRY Error cudaSetDevice(Device device) {
-    return entry([&] { return select_device(device); });
+    return run_entry([&] { return select_device(device); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaInitDevice(Device device, unsigned device_flags, unsigned flags) {
-    return entry([&] {
+    return run_entry([&] {
         if ((flags & ~init_device_flags_are_valid) != 0) {
             return invalid_value;
         }
@@ -178,16 +178,16 @@ GDRKIT_CUDART_ENTRY Error cudaInitDevice(Device device, unsigned device_flags, u
             error = call(&Driver::cuDevicePrimaryCtxSetFlags_v2, device, device_flags);
         }
         Handle context = 0;
-        return error == success ? primary_context_of(device, &context) : error;
+        return error == success ? get_primary_context(device, &context) : error;
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetDevice(Device* device) {
-    return entry([&] { return device == nullptr ? invalid_value : current_device(device); });
+    return run_entry([&] { return device == nullptr ? invalid_value : find_current_device(device); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceReset() {
-    return entry([] { return reset_device(); });
+    return run_entry([] { return reset_device(); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceSynchronize() {
@@ -203,15 +203,15 @@ GDRKIT_CUDART_ENTRY Error cudaDeviceGetLimit(std::size_t* value, int limit) {
 }
 
 GDRKIT_CUDART_ENTRY Error cudaSetDeviceFlags(unsigned flags) {
-    return entry([&] {
+    return run_entry([&] {
         Device device = 0;
-        current_device(&device);
+        find_current_device(&device);
         return call(&Driver::cuDevicePrimaryCtxSetFlags_v2, device, flags);
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetDeviceFlags(unsigned* flags) {
-    return entry([&] {
+    return run_entry([&] {
         Handle context = 0;
         if (flags == nullptr) {
             return invalid_value;
@@ -234,22 +234,22 @@ GDRKIT_CUDART_ENTRY Error cudaDeviceFlushGPUDirectRDMAWrites(int target, int sco
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceEnablePeerAccess(Device peer, unsigned flags) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         Handle context = 0;
         Error error = check_device(peer);
         if (error == success) {
-            error = primary_context_of(peer, &context);
+            error = get_primary_context(peer, &context);
         }
         return error == success ? call(&Driver::cuCtxEnablePeerAccess, context, flags) : error;
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceDisablePeerAccess(Device peer) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         Handle context = 0;
         Error error = check_device(peer);
         if (error == success) {
-            error = primary_context_of(peer, &context);
+            error = get_primary_context(peer, &context);
         }
         return error == success ? call(&Driver::cuCtxDisablePeerAccess, context) : error;
     });

@@ -13,13 +13,13 @@ Error copy(void* to, const void* from, std::size_t length_bytes, int kind) {
     switch (kind) {
     case host_to_host:
     case inferred:
-        return call(&Driver::cuMemcpy, address_of(to), address_of(from), length_bytes);
+        return call(&Driver::cuMemcpy, to_address(to), to_address(from), length_bytes);
     case host_to_device:
-        return call(&Driver::cuMemcpyHtoD_v2, address_of(to), from, length_bytes);
+        return call(&Driver::cuMemcpyHtoD_v2, to_address(to), from, length_bytes);
     case device_to_host:
-        return call(&Driver::cuMemcpyDtoH_v2, to, address_of(from), length_bytes);
+        return call(&Driver::cuMemcpyDtoH_v2, to, to_address(from), length_bytes);
     case device_to_device:
-        return call(&Driver::cuMemcpyDtoD_v2, address_of(to), address_of(from), length_bytes);
+        return call(&Driver::cuMemcpyDtoD_v2, to_address(to), to_address(from), length_bytes);
     default:
         return invalid_memcpy_direction;
     }
@@ -32,22 +32,22 @@ Error copy_in_stream(void* to, const void* from, std::size_t length_bytes, int k
     switch (kind) {
     case host_to_host:
     case inferred:
-        return call(&Driver::cuMemcpyAsync, address_of(to), address_of(from), length_bytes, stream);
+        return call(&Driver::cuMemcpyAsync, to_address(to), to_address(from), length_bytes, stream);
     case host_to_device:
-        return call(&Driver::cuMemcpyHtoDAsync_v2, address_of(to), from, length_bytes, stream);
+        return call(&Driver::cuMemcpyHtoDAsync_v2, to_address(to), from, length_bytes, stream);
     case device_to_host:
-        return call(&Driver::cuMemcpyDtoHAsync_v2, to, address_of(from), length_bytes, stream);
+        return call(&Driver::cuMemcpyDtoHAsync_v2, to, to_address(from), length_bytes, stream);
     case device_to_device:
-        return call(&Driver::cuMemcpyDtoDAsync_v2, address_of(to), address_of(from), length_bytes, stream);
+        return call(&Driver::cuMemcpyDtoDAsync_v2, to_address(to), to_address(from), length_bytes, stream);
     default:
         return invalid_memcpy_direction;
     }
 }
 
-cuda::Copy2d copy_of_rows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                          std::size_t width_bytes, std::size_t height, int kind) {
-    return {{0, 0, source_of(kind), from, address_of(from), nullptr, from_pitch},
-            {0, 0, destination_of(kind), to, address_of(to), nullptr, to_pitch},
+cuda::Copy2d make_rows_copy(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                            std::size_t width_bytes, std::size_t height, int kind) {
+    return {{0, 0, get_source_type(kind), from, to_address(from), nullptr, from_pitch},
+            {0, 0, get_destination_type(kind), to, to_address(to), nullptr, to_pitch},
             width_bytes,
             height};
 }
@@ -83,10 +83,10 @@ Error convert(const PeerCopy3d* copy, cuda::Copy3d* converted) {
         error = convert(&plain, converted);
     }
     if (error == success) {
-        error = primary_context_of(copy->from_device, &converted->from.context);
+        error = get_primary_context(copy->from_device, &converted->from.context);
     }
     if (error == success) {
-        error = primary_context_of(copy->to_device, &converted->to.context);
+        error = get_primary_context(copy->to_device, &converted->to.context);
     }
     return error;
 }
@@ -143,7 +143,7 @@ Error fill_volume(const PitchedPointer& memory, int value, const Extent& extent,
     if (extent.width == 0 || extent.height == 0 || extent.depth == 0) {
         return success;
     }
-    Volume volume{address_of(memory.pointer), memory.pitch, 0, extent, byte_of(value)};
+    Volume volume{to_address(memory.pointer), memory.pitch, 0, extent, byte_of(value)};
     // The height of the memory counts only with several slices.
     if (extent.depth > 1 &&
         (extent.height > memory.y_size || __builtin_mul_overflow(memory.y_size, memory.pitch, &volume.slice_bytes))) {
@@ -179,22 +179,22 @@ Error fill_volume_synchronously(const PitchedPointer& memory, int value, const E
 } // namespace
 
 GDRKIT_SYNC_FORM(cudaMemcpy)(void* to, const void* from, std::size_t length_bytes, int kind) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return is_per_thread ? finish(copy_in_stream(to, from, length_bytes, kind, per_thread_stream))
                              : copy(to, from, length_bytes, kind);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpyAsync)(void* to, const void* from, std::size_t length_bytes, int kind, Handle stream) {
-    return entry_in_context([&] { return copy_in_stream(to, from, length_bytes, kind, resolved(stream)); });
+    return run_entry_in_context([&] { return copy_in_stream(to, from, length_bytes, kind, resolve_stream(stream)); });
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy2D)
 (void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width_bytes, std::size_t height,
  int kind) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return check_rows(to_pitch, from_pitch, width_bytes, height, kind, [&] {
-            const cuda::Copy2d copy = copy_of_rows(to, to_pitch, from, from_pitch, width_bytes, height, kind);
+            const cuda::Copy2d copy = make_rows_copy(to, to_pitch, from, from_pitch, width_bytes, height, kind);
             return is_per_thread ? finish(call(&Driver::cuMemcpy2DAsync_v2, &copy, per_thread_stream))
                                  : call(&Driver::cuMemcpy2DUnaligned_v2, &copy);
         });
@@ -204,16 +204,16 @@ GDRKIT_SYNC_FORM(cudaMemcpy2D)
 GDRKIT_STREAM_FORM(cudaMemcpy2DAsync)
 (void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch, std::size_t width_bytes, std::size_t height,
  int kind, Handle stream) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return check_rows(to_pitch, from_pitch, width_bytes, height, kind, [&] {
-            const cuda::Copy2d copy = copy_of_rows(to, to_pitch, from, from_pitch, width_bytes, height, kind);
-            return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolved(stream));
+            const cuda::Copy2d copy = make_rows_copy(to, to_pitch, from, from_pitch, width_bytes, height, kind);
+            return call(&Driver::cuMemcpy2DAsync_v2, &copy, resolve_stream(stream));
         });
     });
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy3D)(const Copy3d* copy) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return convert_and_run(copy, [](const cuda::Copy3d* converted) {
             return is_per_thread ? finish(call(&Driver::cuMemcpy3DAsync_v2, converted, per_thread_stream))
                                  : call(&Driver::cuMemcpy3D_v2, converted);
@@ -222,67 +222,68 @@ GDRKIT_SYNC_FORM(cudaMemcpy3D)(const Copy3d* copy) {
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy3DAsync)(const Copy3d* copy, Handle stream) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return convert_and_run(copy, [&](const cuda::Copy3d* converted) {
-            return call(&Driver::cuMemcpy3DAsync_v2, converted, resolved(stream));
+            return call(&Driver::cuMemcpy3DAsync_v2, converted, resolve_stream(stream));
         });
     });
 }
 
 GDRKIT_SYNC_FORM(cudaMemcpy3DPeer)(const PeerCopy3d* copy) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return convert_and_run(copy,
                                [](const cuda::Copy3d* converted) { return call(&Driver::cuMemcpy3DPeer, converted); });
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemcpy3DPeerAsync)(const PeerCopy3d* copy, Handle stream) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return convert_and_run(copy, [&](const cuda::Copy3d* converted) {
-            return call(&Driver::cuMemcpy3DPeerAsync, converted, resolved(stream));
+            return call(&Driver::cuMemcpy3DPeerAsync, converted, resolve_stream(stream));
         });
     });
 }
 
 GDRKIT_SYNC_FORM(cudaMemset)(void* to, int value, std::size_t length_bytes) {
-    return entry_in_context([&] {
-        return is_per_thread ? finish(call(&Driver::cuMemsetD8Async, address_of(to), byte_of(value), length_bytes,
+    return run_entry_in_context([&] {
+        return is_per_thread ? finish(call(&Driver::cuMemsetD8Async, to_address(to), byte_of(value), length_bytes,
                                            per_thread_stream))
-                             : call(&Driver::cuMemsetD8_v2, address_of(to), byte_of(value), length_bytes);
+                             : call(&Driver::cuMemsetD8_v2, to_address(to), byte_of(value), length_bytes);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemsetAsync)(void* to, int value, std::size_t length_bytes, Handle stream) {
-    return entry_in_context(
-        [&] { return call(&Driver::cuMemsetD8Async, address_of(to), byte_of(value), length_bytes, resolved(stream)); });
+    return run_entry_in_context([&] {
+        return call(&Driver::cuMemsetD8Async, to_address(to), byte_of(value), length_bytes, resolve_stream(stream));
+    });
 }
 
 GDRKIT_SYNC_FORM(cudaMemset2D)(void* to, std::size_t pitch, int value, std::size_t width_bytes, std::size_t height) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return is_per_thread
-                   ? finish(call(&Driver::cuMemsetD2D8Async, address_of(to), pitch, byte_of(value), width_bytes, height,
+                   ? finish(call(&Driver::cuMemsetD2D8Async, to_address(to), pitch, byte_of(value), width_bytes, height,
                                  per_thread_stream))
-                   : call(&Driver::cuMemsetD2D8_v2, address_of(to), pitch, byte_of(value), width_bytes, height);
+                   : call(&Driver::cuMemsetD2D8_v2, to_address(to), pitch, byte_of(value), width_bytes, height);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemset2DAsync)
 (void* to, std::size_t pitch, int value, std::size_t width_bytes, std::size_t height, Handle stream) {
-    return entry_in_context([&] {
-        return call(&Driver::cuMemsetD2D8Async, address_of(to), pitch, byte_of(value), width_bytes, height,
-                    resolved(stream));
+    return run_entry_in_context([&] {
+        return call(&Driver::cuMemsetD2D8Async, to_address(to), pitch, byte_of(value), width_bytes, height,
+                    resolve_stream(stream));
     });
 }
 
 GDRKIT_SYNC_FORM(cudaMemset3D)(PitchedPointer memory, int value, Extent extent) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return is_per_thread ? finish(fill_volume_in_stream(memory, value, extent, per_thread_stream))
                              : fill_volume_synchronously(memory, value, extent);
     });
 }
 
 GDRKIT_STREAM_FORM(cudaMemset3DAsync)(PitchedPointer memory, int value, Extent extent, Handle stream) {
-    return entry_in_context([&] { return fill_volume_in_stream(memory, value, extent, resolved(stream)); });
+    return run_entry_in_context([&] { return fill_volume_in_stream(memory, value, extent, resolve_stream(stream)); });
 }
 
 #if GDRKIT_CUDART_MAJOR == 12
@@ -296,9 +297,9 @@ GDRKIT_STREAM_FORM(cudaMemcpyBatchAsync)
     std::size_t ignored_index = 0;
     std::size_t* const failed_index = &ignored_index;
 #endif
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         return call(&Driver::cuMemcpyBatchAsync, to, from, lengths_bytes, count, attributes, attribute_indices,
-                    attribute_count, failed_index, resolved(stream));
+                    attribute_count, failed_index, resolve_stream(stream));
     });
 }
 

@@ -189,14 +189,14 @@ Error find_entry_point(const char* name, void** function, int version, std::uint
     return success;
 }
 
-std::uint64_t flags_of_thread(std::uint64_t flags) {
+std::uint64_t add_thread_flags(std::uint64_t flags) {
     return flags == entry_point_default ? entry_point_per_thread_stream : flags;
 }
 
 } // namespace
 
 GDRKIT_CUDART_ENTRY Error cudaGetDeviceCount(int* count) {
-    return entry_before_init([&] {
+    return run_entry_before_init([&] {
         if (count == nullptr) {
             return invalid_value;
         }
@@ -210,41 +210,41 @@ GDRKIT_CUDART_ENTRY Error cudaGetDeviceCount(int* count) {
 #if GDRKIT_CUDART_MAJOR == 12
 // Programs that were built for CUDA 11 have a shorter structure.
 GDRKIT_CUDART_ENTRY Error cudaGetDeviceProperties(DeviceProperties* properties, Device device) {
-    return entry(
+    return run_entry(
         [&] { return get_properties(properties, device, offsetof(DeviceProperties, host_register_supported)); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetDeviceProperties_v2(DeviceProperties* properties, Device device) {
-    return entry([&] { return get_properties(properties, device, sizeof *properties); });
+    return run_entry([&] { return get_properties(properties, device, sizeof *properties); });
 }
 #else
 GDRKIT_CUDART_ENTRY Error cudaGetDeviceProperties(DeviceProperties* properties, Device device) {
-    return entry([&] { return get_properties(properties, device, sizeof *properties); });
+    return run_entry([&] { return get_properties(properties, device, sizeof *properties); });
 }
 #endif
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceGetAttribute(int* value, int attribute, Device device) {
-    return entry([&] { return call(&Driver::cuDeviceGetAttribute, value, attribute, device); });
+    return run_entry([&] { return call(&Driver::cuDeviceGetAttribute, value, attribute, device); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceGetP2PAttribute(int* value, int attribute, Device from, Device to) {
-    return entry([&] { return call(&Driver::cuDeviceGetP2PAttribute, value, attribute, from, to); });
+    return run_entry([&] { return call(&Driver::cuDeviceGetP2PAttribute, value, attribute, from, to); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceCanAccessPeer(int* can_access, Device device, Device peer) {
-    return entry([&] { return call(&Driver::cuDeviceCanAccessPeer, can_access, device, peer); });
+    return run_entry([&] { return call(&Driver::cuDeviceCanAccessPeer, can_access, device, peer); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceGetPCIBusId(char* text, int length_bytes, Device device) {
-    return entry([&] { return call(&Driver::cuDeviceGetPCIBusId, text, length_bytes, device); });
+    return run_entry([&] { return call(&Driver::cuDeviceGetPCIBusId, text, length_bytes, device); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceGetByPCIBusId(Device* device, const char* text) {
-    return entry([&] { return call(&Driver::cuDeviceGetByPCIBusId, device, text); });
+    return run_entry([&] { return call(&Driver::cuDeviceGetByPCIBusId, device, text); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDriverGetVersion(int* version) {
-    return entry_before_init([&] {
+    return run_entry_before_init([&] {
         if (version == nullptr) {
             return invalid_value;
         }
@@ -255,7 +255,7 @@ GDRKIT_CUDART_ENTRY Error cudaDriverGetVersion(int* version) {
 }
 
 GDRKIT_CUDART_ENTRY Error cudaRuntimeGetVersion(int* version) {
-    return entry_before_init([&] {
+    return run_entry_before_init([&] {
         if (version == nullptr) {
             return invalid_value;
         }
@@ -266,12 +266,12 @@ GDRKIT_CUDART_ENTRY Error cudaRuntimeGetVersion(int* version) {
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version,
                                                            std::uint64_t flags, int* status) {
-    return entry([&] { return find_entry_point(name, function, static_cast<int>(version), flags, status); });
+    return run_entry([&] { return find_entry_point(name, function, static_cast<int>(version), flags, status); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPointByVersion_ptsz(const char* name, void** function, unsigned version,
                                                                 std::uint64_t flags, int* status) {
-    return cudaGetDriverEntryPointByVersion(name, function, version, flags_of_thread(flags), status);
+    return cudaGetDriverEntryPointByVersion(name, function, version, add_thread_flags(flags), status);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPoint(const char* name, void** function, std::uint64_t flags, int* status) {
@@ -280,7 +280,7 @@ GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPoint(const char* name, void** funct
 
 GDRKIT_CUDART_ENTRY Error cudaGetDriverEntryPoint_ptsz(const char* name, void** function, std::uint64_t flags,
                                                        int* status) {
-    return cudaGetDriverEntryPoint(name, function, flags_of_thread(flags), status);
+    return cudaGetDriverEntryPoint(name, function, add_thread_flags(flags), status);
 }
 
 GDRKIT_CUDART_ENTRY ChannelFormat cudaCreateChannelDesc(int x, int y, int z, int w, int kind) {

@@ -27,11 +27,11 @@ Error call(int (*Driver::*function)(Parameters...), Arguments... arguments) {
     if (!driver().is_loaded) {
         return insufficient_driver;
     }
-    const auto entry = driver().*function;
-    return entry == nullptr ? call_requires_newer_driver : static_cast<Error>(entry(arguments...));
+    const auto driver_function = driver().*function;
+    return driver_function == nullptr ? call_requires_newer_driver : static_cast<Error>(driver_function(arguments...));
 }
 
-inline Address address_of(const void* pointer) {
+inline Address to_address(const void* pointer) {
     return reinterpret_cast<Address>(pointer);
 }
 

@@ -22,16 +22,16 @@ Error initialize_driver();
 Error ensure_context();
 
 // Create the primary context of a device if it does not exist, and return its handle.
-Error primary_context_of(Device device, Handle* context);
+Error get_primary_context(Device device, Handle* context);
 
 // Store the device of the current context, or the device that the calling thread has selected if it has no context.
-Error current_device(Device* device);
+Error find_current_device(Device* device);
 
 // Return success if the device exists.
 Error check_device(Device device);
 
 // Run the body of an exported function, convert its exceptions to error codes, and record its error.
-template <typename Body> Error entry_before_init(Body&& body) {
+template <typename Body> Error run_entry_before_init(Body&& body) {
     try {
         return record(std::forward<Body>(body)());
     } catch (const std::bad_alloc&) {
@@ -42,16 +42,16 @@ template <typename Body> Error entry_before_init(Body&& body) {
 }
 
 // Run the body of an exported function that requires the driver, but no context.
-template <typename Body> Error entry(Body&& body) {
-    return entry_before_init([&] {
+template <typename Body> Error run_entry(Body&& body) {
+    return run_entry_before_init([&] {
         const Error error = initialize_driver();
         return error == success ? std::forward<Body>(body)() : error;
     });
 }
 
 // Run the body of an exported function that requires a context.
-template <typename Body> Error entry_in_context(Body&& body) {
-    return entry_before_init([&] {
+template <typename Body> Error run_entry_in_context(Body&& body) {
+    return run_entry_before_init([&] {
         const Error error = ensure_context();
         return error == success ? std::forward<Body>(body)() : error;
     });
@@ -60,7 +60,7 @@ template <typename Body> Error entry_in_context(Body&& body) {
 // Call a function of the driver in the context of the calling thread.
 template <typename... Parameters, typename... Arguments>
 Error call_in_context(int (*Driver::*function)(Parameters...), Arguments... arguments) {
-    return entry_in_context([&] { return call(function, arguments...); });
+    return run_entry_in_context([&] { return call(function, arguments...); });
 }
 
 // Print one line on stderr, once in the process for each subject: `subject` and then `text`.

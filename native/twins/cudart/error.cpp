@@ -200,20 +200,20 @@ GDRKIT_CUDART_ENTRY Error cudaPeekAtLastError() {
 }
 
 GDRKIT_CUDART_ENTRY const char* cudaGetErrorName(int code) {
-    const ErrorName* const found = find_name(code);
-    return found == nullptr ? unrecognized : found->name;
+    const ErrorName* const error_name = find_name(code);
+    return error_name == nullptr ? unrecognized : error_name->name;
 }
 
 GDRKIT_CUDART_ENTRY const char* cudaGetErrorString(int code) {
-    const ErrorName* const found = find_name(code);
-    if (found == nullptr) {
+    const ErrorName* const error_name = find_name(code);
+    if (error_name == nullptr) {
         return unrecognized;
     }
-    const char* text = found->text;
+    const char* text = error_name->text;
     if (text == nullptr && call(&Driver::cuGetErrorString, code, &text) != success) {
         text = nullptr;
     }
-    return text == nullptr ? found->name : text;
+    return text == nullptr ? error_name->name : text;
 }
 
 } // namespace gdrkit::twin::cudart

@@ -23,7 +23,7 @@ inline constexpr bool is_per_thread = false;
 #endif
 
 // Return the stream that the driver gets for the stream argument of this form.
-inline Handle resolved(Handle stream) {
+inline Handle resolve_stream(Handle stream) {
     return is_per_thread && stream == 0 ? per_thread_stream : stream;
 }
 

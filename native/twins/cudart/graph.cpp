@@ -31,7 +31,7 @@ static_assert(sizeof(NodeParameters) == sizeof(cuda::NodeParameterUnion));
 
 // Run `body` with the current context, in which the nodes of a graph run.
 template <typename Body> Error with_context(Body&& body) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         Handle context = 0;
         const Error error = call(&Driver::cuCtxGetCurrent, &context);
         return error == success ? body(context) : error;
@@ -48,7 +48,7 @@ template <typename Body> Error with_copy(const Copy3d* copy, Body&& body) {
 }
 
 // Describe a copy of one range.
-Copy3d copy_of_range(void* to, const void* from, std::size_t length_bytes, int kind) {
+Copy3d make_range_copy(void* to, const void* from, std::size_t length_bytes, int kind) {
     return {nullptr,
             {},
             {const_cast<void*>(from), length_bytes, length_bytes, 1},
@@ -59,27 +59,27 @@ Copy3d copy_of_range(void* to, const void* from, std::size_t length_bytes, int k
             kind};
 }
 
-PitchedPointer pointer_of(const cuda::CopySide3d& side) {
+PitchedPointer make_pitched_pointer(const cuda::CopySide3d& side) {
     void* const pointer =
         side.memory_type == cuda::memory_host ? const_cast<void*>(side.host) : reinterpret_cast<void*>(side.device);
     return {pointer, side.pitch_bytes, side.pitch_bytes, side.height};
 }
 
-Position position_of(const cuda::CopySide3d& side) {
+Position make_position(const cuda::CopySide3d& side) {
     return {side.x_bytes, side.y, side.z};
 }
 
 Error query_copy(Handle node, Copy3d* copy) {
-    cuda::Copy3d found{};
-    const Error error = copy == nullptr ? invalid_value : call(&Driver::cuGraphMemcpyNodeGetParams, node, &found);
+    cuda::Copy3d driver_copy{};
+    const Error error = copy == nullptr ? invalid_value : call(&Driver::cuGraphMemcpyNodeGetParams, node, &driver_copy);
     if (error == success) {
         *copy = {nullptr,
-                 position_of(found.from),
-                 pointer_of(found.from),
+                 make_position(driver_copy.from),
+                 make_pitched_pointer(driver_copy.from),
                  nullptr,
-                 position_of(found.to),
-                 pointer_of(found.to),
-                 {found.width_bytes, found.height, found.depth},
+                 make_position(driver_copy.to),
+                 make_pitched_pointer(driver_copy.to),
+                 {driver_copy.width_bytes, driver_copy.height, driver_copy.depth},
                  inferred};
     }
     return error;
@@ -205,7 +205,7 @@ PASS(cudaGraphAddMemAllocNode, cuGraphAddMemAllocNode,
      node, graph, dependencies, count, parameters)
 PASS(cudaGraphAddMemFreeNode, cuGraphAddMemFreeNode,
      (Handle * node, Handle graph, const Handle* dependencies, std::size_t count, void* pointer), node, graph,
-     dependencies, count, address_of(pointer))
+     dependencies, count, to_address(pointer))
 
 GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode(Handle* node, Handle graph, const Handle* dependencies,
                                                  std::size_t count, const Copy3d* copy) {
@@ -217,7 +217,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode(Handle* node, Handle graph, con
 GDRKIT_CUDART_ENTRY Error cudaGraphAddMemcpyNode1D(Handle* node, Handle graph, const Handle* dependencies,
                                                    std::size_t count, void* to, const void* from,
                                                    std::size_t length_bytes, int kind) {
-    const Copy3d copy = copy_of_range(to, from, length_bytes, kind);
+    const Copy3d copy = make_range_copy(to, from, length_bytes, kind);
     return cudaGraphAddMemcpyNode(node, graph, dependencies, count, &copy);
 }
 
@@ -229,7 +229,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphAddMemsetNode(Handle* node, Handle graph, con
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeGetParams(Handle node, Copy3d* copy) {
-    return entry_in_context([&] { return query_copy(node, copy); });
+    return run_entry_in_context([&] { return query_copy(node, copy); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams(Handle node, const Copy3d* copy) {
@@ -240,7 +240,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams(Handle node, const Copy3d
 
 GDRKIT_CUDART_ENTRY Error cudaGraphMemcpyNodeSetParams1D(Handle node, void* to, const void* from,
                                                          std::size_t length_bytes, int kind) {
-    const Copy3d copy = copy_of_range(to, from, length_bytes, kind);
+    const Copy3d copy = make_range_copy(to, from, length_bytes, kind);
     return cudaGraphMemcpyNodeSetParams(node, &copy);
 }
 
@@ -295,7 +295,7 @@ GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams(Handle executable, Ha
 
 GDRKIT_CUDART_ENTRY Error cudaGraphExecMemcpyNodeSetParams1D(Handle executable, Handle node, void* to, const void* from,
                                                              std::size_t length_bytes, int kind) {
-    const Copy3d copy = copy_of_range(to, from, length_bytes, kind);
+    const Copy3d copy = make_range_copy(to, from, length_bytes, kind);
     return cudaGraphExecMemcpyNodeSetParams(executable, node, &copy);
 }
 

@@ -31,7 +31,7 @@ struct Configuration {
 };
 thread_local std::vector<Configuration> configurations;
 
-std::string readable_name(const std::string& symbol) {
+std::string make_readable_name(const std::string& symbol) {
     int status = 0;
     char* const demangled = abi::__cxa_demangle(symbol.c_str(), nullptr, nullptr, &status);
     std::string name = demangled != nullptr ? demangled : symbol;
@@ -41,16 +41,16 @@ std::string readable_name(const std::string& symbol) {
 
 // Refuse a function that needs a kernel, and name the kernel. A kernel is identified by its host function.
 Error refuse(const char* operation, const void* kernel) {
-    return entry_before_init([&] {
+    return run_entry_before_init([&] {
         std::string name;
         {
             Kernels& state = kernels();
             std::lock_guard lock(state.mutex);
-            const auto found = state.names.find(kernel);
-            if (found == state.names.end()) {
+            const auto entry = state.names.find(kernel);
+            if (entry == state.names.end()) {
                 return invalid_device_function;
             }
-            name = readable_name(found->second);
+            name = make_readable_name(entry->second);
         }
         print_once((operation + (" of the kernel " + name)).c_str(),
                    "fails with cudaErrorNotSupported: the software twin of CUDA runs no kernels");
@@ -111,7 +111,7 @@ GDRKIT_CUDART_ENTRY Error __cudaPopCallConfiguration(Dimensions* grid, Dimension
 
 // The handle of a kernel is the address of its host function.
 GDRKIT_CUDART_ENTRY Error cudaGetKernel(const void** kernel, const void* host_function) {
-    return entry_before_init([&] {
+    return run_entry_before_init([&] {
         if (kernel == nullptr) {
             return invalid_value;
         }

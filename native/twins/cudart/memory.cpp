@@ -49,15 +49,16 @@ Error query_pointer(PointerAttributes* attributes, const void* pointer) {
         return invalid_value;
     }
     std::uint32_t type = 0, is_managed = 0;
-    PointerAttributes found{};
+    PointerAttributes new_attributes{};
     const int names[] = {cuda::pointer_memory_type, cuda::pointer_is_managed, cuda::pointer_device_ordinal,
                          cuda::pointer_device_pointer, cuda::pointer_host_pointer};
-    void* values[] = {&type, &is_managed, &found.device, &found.device_pointer, &found.host_pointer};
+    void* values[] = {&type, &is_managed, &new_attributes.device, &new_attributes.device_pointer,
+                      &new_attributes.host_pointer};
     const Error error = call(&Driver::cuPointerGetAttributes, unsigned{std::size(names)},
-                             static_cast<const int*>(names), static_cast<void**>(values), address_of(pointer));
+                             static_cast<const int*>(names), static_cast<void**>(values), to_address(pointer));
     if (error == success) {
-        found.type = is_managed != 0 ? memory_managed : static_cast<std::int32_t>(type);
-        *attributes = found;
+        new_attributes.type = is_managed != 0 ? memory_managed : static_cast<std::int32_t>(type);
+        *attributes = new_attributes;
     }
     return error;
 }
@@ -65,20 +66,20 @@ Error query_pointer(PointerAttributes* attributes, const void* pointer) {
 } // namespace
 
 GDRKIT_CUDART_ENTRY Error cudaMalloc(void** pointer, std::size_t length_bytes) {
-    return entry_in_context([&] { return allocate(pointer, length_bytes); });
+    return run_entry_in_context([&] { return allocate(pointer, length_bytes); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaFree(void* pointer) {
-    return call_in_context(&Driver::cuMemFree_v2, address_of(pointer));
+    return call_in_context(&Driver::cuMemFree_v2, to_address(pointer));
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMallocPitch(void** pointer, std::size_t* pitch, std::size_t width_bytes,
                                           std::size_t height) {
-    return entry_in_context([&] { return allocate_pitched(pointer, pitch, width_bytes, height); });
+    return run_entry_in_context([&] { return allocate_pitched(pointer, pitch, width_bytes, height); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         if (pointer == nullptr) {
             return invalid_value;
         }
@@ -86,17 +87,17 @@ GDRKIT_CUDART_ENTRY Error cudaMalloc3D(PitchedPointer* pointer, Extent extent) {
         if (__builtin_mul_overflow(extent.height, extent.depth, &row_count)) {
             return memory_allocation;
         }
-        PitchedPointer made{nullptr, 0, extent.width, extent.height};
-        const Error error = allocate_pitched(&made.pointer, &made.pitch, extent.width, row_count);
+        PitchedPointer allocated{nullptr, 0, extent.width, extent.height};
+        const Error error = allocate_pitched(&allocated.pointer, &allocated.pitch, extent.width, row_count);
         if (error == success) {
-            *pointer = made;
+            *pointer = allocated;
         }
         return error;
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_bytes, unsigned flags) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         // The real runtime allocates nothing and succeeds. The driver refuses 0 bytes.
         if (pointer != nullptr && length_bytes == 0) {
             *pointer = nullptr;
@@ -108,7 +109,7 @@ GDRKIT_CUDART_ENTRY Error cudaMallocManaged(void** pointer, std::size_t length_b
 
 #if GDRKIT_CUDART_MAJOR == 12
 GDRKIT_CUDART_ENTRY Error cudaMemAdvise(const void* pointer, std::size_t length_bytes, int advice, Device device) {
-    return call_in_context(&Driver::cuMemAdvise, address_of(pointer), length_bytes, advice, device);
+    return call_in_context(&Driver::cuMemAdvise, to_address(pointer), length_bytes, advice, device);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemAdvise_v2(const void* pointer, std::size_t length_bytes, int advice,
@@ -117,27 +118,27 @@ GDRKIT_CUDART_ENTRY Error cudaMemAdvise_v2(const void* pointer, std::size_t leng
 GDRKIT_CUDART_ENTRY Error cudaMemAdvise(const void* pointer, std::size_t length_bytes, int advice,
                                         cuda::Location location) {
 #endif
-    return call_in_context(&Driver::cuMemAdvise_v2, address_of(pointer), length_bytes, advice, location);
+    return call_in_context(&Driver::cuMemAdvise_v2, to_address(pointer), length_bytes, advice, location);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemRangeGetAttribute(void* data, std::size_t data_bytes, int attribute,
                                                    const void* pointer, std::size_t length_bytes) {
-    return call_in_context(&Driver::cuMemRangeGetAttribute, data, data_bytes, attribute, address_of(pointer),
+    return call_in_context(&Driver::cuMemRangeGetAttribute, data, data_bytes, attribute, to_address(pointer),
                            length_bytes);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemRangeGetAttributes(void** data, std::size_t* data_bytes, int* attributes,
                                                     std::size_t count, const void* pointer, std::size_t length_bytes) {
-    return call_in_context(&Driver::cuMemRangeGetAttributes, data, data_bytes, attributes, count, address_of(pointer),
+    return call_in_context(&Driver::cuMemRangeGetAttributes, data, data_bytes, attributes, count, to_address(pointer),
                            length_bytes);
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMallocHost(void** pointer, std::size_t length_bytes) {
-    return entry_in_context([&] { return allocate_host(pointer, length_bytes, 0); });
+    return run_entry_in_context([&] { return allocate_host(pointer, length_bytes, 0); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaHostAlloc(void** pointer, std::size_t length_bytes, unsigned flags) {
-    return entry_in_context([&] { return allocate_host(pointer, length_bytes, flags); });
+    return run_entry_in_context([&] { return allocate_host(pointer, length_bytes, flags); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaFreeHost(void* pointer) {
@@ -165,19 +166,19 @@ GDRKIT_CUDART_ENTRY Error cudaMemGetInfo(std::size_t* free_bytes, std::size_t* t
 }
 
 GDRKIT_CUDART_ENTRY Error cudaPointerGetAttributes(PointerAttributes* attributes, const void* pointer) {
-    return entry_in_context([&] { return query_pointer(attributes, pointer); });
+    return run_entry_in_context([&] { return query_pointer(attributes, pointer); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceGetDefaultMemPool(Handle* pool, Device device) {
-    return entry([&] { return call(&Driver::cuDeviceGetDefaultMemPool, pool, device); });
+    return run_entry([&] { return call(&Driver::cuDeviceGetDefaultMemPool, pool, device); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceGetMemPool(Handle* pool, Device device) {
-    return entry([&] { return call(&Driver::cuDeviceGetMemPool, pool, device); });
+    return run_entry([&] { return call(&Driver::cuDeviceGetMemPool, pool, device); });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaDeviceSetMemPool(Device device, Handle pool) {
-    return entry([&] { return call(&Driver::cuDeviceSetMemPool, device, pool); });
+    return run_entry([&] { return call(&Driver::cuDeviceSetMemPool, device, pool); });
 }
 
 // The structures of pools are the same in both interfaces.
@@ -232,7 +233,7 @@ GDRKIT_CUDART_ENTRY Error cudaMemPoolImportFromShareableHandle(Handle* pool, voi
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemPoolExportPointer(cuda::IpcHandle* data, void* pointer) {
-    return call_in_context(&Driver::cuMemPoolExportPointer, data, address_of(pointer));
+    return call_in_context(&Driver::cuMemPoolExportPointer, data, to_address(pointer));
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemPoolImportPointer(void** pointer, Handle pool, const cuda::IpcHandle* data) {
@@ -240,7 +241,7 @@ GDRKIT_CUDART_ENTRY Error cudaMemPoolImportPointer(void** pointer, Handle pool, 
 }
 
 GDRKIT_CUDART_ENTRY Error cudaIpcGetMemHandle(cuda::IpcHandle* handle, void* pointer) {
-    return call_in_context(&Driver::cuIpcGetMemHandle, static_cast<void*>(handle), address_of(pointer));
+    return call_in_context(&Driver::cuIpcGetMemHandle, static_cast<void*>(handle), to_address(pointer));
 }
 
 GDRKIT_CUDART_ENTRY Error cudaIpcOpenMemHandle(void** pointer, cuda::IpcHandle handle, unsigned flags) {
@@ -248,7 +249,7 @@ GDRKIT_CUDART_ENTRY Error cudaIpcOpenMemHandle(void** pointer, cuda::IpcHandle h
 }
 
 GDRKIT_CUDART_ENTRY Error cudaIpcCloseMemHandle(void* pointer) {
-    return call_in_context(&Driver::cuIpcCloseMemHandle, address_of(pointer));
+    return call_in_context(&Driver::cuIpcCloseMemHandle, to_address(pointer));
 }
 
 GDRKIT_CUDART_ENTRY Error cudaIpcGetEventHandle(cuda::IpcHandle* handle, Handle event) {

@@ -11,25 +11,26 @@ inline bool is_valid_kind(int kind) {
 }
 
 // The memory that one side of a copy must be in. The driver finds out itself what inferred memory is.
-inline std::uint32_t source_of(int kind) {
+inline std::uint32_t get_source_type(int kind) {
     return kind == inferred                                     ? cuda::memory_unified
            : kind == device_to_host || kind == device_to_device ? cuda::memory_device
                                                                 : cuda::memory_host;
 }
 
-inline std::uint32_t destination_of(int kind) {
+inline std::uint32_t get_destination_type(int kind) {
     return kind == inferred                                     ? cuda::memory_unified
            : kind == host_to_device || kind == device_to_device ? cuda::memory_device
                                                                 : cuda::memory_host;
 }
 
-inline cuda::CopySide3d side_of(const Position& position, const PitchedPointer& memory, std::uint32_t memory_type) {
-    return {position.x, position.y,   position.z,   0, memory_type, memory.pointer, address_of(memory.pointer), nullptr,
+inline cuda::CopySide3d make_copy_side(const Position& position, const PitchedPointer& memory,
+                                       std::uint32_t memory_type) {
+    return {position.x, position.y,   position.z,   0, memory_type, memory.pointer, to_address(memory.pointer), nullptr,
             0,          memory.pitch, memory.y_size};
 }
 
 // Store the sizes of an element and of a row of an array.
-inline Error array_bytes_of(Handle array, std::size_t* element_bytes, std::size_t* row_bytes) {
+inline Error get_array_bytes(Handle array, std::size_t* element_bytes, std::size_t* row_bytes) {
     cuda::ArrayDescription description{};
     const Error error = call(&Driver::cuArray3DGetDescriptor_v2, &description, array);
     const std::int32_t format = description.format;
@@ -41,16 +42,16 @@ inline Error array_bytes_of(Handle array, std::size_t* element_bytes, std::size_
     return error;
 }
 
-inline Error row_bytes_of(Handle array, std::size_t* row_bytes) {
+inline Error get_row_bytes(Handle array, std::size_t* row_bytes) {
     std::size_t element_bytes = 0;
-    return array_bytes_of(array, &element_bytes, row_bytes);
+    return get_array_bytes(array, &element_bytes, row_bytes);
 }
 
 // Let a side of a copy be an array, whose positions count elements. Store the size of an element.
 inline Error use_array(const void* array, const Position& position, cuda::CopySide3d* side,
                        std::size_t* element_bytes) {
     std::size_t row_bytes = 0;
-    const Error error = array_bytes_of(address_of(array), element_bytes, &row_bytes);
+    const Error error = get_array_bytes(to_address(array), element_bytes, &row_bytes);
     *side = {};
     side->x_bytes = position.x * *element_bytes;
     side->y = position.y;
@@ -68,8 +69,8 @@ inline Error convert(const Copy3d* copy, cuda::Copy3d* converted) {
     if (!is_valid_kind(copy->kind)) {
         return invalid_memcpy_direction;
     }
-    *converted = {side_of(copy->from_position, copy->from, source_of(copy->kind)),
-                  side_of(copy->to_position, copy->to, destination_of(copy->kind)), copy->extent.width,
+    *converted = {make_copy_side(copy->from_position, copy->from, get_source_type(copy->kind)),
+                  make_copy_side(copy->to_position, copy->to, get_destination_type(copy->kind)), copy->extent.width,
                   copy->extent.height, copy->extent.depth};
     std::size_t element_bytes = 1;
     Error error = success;

@@ -6,12 +6,12 @@ namespace {
 
 // Run a copy between two devices with their primary contexts.
 template <typename Body> Error copy_between(Device to, Device from, Body&& body) {
-    return entry_in_context([&] {
+    return run_entry_in_context([&] {
         Handle contexts[2] = {};
         for (const auto& [device, context] : {std::pair{to, &contexts[0]}, std::pair{from, &contexts[1]}}) {
             Error error = check_device(device);
             if (error == success) {
-                error = primary_context_of(device, context);
+                error = get_primary_context(device, context);
             }
             if (error != success) {
                 return error;
@@ -26,14 +26,14 @@ template <typename Body> Error copy_between(Device to, Device from, Body&& body)
 GDRKIT_CUDART_ENTRY Error cudaMemcpyPeer(void* to, Device to_device, const void* from, Device from_device,
                                          std::size_t length_bytes) {
     return copy_between(to_device, from_device, [&](Handle to_context, Handle from_context) {
-        return call(&Driver::cuMemcpyPeer, address_of(to), to_context, address_of(from), from_context, length_bytes);
+        return call(&Driver::cuMemcpyPeer, to_address(to), to_context, to_address(from), from_context, length_bytes);
     });
 }
 
 GDRKIT_CUDART_ENTRY Error cudaMemcpyPeerAsync(void* to, Device to_device, const void* from, Device from_device,
                                               std::size_t length_bytes, Handle stream) {
     return copy_between(to_device, from_device, [&](Handle to_context, Handle from_context) {
-        return call(&Driver::cuMemcpyPeerAsync, address_of(to), to_context, address_of(from), from_context,
+        return call(&Driver::cuMemcpyPeerAsync, to_address(to), to_context, to_address(from), from_context,
                     length_bytes, stream);
     });
 }

@@ -6,7 +6,7 @@ namespace gdrkit::twin::cudart {
 namespace {
 
 Error refuse(const char* symbol) {
-    return entry_before_init([&] {
+    return run_entry_before_init([&] {
         print_once(symbol, "fails with cudaErrorNotSupported: the software twin of the CUDA runtime does not have it");
         return not_supported;
     });

@@ -38,7 +38,7 @@ struct Batch {
     std::deque<IoEvent> completed; // completed, not yet returned to the caller
 
     // The caller of these functions holds the lock.
-    [[nodiscard]] std::size_t unfinished_count() const {
+    [[nodiscard]] std::size_t count_unfinished() const {
         return pending.size() + (current ? 1 : 0) + (is_running ? 1 : 0);
     }
     void finish(const IoParameters& io, IoStatus status, ssize_t result) {
@@ -61,11 +61,11 @@ Batches& batches() {
 BatchRef find_batch(BatchHandle handle) {
     Batches& state = batches();
     std::lock_guard lock(state.mutex);
-    const auto found = state.open.find(reinterpret_cast<std::uint64_t>(handle));
-    if (found == state.open.end()) {
+    const auto entry = state.open.find(reinterpret_cast<std::uint64_t>(handle));
+    if (entry == state.open.end()) {
         throw CufileError{invalid_value};
     }
-    return found->second;
+    return entry->second;
 }
 
 Transfer to_transfer(const IoParameters& io) {
@@ -78,7 +78,7 @@ Transfer to_transfer(const IoParameters& io) {
 void run_current(const BatchRef& batch, std::unique_lock<std::mutex>* lock) {
     lock->unlock();
     sleep_random_delay();
-    const std::optional<int> injected_code = injected_fault("cufile.batch_io");
+    const std::optional<int> injected_code = find_injected_fault("cufile.batch_io");
     lock->lock();
     if (!batch->current) {
         return;
@@ -137,9 +137,9 @@ std::optional<std::chrono::nanoseconds> parse_timeout(const timespec* timeout) {
 } // namespace
 
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capacity) {
-    const Error result = entry("cuFileBatchIOSetUp", [&] {
+    const Error result = run_entry("cuFileBatchIOSetUp", [&] {
         require_open_driver();
-        if (handle == nullptr || capacity == 0 || capacity > size_parameter(size_batch_entries)) {
+        if (handle == nullptr || capacity == 0 || capacity > get_size_parameter(size_batch_entries)) {
             throw CufileError{invalid_value};
         }
         auto batch = std::make_shared<Batch>();
@@ -158,7 +158,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
 
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count, IoParameters* entries,
                                               unsigned flags) {
-    const Error result = entry("cuFileBatchIOSubmit", [&] {
+    const Error result = run_entry("cuFileBatchIOSubmit", [&] {
         require_open_driver();
         const BatchRef batch = find_batch(handle);
         if (count == 0 || entries == nullptr || flags != 0) {
@@ -167,7 +167,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
         std::for_each(entries, entries + count, check_parameters);
         std::lock_guard lock(batch->mutex);
         if (count > batch->capacity -
-                        std::min<std::size_t>(batch->capacity, batch->unfinished_count() + batch->completed.size())) {
+                        std::min<std::size_t>(batch->capacity, batch->count_unfinished() + batch->completed.size())) {
             throw CufileError{batch_full};
         }
         batch->pending.insert(batch->pending.end(), entries, entries + count);
@@ -183,7 +183,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSubmit(BatchHandle handle, unsigned count
 
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned count_min, unsigned* count,
                                                  IoEvent* events, timespec* timeout) {
-    return entry("cuFileBatchIOGetStatus", [&] {
+    return run_entry("cuFileBatchIOGetStatus", [&] {
         require_open_driver();
         const BatchRef batch = find_batch(handle);
         if (count == nullptr || events == nullptr || count_min > *count) {
@@ -192,7 +192,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
         const auto time_limit = parse_timeout(timeout);
         std::unique_lock lock(batch->mutex);
         // Also return if all entries have completed; otherwise the caller would wait forever.
-        const auto can_return = [&] { return batch->completed.size() >= count_min || batch->unfinished_count() == 0; };
+        const auto can_return = [&] { return batch->completed.size() >= count_min || batch->count_unfinished() == 0; };
         if (!time_limit) {
             batch->changed.wait(lock, can_return);
         } else {
@@ -206,7 +206,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOGetStatus(BatchHandle handle, unsigned co
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileBatchIOCancel(BatchHandle handle) {
-    const Error result = entry("cuFileBatchIOCancel", [&] {
+    const Error result = run_entry("cuFileBatchIOCancel", [&] {
         require_open_driver();
         cancel(find_batch(handle).get());
     });

@@ -44,10 +44,10 @@ void add_registration(std::uint64_t base, std::size_t length_bytes, const Memory
 Buffer remove_registration(std::uint64_t base) {
     Buffers& state = buffers();
     std::lock_guard lock(state.mutex);
-    if (const auto found = state.registered.find(base); found != state.registered.end()) {
+    if (const auto entry = state.registered.find(base); entry != state.registered.end()) {
         // Without a current context the real library returns success and leaves the memory pinned (observed with 1.15
         // and 1.20). The twin fails instead, so that tests notice this leak.
-        require_current_context(found->second.location);
+        require_current_context(entry->second.location);
     }
     if (!ledger_remove(ledger_kind, base)) {
         throw CufileError{memory_not_registered};
@@ -61,14 +61,14 @@ bool check_registered(std::uint64_t base, std::uint64_t offset_bytes, std::size_
                       const MemoryLocation& location) {
     Buffers& state = buffers();
     std::lock_guard lock(state.mutex);
-    const auto found = state.registered.find(base);
-    if (found == state.registered.end()) {
+    const auto entry = state.registered.find(base);
+    if (entry == state.registered.end()) {
         return false;
     }
-    if (found->second.location.buffer_id != location.buffer_id) {
+    if (entry->second.location.buffer_id != location.buffer_id) {
         throw CufileError{cuda_pointer_invalid};
     }
-    if (offset_bytes > found->second.length_bytes || length_bytes > found->second.length_bytes - offset_bytes) {
+    if (offset_bytes > entry->second.length_bytes || length_bytes > entry->second.length_bytes - offset_bytes) {
         throw CufileError{invalid_mapping_range};
     }
     return true;
@@ -86,12 +86,12 @@ void drop_buffers() {
 GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t length_bytes, int flags) {
     const auto base = reinterpret_cast<std::uint64_t>(address);
     int device = -1;
-    const Error result = entry("cuFileBufRegister", [&] {
+    const Error result = run_entry("cuFileBufRegister", [&] {
         if (base == 0 || length_bytes == 0 || (flags & ~flags_mask) != 0 || base + length_bytes < base) {
             throw CufileError{invalid_value};
         }
         ensure_open();
-        const MemoryLocation location = location_of(base);
+        const MemoryLocation location = find_location(base);
         device = location.device_ordinal;
         require_current_context(location);
         if (location.is_device) {
@@ -105,7 +105,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBufRegister(const void* address, std::size_t len
 
 GDRKIT_CUFILE_ENTRY Error cuFileBufDeregister(const void* address) {
     Buffer buffer;
-    const Error result = entry("cuFileBufDeregister", [&] {
+    const Error result = run_entry("cuFileBufDeregister", [&] {
         // The real library returns this code while the driver is not open.
         if (!is_open()) {
             throw CufileError{driver_closing};

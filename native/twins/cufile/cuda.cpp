@@ -108,7 +108,7 @@ std::vector<std::array<std::uint8_t, 16>> initialize_cuda() {
     return uuids;
 }
 
-MemoryLocation location_of(u64 address) {
+MemoryLocation find_location(u64 address) {
     MemoryLocation location;
     unsigned type = 0;
     if (!get_attribute(address, attribute_memory_type, &type) || type != memory_type_device) {
@@ -140,7 +140,7 @@ void check_allocated(u64 address, std::size_t length_bytes) {
     if (length_bytes == 0) {
         return;
     }
-    const MemoryLocation location = location_of(address);
+    const MemoryLocation location = find_location(address);
     if (!location.is_device) {
         throw CufileError{cuda_pointer_range_error};
     }
@@ -159,7 +159,7 @@ void check_allocated(u64 address, std::size_t length_bytes) {
     }
 }
 
-MemoryLocation location_of_stream(Stream stream) {
+MemoryLocation find_location_of_stream(Stream stream) {
     int count = 0;
     check_result(cuda().cuDeviceGetCount(&count));
     for (int device = 0; device < count; ++device) {

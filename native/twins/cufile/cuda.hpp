@@ -23,7 +23,7 @@ struct MemoryLocation {
 std::vector<std::array<std::uint8_t, 16>> initialize_cuda();
 
 // Query the driver for the memory at an address. Memory that the driver does not know is host memory.
-MemoryLocation location_of(std::uint64_t address);
+MemoryLocation find_location(std::uint64_t address);
 
 // Return whether any context is current in the calling thread.
 bool has_current_context();
@@ -36,7 +36,7 @@ void check_allocated(std::uint64_t address, std::size_t length_bytes);
 
 // Return the device of the stream, as a location without an address. Throws CufileError (invalid_value) if no device
 // has such a stream.
-MemoryLocation location_of_stream(Stream stream);
+MemoryLocation find_location_of_stream(Stream stream);
 
 // Queue a call of function(data) in the stream. Throws CufileError.
 void launch_host_function(const MemoryLocation& location, Stream stream, void (*function)(void*), void* data);

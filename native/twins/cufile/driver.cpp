@@ -20,7 +20,7 @@ std::atomic<std::uint64_t> properties_calls = 0;
 
 struct Driver {
     std::mutex mutex;
-    bool open = false;
+    bool is_driver_open = false;
     long use_count = 0;
     int operations_in_progress = 0;
     CompatModes compat_modes;
@@ -38,22 +38,22 @@ void open_driver(Driver* state) {
     if (!configuration_error().empty()) {
         throw CufileError{invalid_value};
     }
-    if (!state->open) {
+    if (!state->is_driver_open) {
         state->uuids = initialize_cuda();
         state->compat_modes = apply_parameters();
         // Fail if no transfer would be possible: compat mode is not allowed, and no fault rule enables a direct path.
         if (!state->compat_modes.allow_compat && !FaultSite("cufile.route").has_rule()) {
             throw CufileError{driver_not_initialized};
         }
-        state->open = true;
+        state->is_driver_open = true;
     }
 }
 
 Error close_driver(std::string_view symbol) {
-    return entry(symbol, [] {
+    return run_entry(symbol, [] {
         Driver& state = driver();
         std::lock_guard lock(state.mutex);
-        if (!state.open) {
+        if (!state.is_driver_open) {
             throw CufileError{driver_not_initialized};
         }
         if (state.use_count > 1) {
@@ -67,13 +67,13 @@ Error close_driver(std::string_view symbol) {
         drop_files();
         drop_buffers();
         state.use_count = 0;
-        state.open = false;
+        state.is_driver_open = false;
     });
 }
 
 // Body of the older functions that set a parameter. They have no effect while the driver is open.
 Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t value) {
-    return entry(symbol, [&] {
+    return run_entry(symbol, [&] {
         if (!is_open()) {
             set_size_parameter(index, value);
         }
@@ -91,7 +91,7 @@ void ensure_open() {
 bool is_open() {
     Driver& state = driver();
     std::lock_guard lock(state.mutex);
-    return state.open;
+    return state.is_driver_open;
 }
 
 void require_open_driver() {
@@ -100,17 +100,17 @@ void require_open_driver() {
     }
 }
 
-CompatModes compat_modes() {
+CompatModes get_compat_modes() {
     Driver& state = driver();
     std::lock_guard lock(state.mutex);
     return state.compat_modes;
 }
 
-std::uint64_t properties_call_count() {
+std::uint64_t count_properties_calls() {
     return properties_calls;
 }
 
-std::vector<std::array<std::uint8_t, 16>> device_uuids() {
+std::vector<std::array<std::uint8_t, 16>> get_device_uuids() {
     Driver& state = driver();
     std::lock_guard lock(state.mutex);
     return state.uuids;
@@ -119,7 +119,7 @@ std::vector<std::array<std::uint8_t, 16>> device_uuids() {
 OperationInProgress::OperationInProgress() {
     Driver& state = driver();
     std::lock_guard lock(state.mutex);
-    if (!state.open) {
+    if (!state.is_driver_open) {
         throw CufileError{driver_not_initialized};
     }
     ++state.operations_in_progress;
@@ -132,7 +132,7 @@ OperationInProgress::~OperationInProgress() {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverOpen() {
-    return entry("cuFileDriverOpen", [] {
+    return run_entry("cuFileDriverOpen", [] {
         Driver& state = driver();
         std::lock_guard lock(state.mutex);
         open_driver(&state);
@@ -155,7 +155,7 @@ GDRKIT_CUFILE_ENTRY long cuFileUseCount() {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
-    return entry("cuFileGetVersion", [&] {
+    return run_entry("cuFileGetVersion", [&] {
         if (version == nullptr) {
             throw CufileError{invalid_value};
         }
@@ -164,29 +164,29 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetVersion(int* version) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverGetProperties(DriverProperties* properties) {
-    return entry("cuFileDriverGetProperties", [&] {
+    return run_entry("cuFileDriverGetProperties", [&] {
         if (properties == nullptr) {
             throw CufileError{invalid_value};
         }
         ++properties_calls;
         // nvidia-fs is not loaded: version 0.0, and no supported file systems.
         *properties = {};
-        const bool allows_compat = is_open() ? compat_modes().allow_compat : bool_parameter(bool_allow_compat);
-        properties->nvfs.poll_threshold_kb = size_parameter(size_poll_threshold_kb);
-        properties->nvfs.max_direct_io_kb = size_parameter(size_max_direct_io_kb);
-        properties->nvfs.control_flags = (bool_parameter(bool_poll_mode) ? 1U << use_poll_mode_bit : 0U) |
+        const bool allows_compat = is_open() ? get_compat_modes().allow_compat : get_bool_parameter(bool_allow_compat);
+        properties->nvfs.poll_threshold_kb = get_size_parameter(size_poll_threshold_kb);
+        properties->nvfs.max_direct_io_kb = get_size_parameter(size_max_direct_io_kb);
+        properties->nvfs.control_flags = (get_bool_parameter(bool_poll_mode) ? 1U << use_poll_mode_bit : 0U) |
                                          (allows_compat ? 1U << allow_compat_bit : 0U);
         properties->feature_flags = is_open() ? 1U << batch_bit | 1U << streams_bit | 1U << parallel_bit : 0U;
-        properties->max_device_cache_kb = static_cast<std::uint32_t>(size_parameter(size_max_device_cache_kb));
-        properties->per_buffer_cache_kb = static_cast<std::uint32_t>(size_parameter(size_per_buffer_cache_kb));
-        properties->max_pinned_kb = static_cast<std::uint32_t>(size_parameter(size_max_pinned_kb));
-        properties->max_batch_io = static_cast<std::uint32_t>(size_parameter(size_batch_entries));
-        properties->max_batch_timeout_ms = static_cast<std::uint32_t>(size_parameter(size_batch_timeout_ms));
+        properties->max_device_cache_kb = static_cast<std::uint32_t>(get_size_parameter(size_max_device_cache_kb));
+        properties->per_buffer_cache_kb = static_cast<std::uint32_t>(get_size_parameter(size_per_buffer_cache_kb));
+        properties->max_pinned_kb = static_cast<std::uint32_t>(get_size_parameter(size_max_pinned_kb));
+        properties->max_batch_io = static_cast<std::uint32_t>(get_size_parameter(size_batch_entries));
+        properties->max_batch_timeout_ms = static_cast<std::uint32_t>(get_size_parameter(size_batch_timeout_ms));
     });
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverSetPollMode(bool poll, std::size_t threshold_kb) {
-    return entry("cuFileDriverSetPollMode", [&] {
+    return run_entry("cuFileDriverSetPollMode", [&] {
         if (!is_open()) {
             set_size_parameter(size_poll_threshold_kb, threshold_kb);
             set_bool_parameter(bool_poll_mode, poll);
@@ -207,9 +207,9 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverSetMaxPinnedMemSize(std::size_t size_kb) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetBARSizeInKB(int device, std::size_t* size_kb) {
-    return entry("cuFileGetBARSizeInKB", [&] {
+    return run_entry("cuFileGetBARSizeInKB", [&] {
         require_open_driver();
-        if (size_kb == nullptr || device < 0 || static_cast<std::size_t>(device) >= device_uuids().size()) {
+        if (size_kb == nullptr || device < 0 || static_cast<std::size_t>(device) >= get_device_uuids().size()) {
             throw CufileError{invalid_value};
         }
         // The BAR size of an H200: 256 GiB.

@@ -22,11 +22,11 @@ void require_open_driver();
 [[nodiscard]] bool is_open();
 
 // Settings and devices that were determined when the driver was opened.
-[[nodiscard]] CompatModes compat_modes();
-[[nodiscard]] std::vector<std::array<std::uint8_t, 16>> device_uuids();
+[[nodiscard]] CompatModes get_compat_modes();
+[[nodiscard]] std::vector<std::array<std::uint8_t, 16>> get_device_uuids();
 
 // Number of calls of cuFileDriverGetProperties in this process.
-[[nodiscard]] std::uint64_t properties_call_count();
+[[nodiscard]] std::uint64_t count_properties_calls();
 
 // Keeps the driver from being closed during a transfer, queued work of a stream or an unfinished batch.
 class OperationInProgress {

@@ -22,16 +22,16 @@ struct CufileError {
 const std::string_view& configuration_error();
 
 // Count the call and return the code that the fault plan injects, or 0.
-int injected_failure(std::string_view symbol);
+int take_injected_failure(std::string_view symbol);
 
 inline Error make_error(int status, int cuda_error = 0) {
     return {status, cuda_error};
 }
 
 // Run the body of an exported function that returns CUfileError_t. The body returns or throws CufileError.
-template <typename Body> Error entry(std::string_view symbol, Body&& body) {
+template <typename Body> Error run_entry(std::string_view symbol, Body&& body) {
     try {
-        if (const int code = injected_failure(symbol); code != 0) {
+        if (const int code = take_injected_failure(symbol); code != 0) {
             return make_error(code);
         }
         std::forward<Body>(body)();
@@ -49,7 +49,7 @@ template <typename Body> Error entry(std::string_view symbol, Body&& body) {
 inline constexpr int first_status = 5000;
 
 // Report a failed transfer: return -1 with errno set, or a negative CUfileOpError.
-inline ssize_t data_failure(int code) {
+inline ssize_t set_data_failure(int code) {
     if (code < first_status) {
         errno = code;
         return -1;
@@ -58,10 +58,10 @@ inline ssize_t data_failure(int code) {
 }
 
 // Run the body of an exported function that returns a number of bytes, -1 with errno set, or a negative CUfileOpError.
-template <typename Body> ssize_t data_entry(std::string_view symbol, Body&& body) {
+template <typename Body> ssize_t run_data_entry(std::string_view symbol, Body&& body) {
     try {
-        const int code = injected_failure(symbol);
-        return code != 0 ? data_failure(code) : std::forward<Body>(body)();
+        const int code = take_injected_failure(symbol);
+        return code != 0 ? set_data_failure(code) : std::forward<Body>(body)();
     } catch (const CufileError& error) {
         return -error.status;
     } catch (const std::bad_alloc&) {

@@ -115,11 +115,11 @@ FileRef find_file(FileHandle handle) {
     {
         Files& state = files();
         std::lock_guard lock(state.mutex);
-        const auto found = state.registered.find(reinterpret_cast<std::uint64_t>(handle));
-        if (found == state.registered.end()) {
+        const auto entry = state.registered.find(reinterpret_cast<std::uint64_t>(handle));
+        if (entry == state.registered.end()) {
             throw CufileError{handle_not_registered};
         }
-        file = found->second;
+        file = entry->second;
     }
     // The descriptor may have been closed and its number reused for another file.
     struct stat status {};
@@ -138,7 +138,7 @@ void drop_files() {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* description) {
-    const Error result = entry("cuFileHandleRegister", [&] {
+    const Error result = run_entry("cuFileHandleRegister", [&] {
         if (handle == nullptr || description == nullptr) {
             throw CufileError{invalid_value};
         }

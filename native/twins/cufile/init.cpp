@@ -51,9 +51,9 @@ const std::string_view& configuration_error() {
     return *error;
 }
 
-int injected_failure(std::string_view symbol) {
+int take_injected_failure(std::string_view symbol) {
     configuration_error();
-    return injected_fault(symbol).value_or(success);
+    return find_injected_fault(symbol).value_or(success);
 }
 
 #define GDRKIT_UNSUPPORTED(symbol)                                                                                     \
@@ -70,9 +70,9 @@ GDRKIT_UNSUPPORTED(cuFileSetParameterGpuBounceBufferSlabArray)
 } // namespace gdrkit::twin::cufile
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
-    const std::string json = "{\"library\":\"cufile\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-                             ",\"delayed\":" + delayed_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
-                             "}";
+    const std::string json = "{\"library\":\"cufile\",\"handles\":" + ledger_json() +
+                             ",\"calls\":" + format_calls_json() + ",\"delayed\":" + format_delayed_calls_json() +
+                             ",\"seed\":" + std::to_string(config().seed) + "}";
     return std::snprintf(buffer, size, "%s", json.c_str());
 }
 

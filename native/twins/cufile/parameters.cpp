@@ -61,7 +61,7 @@ Parameters& parameters() {
     return *instance;
 }
 
-std::optional<bool> bool_from_environment(const char* name) {
+std::optional<bool> read_bool_variable(const char* name) {
     const char* const text = std::getenv(name);
     if (text == nullptr) {
         return std::nullopt;
@@ -82,13 +82,13 @@ std::string read_configuration() {
 }
 
 // Return the value after "key":. Only numbers and flags are read, and their keys occur once in the file.
-std::string json_value_of(std::string_view text, std::string_view key) {
+std::string find_json_value(std::string_view text, std::string_view key) {
     const std::string quoted = "\"" + std::string(key) + "\"";
-    const auto found = text.find(quoted);
-    if (found == std::string_view::npos) {
+    const auto entry = text.find(quoted);
+    if (entry == std::string_view::npos) {
         return "";
     }
-    const auto begin = text.find_first_not_of(" \t:", found + quoted.size());
+    const auto begin = text.find_first_not_of(" \t:", entry + quoted.size());
     if (begin == std::string_view::npos) {
         return "";
     }
@@ -101,7 +101,7 @@ bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable
     if (value_of_call) {
         return *value_of_call;
     }
-    if (const auto value_of_variable = bool_from_environment(variable)) {
+    if (const auto value_of_variable = read_bool_variable(variable)) {
         return *value_of_variable;
     }
     return value_of_file.empty() ? default_value : value_of_file == "true";
@@ -109,7 +109,7 @@ bool resolve_bool(const std::optional<bool>& value_of_call, const char* variable
 
 template <typename Value>
 Error get_parameter(std::string_view symbol, Value* value, int index, int count, Value (*value_of)(int)) {
-    return entry(symbol, [&] {
+    return run_entry(symbol, [&] {
         if (value == nullptr || index < 0 || index >= count ||
             (count == bool_parameter_count && index == removed_bool_parameter)) {
             throw CufileError{invalid_value};
@@ -126,13 +126,13 @@ void require_driver_closed() {
 
 } // namespace
 
-std::size_t size_parameter(int index) {
+std::size_t get_size_parameter(int index) {
     Parameters& state = parameters();
     std::lock_guard lock(state.mutex);
     return state.size_values[index].value_or(size_limits[index].default_value);
 }
 
-bool bool_parameter(int index) {
+bool get_bool_parameter(int index) {
     Parameters& state = parameters();
     std::lock_guard lock(state.mutex);
     return state.bool_values[index].value_or(bool_defaults[index]);
@@ -169,16 +169,16 @@ CompatModes apply_parameters() {
     CompatModes modes;
     modes.allow_compat =
         resolve_bool(state.bool_values[bool_allow_compat], "CUFILE_ALLOW_COMPAT_MODE",
-                     json_value_of(config_text, "allow_compat_mode"), bool_defaults[bool_allow_compat]);
+                     find_json_value(config_text, "allow_compat_mode"), bool_defaults[bool_allow_compat]);
     modes.force_compat =
         resolve_bool(state.bool_values[bool_force_compat], "CUFILE_FORCE_COMPAT_MODE",
-                     json_value_of(config_text, "force_compat_mode"), bool_defaults[bool_force_compat]);
-    // From now on bool_parameter returns the effective values.
+                     find_json_value(config_text, "force_compat_mode"), bool_defaults[bool_force_compat]);
+    // From now on get_bool_parameter returns the effective values.
     state.bool_values[bool_allow_compat] = modes.allow_compat;
     state.bool_values[bool_force_compat] = modes.force_compat;
     const char* const level_variable = std::getenv("CUFILE_STATS_LEVEL");
     const std::string requested_level =
-        level_variable != nullptr ? level_variable : json_value_of(config_text, "cufile_stats");
+        level_variable != nullptr ? level_variable : find_json_value(config_text, "cufile_stats");
     if (state.size_values[size_profile_stats]) {
         set_default_level(static_cast<int>(*state.size_values[size_profile_stats]));
     } else if (!requested_level.empty()) {
@@ -188,15 +188,15 @@ CompatModes apply_parameters() {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterSizeT(int index, std::size_t* value) {
-    return get_parameter("cuFileGetParameterSizeT", value, index, size_parameter_count, size_parameter);
+    return get_parameter("cuFileGetParameterSizeT", value, index, size_parameter_count, get_size_parameter);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterBool(int index, bool* value) {
-    return get_parameter("cuFileGetParameterBool", value, index, bool_parameter_count, bool_parameter);
+    return get_parameter("cuFileGetParameterBool", value, index, bool_parameter_count, get_bool_parameter);
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int index, std::size_t* min, std::size_t* max) {
-    return entry("cuFileGetParameterMinMaxValue", [&] {
+    return run_entry("cuFileGetParameterMinMaxValue", [&] {
         if (min == nullptr || max == nullptr || index <= size_profile_stats || index >= size_parameter_count) {
             throw CufileError{invalid_value};
         }
@@ -206,7 +206,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetParameterMinMaxValue(int index, std::size_t* 
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int length_bytes) {
-    return entry("cuFileGetParameterString", [&] {
+    return run_entry("cuFileGetParameterString", [&] {
         Parameters& state = parameters();
         std::lock_guard lock(state.mutex);
         if (value == nullptr || index < 0 || index >= string_parameter_count || length_bytes <= 0 ||
@@ -218,7 +218,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetParameterString(int index, char* value, int l
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) {
-    return entry("cuFileSetParameterSizeT", [&] {
+    return run_entry("cuFileSetParameterSizeT", [&] {
         require_driver_closed();
         if (index < 0 || index >= size_parameter_count) {
             throw CufileError{invalid_value};
@@ -229,7 +229,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterSizeT(int index, std::size_t value) 
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterBool(int index, bool value) {
-    return entry("cuFileSetParameterBool", [&] {
+    return run_entry("cuFileSetParameterBool", [&] {
         require_driver_closed();
         if (index < 0 || index >= bool_parameter_count || index == removed_bool_parameter) {
             throw CufileError{invalid_value};
@@ -239,7 +239,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterBool(int index, bool value) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int index, const char* value) {
-    return entry("cuFileSetParameterString", [&] {
+    return run_entry("cuFileSetParameterString", [&] {
         require_driver_closed();
         if (value == nullptr || index < 0 || index >= string_parameter_count) {
             throw CufileError{invalid_value};
@@ -252,7 +252,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterString(int index, const char* value)
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetParameterPosixPoolSlabArray(const std::size_t* sizes_kb, const std::size_t* counts,
                                                                int length) {
-    return entry("cuFileSetParameterPosixPoolSlabArray", [&] {
+    return run_entry("cuFileSetParameterPosixPoolSlabArray", [&] {
         require_driver_closed();
         if (sizes_kb == nullptr || counts == nullptr || length <= 0) {
             throw CufileError{invalid_value};
@@ -265,7 +265,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetParameterPosixPoolSlabArray(const std::size_t
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetParameterPosixPoolSlabArray(std::size_t* sizes_kb, std::size_t* counts, int length) {
-    return entry("cuFileGetParameterPosixPoolSlabArray", [&] {
+    return run_entry("cuFileGetParameterPosixPoolSlabArray", [&] {
         Parameters& state = parameters();
         std::lock_guard lock(state.mutex);
         if (sizes_kb == nullptr || counts == nullptr || length < 0 ||

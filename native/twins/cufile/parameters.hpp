@@ -25,8 +25,8 @@ enum BoolParameter { bool_poll_mode = 0, bool_allow_compat = 1, bool_force_compa
 // variable, which overrides cufile.json (CUFILE_ENV_PATH_JSON).
 CompatModes apply_parameters();
 // Return the value of a parameter. While the driver is closed, it is the value that takes effect when the driver opens.
-std::size_t size_parameter(int index);
-bool bool_parameter(int index);
+std::size_t get_size_parameter(int index);
+bool get_bool_parameter(int index);
 void set_size_parameter(int index, std::size_t value);
 void set_bool_parameter(int index, bool value);
 

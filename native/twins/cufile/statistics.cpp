@@ -30,14 +30,14 @@ Statistics& statistics() {
 constexpr int max_level = 3;
 constexpr std::uint64_t us_per_s = 1'000'000;
 
-std::uint64_t per_second(std::uint64_t amount, std::uint64_t duration_us) {
+std::uint64_t compute_rate_per_s(std::uint64_t amount, std::uint64_t duration_us) {
     return duration_us == 0
                ? 0
                : static_cast<std::uint64_t>(static_cast<double>(amount) * us_per_s / static_cast<double>(duration_us));
 }
 
 // Return the bin of the size histograms: 0 for less than 1 KiB, then one bin for every power of two.
-std::size_t bin_of(std::size_t length_bytes) {
+std::size_t find_histogram_bin(std::size_t length_bytes) {
     const std::size_t bin = static_cast<std::size_t>(std::bit_width(length_bytes / 1024));
     return std::min<std::size_t>(bin, histogram_bins - 1);
 }
@@ -53,8 +53,8 @@ void add_transfer(OpCounter* ops, std::uint64_t* bytes, std::uint64_t* bandwidth
     *bytes += static_cast<std::uint64_t>(record.result);
     *sum_us += static_cast<std::uint64_t>(record.duration.count());
     *average_us = *sum_us / ops->ok;
-    *bandwidth = per_second(*bytes, *sum_us);
-    *ops_per_s = per_second(ops->ok, *sum_us);
+    *bandwidth = compute_rate_per_s(*bytes, *sum_us);
+    *ops_per_s = compute_rate_per_s(ops->ok, *sum_us);
 }
 
 bool is_batch_transfer(const TransferRecord& record) {
@@ -74,7 +74,7 @@ void count_basic(StatsLevel1* basic, const TransferRecord& record) {
     }
 }
 
-std::uint64_t* route_counter(GpuStats* gpu, const TransferRecord& record) {
+std::uint64_t* find_route_counter(GpuStats* gpu, const TransferRecord& record) {
     switch (record.route) {
     case Route::p2p:
         return record.is_write ? &gpu->p2p_writes : &gpu->p2p_reads;
@@ -95,16 +95,16 @@ void count_on_gpu(GpuStats* gpu, const TransferRecord& record) {
     const auto duration_us = static_cast<std::uint64_t>(record.duration.count());
     (record.is_write ? gpu->write_bytes : gpu->read_bytes) += static_cast<std::uint64_t>(record.result);
     (record.is_write ? gpu->write_duration_us : gpu->read_duration_us) += duration_us;
-    gpu->read_bw = per_second(gpu->read_bytes, gpu->read_duration_us);
-    gpu->write_bw = per_second(gpu->write_bytes, gpu->write_duration_us);
-    ++*route_counter(gpu, record);
+    gpu->read_bw = compute_rate_per_s(gpu->read_bytes, gpu->read_duration_us);
+    gpu->write_bw = compute_rate_per_s(gpu->write_bytes, gpu->write_duration_us);
+    ++*find_route_counter(gpu, record);
     if (record.is_unaligned) {
         ++(record.is_write ? gpu->unaligned_writes : gpu->unaligned_reads);
     }
 }
 
 // Return the counters of a device; null for host memory or a device beyond the table. The caller holds the lock.
-GpuStats* gpu_counters_of(Statistics* state, int device) {
+GpuStats* get_gpu_counters(Statistics* state, int device) {
     return device < 0 || device >= max_gpus ? nullptr : &state->counters.gpus[device];
 }
 
@@ -124,10 +124,10 @@ void copy_layout_of_version(const StatsLevel3& counters, void* destination, std:
 // Copy the statistics of a level. The level 3 structure begins with the level 2 structure, which begins with the level
 // 1 structure. So every level is the first `size_bytes` bytes of the level 3 structure.
 Error copy_statistics(std::string_view symbol, int level, void* destination, std::size_t size_bytes) {
-    return entry(symbol, [&] {
+    return run_entry(symbol, [&] {
         require_open_driver();
         Statistics& state = statistics();
-        const auto uuids = device_uuids();
+        const auto uuids = get_device_uuids();
         std::lock_guard lock(state.mutex);
         if (destination == nullptr || state.level < level) {
             throw CufileError{invalid_value};
@@ -152,11 +152,11 @@ void count_transfer(const TransferRecord& record) {
     if (record.result >= 0) {
         auto& histogram =
             record.is_write ? state.counters.detailed.write_size_kb : state.counters.detailed.read_size_kb;
-        ++histogram[bin_of(static_cast<std::size_t>(record.result))];
+        ++histogram[find_histogram_bin(static_cast<std::size_t>(record.result))];
     }
     // The counters of a GPU do not include batches. Nor do they include vectored calls, which are batches internally
     // (observed with 1.15 and 1.20).
-    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : gpu_counters_of(&state, record.device)) {
+    if (GpuStats* const gpu = is_batch_transfer(record) ? nullptr : get_gpu_counters(&state, record.device)) {
         count_on_gpu(gpu, record);
     }
 }
@@ -183,7 +183,7 @@ void count_registration(int device, std::size_t length_bytes, bool is_registrati
                     is_success);
     Statistics& state = statistics();
     std::lock_guard lock(state.mutex);
-    GpuStats* const gpu = state.is_started ? gpu_counters_of(&state, device) : nullptr;
+    GpuStats* const gpu = state.is_started ? get_gpu_counters(&state, device) : nullptr;
     if (gpu == nullptr) {
         return;
     }
@@ -230,7 +230,7 @@ void set_default_level(int level) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileSetStatsLevel(int level) {
-    return entry("cuFileSetStatsLevel", [&] {
+    return run_entry("cuFileSetStatsLevel", [&] {
         if (level < 0 || level > max_level) {
             throw CufileError{invalid_value};
         }
@@ -242,7 +242,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileSetStatsLevel(int level) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileGetStatsLevel(int* level) {
-    return entry("cuFileGetStatsLevel", [&] {
+    return run_entry("cuFileGetStatsLevel", [&] {
         if (level == nullptr) {
             throw CufileError{invalid_value};
         }
@@ -253,7 +253,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileGetStatsLevel(int* level) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsStart() {
-    return entry("cuFileStatsStart", [] {
+    return run_entry("cuFileStatsStart", [] {
         require_open_driver();
         Statistics& state = statistics();
         std::lock_guard lock(state.mutex);
@@ -265,7 +265,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStatsStart() {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsStop() {
-    return entry("cuFileStatsStop", [] {
+    return run_entry("cuFileStatsStop", [] {
         require_open_driver();
         Statistics& state = statistics();
         std::lock_guard lock(state.mutex);
@@ -274,7 +274,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStatsStop() {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStatsReset() {
-    return entry("cuFileStatsReset", [] {
+    return run_entry("cuFileStatsReset", [] {
         require_open_driver();
         Statistics& state = statistics();
         std::lock_guard lock(state.mutex);

@@ -42,7 +42,7 @@ Streams& streams() {
     return *instance;
 }
 
-unsigned registered_flags_of(Stream stream) {
+unsigned get_registered_flags(Stream stream) {
     Streams& state = streams();
     std::lock_guard lock(state.mutex);
     const auto registration = state.flags_by_stream.find(stream);
@@ -91,11 +91,11 @@ struct QueuedTransfer {
     const off_t* buffer_offset = nullptr;
     ssize_t* result = nullptr;
     TransferRange submitted; // the values at the call
-    std::uint64_t properties_call_count = cufile::properties_call_count();
+    std::uint64_t properties_call_count = cufile::count_properties_calls();
 };
 
 ssize_t run_queued(const QueuedTransfer& queued) {
-    if (const auto code = injected_fault("cufile.async_io")) {
+    if (const auto code = find_injected_fault("cufile.async_io")) {
         return -*code;
     }
     const Transfer transfer{CallType::stream,
@@ -123,21 +123,21 @@ void run_in_stream(void* data) {
 
 Error enqueue(std::string_view symbol, bool is_write, FileHandle file, void* buffer, std::size_t* length_bytes,
               off_t* file_offset, off_t* buffer_offset, ssize_t* result, Stream stream) {
-    return entry(symbol, [&] {
+    return run_entry(symbol, [&] {
         require_open_driver();
         if (buffer == nullptr || length_bytes == nullptr || file_offset == nullptr || buffer_offset == nullptr ||
             result == nullptr) {
             throw CufileError{invalid_value};
         }
         find_file(file);
-        const MemoryLocation location = location_of_stream(stream);
+        const MemoryLocation location = find_location_of_stream(stream);
         // The result is 0 until the transfer is done. Without a current context the real library returns success, but
         // stores the result -ENOMEM and queues no transfer (observed with 1.15 and 1.20).
         *result = has_current_context() ? 0 : -ENOMEM;
         if (*result != 0) {
             return;
         }
-        const unsigned flags = registered_flags_of(stream);
+        const unsigned flags = get_registered_flags(stream);
         auto queued = std::make_unique<QueuedTransfer>();
         queued->is_write = is_write;
         queued->buffer = buffer;
@@ -166,12 +166,12 @@ GDRKIT_CUFILE_ENTRY Error cuFileWriteAsync(FileHandle file, void* buffer, std::s
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
-    return entry("cuFileStreamRegister", [&] {
+    return run_entry("cuFileStreamRegister", [&] {
         require_open_driver();
         if ((flags & ~static_cast<unsigned>(stream_flags_mask)) != 0) {
             throw CufileError{invalid_value};
         }
-        static_cast<void>(location_of_stream(stream)); // throws if no device has this stream
+        static_cast<void>(find_location_of_stream(stream)); // throws if no device has this stream
         Streams& state = streams();
         std::lock_guard lock(state.mutex);
         if (!state.flags_by_stream.emplace(stream, flags).second) {
@@ -182,7 +182,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileStreamDeregister(Stream stream) {
-    return entry("cuFileStreamDeregister", [&] {
+    return run_entry("cuFileStreamDeregister", [&] {
         require_open_driver();
         Streams& state = streams();
         std::lock_guard lock(state.mutex);

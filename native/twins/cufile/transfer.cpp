@@ -36,8 +36,8 @@ struct RouteChoice {
 // through the host.
 RouteChoice choose_route(const Transfer& transfer, const File& file, const MemoryLocation& location) {
     const Route supported_route =
-        static_cast<Route>(injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
-    const CompatModes current_modes = compat_modes();
+        static_cast<Route>(find_injected_fault("cufile.route").value_or(static_cast<int>(Route::posix)));
+    const CompatModes current_modes = get_compat_modes();
     const auto combined_bits = static_cast<std::uint64_t>(transfer.file_offset) |
                                static_cast<std::uint64_t>(transfer.buffer_offset) | transfer.length_bytes;
     RouteChoice choice;
@@ -121,7 +121,7 @@ ssize_t transfer_host_memory(const Transfer& transfer, const File& file) {
 // In compat mode, if several streams use one registration at the same time, the real library (1.15) mixes up the bytes
 // of their transfers. Do the same: overwrite the bytes that this transfer has stored with bytes of the concurrent
 // transfer.
-void mix_up(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
+void mix_up_bytes(const Transfer& transfer, const File& file, const MemoryLocation& location, std::size_t moved_bytes) {
     Transfer wrong = transfer;
     wrong.length_bytes = std::min(moved_bytes, transfer.concurrent->length_bytes);
     try {
@@ -146,7 +146,7 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     }
     const auto base = reinterpret_cast<std::uint64_t>(transfer.buffer);
     const auto offset = static_cast<std::uint64_t>(transfer.buffer_offset);
-    const MemoryLocation location = location_of(base);
+    const MemoryLocation location = find_location(base);
     record->device = location.device_ordinal;
     const bool is_registered = check_registered(base, offset, transfer.length_bytes, location);
     if (location.is_device) {
@@ -163,7 +163,7 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
         errno = EIO; // observed with 1.15. The offset is documented for registered memory only.
         return -1;
     }
-    if (is_compat_in_stream && transfer.properties_call_count != properties_call_count()) {
+    if (is_compat_in_stream && transfer.properties_call_count != count_properties_calls()) {
         errno = EIO; // observed with 1.15 for most transfers that are in progress during cuFileDriverGetProperties
         return -1;
     }
@@ -172,7 +172,7 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
     if (result > 0) {
         record_bytes(static_cast<std::uint64_t>(result));
         if (is_compat_in_stream && is_registered && location.is_device && transfer.concurrent) {
-            mix_up(transfer, *file, location, static_cast<std::size_t>(result));
+            mix_up_bytes(transfer, *file, location, static_cast<std::size_t>(result));
         }
     }
     return result;
@@ -180,7 +180,7 @@ ssize_t transfer_bytes(const Transfer& transfer, TransferRecord* record) {
 
 ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file, const IoVector* vectors,
                          std::size_t count, off_t file_offset, unsigned flags) {
-    return data_entry(symbol, [&]() -> ssize_t {
+    return run_data_entry(symbol, [&]() -> ssize_t {
         if (config().cufile_version < first_version_with_vectors) {
             throw CufileError{platform_not_supported};
         }
@@ -199,7 +199,7 @@ ssize_t transfer_vectors(std::string_view symbol, bool is_write, FileHandle file
                                     0};
             const ssize_t moved_bytes = execute_transfer(transfer);
             if (moved_bytes < 0 && total_bytes == 0) {
-                return data_failure(static_cast<int>(-moved_bytes));
+                return set_data_failure(static_cast<int>(-moved_bytes));
             }
             total_bytes += static_cast<std::size_t>(std::max<ssize_t>(moved_bytes, 0));
             if (moved_bytes < 0 || static_cast<std::size_t>(moved_bytes) < vectors[index].length_bytes) {
@@ -255,14 +255,14 @@ ssize_t execute_transfer(const Transfer& transfer) {
 
 GDRKIT_CUFILE_ENTRY ssize_t cuFileRead(FileHandle file, void* buffer, std::size_t length_bytes, off_t file_offset,
                                        off_t buffer_offset) {
-    return data_entry("cuFileRead", [&] {
+    return run_data_entry("cuFileRead", [&] {
         return run_transfer({CallType::single, false, file, buffer, length_bytes, file_offset, buffer_offset});
     });
 }
 
 GDRKIT_CUFILE_ENTRY ssize_t cuFileWrite(FileHandle file, const void* buffer, std::size_t length_bytes,
                                         off_t file_offset, off_t buffer_offset) {
-    return data_entry("cuFileWrite", [&] {
+    return run_data_entry("cuFileWrite", [&] {
         return run_transfer(
             {CallType::single, true, file, const_cast<void*>(buffer), length_bytes, file_offset, buffer_offset});
     });

@@ -30,7 +30,7 @@ struct Transfer {
     off_t buffer_offset = 0;
     // A transfer of another stream with the same memory, which was unfinished when this one was queued.
     std::optional<TransferRange> concurrent = std::nullopt;
-    // The value of properties_call_count() when this transfer was queued on a stream.
+    // The value of count_properties_calls() when this transfer was queued on a stream.
     std::uint64_t properties_call_count = 0;
 };
 

@@ -14,17 +14,17 @@
 
 using namespace gdrkit::twin;
 
-extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size) {
+extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
     static_cast<void>(gaudi::configuration_error()); // reads the fault plan, unless an earlier call did
     // A program may have closed a device file by close(2), which the twin does not notice. Close the devices of such
     // files first, so that the counts are current.
     gaudi::close_unreferenced_devices();
-    const std::string json = "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-                             ",\"seed\":" + std::to_string(config().seed) +
+    const std::string json = "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() +
+                             ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
                              ",\"open_devices\":" + std::to_string(gaudi::open_device_count()) +
-                             ",\"exports\":" + std::to_string(gaudi::live_export_count()) +
+                             ",\"exports\":" + std::to_string(gaudi::count_live_exports()) +
                              ",\"trace\":" + trace_json() + "}";
-    return std::snprintf(buffer, size, "%s", json.c_str());
+    return std::snprintf(buffer, size_bytes, "%s", json.c_str());
 }
 
 extern "C" [[gnu::visibility("default")]] int gdrkit_twin_faults(const char* plan) {

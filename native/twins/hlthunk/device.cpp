@@ -58,8 +58,8 @@ DeviceTable& device_table() {
 std::string_view read_fd_link(int fd, char (&target)[128]) {
     char link[64];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    const ssize_t size = readlink(link, target, sizeof target);
-    return size < 0 ? std::string_view() : std::string_view(target, static_cast<std::size_t>(size));
+    const ssize_t size_bytes = readlink(link, target, sizeof target);
+    return size_bytes < 0 ? std::string_view() : std::string_view(target, static_cast<std::size_t>(size_bytes));
 }
 
 int make_file(std::string_view prefix, unsigned index) {
@@ -116,7 +116,7 @@ Device::~Device() {
     static_cast<void>(ledger_remove("gaudi_device", self));
 }
 
-std::size_t Device::live_export_count() {
+std::size_t Device::count_live_exports() {
     std::lock_guard lock(mutex);
     std::erase_if(physical_exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
     std::size_t count = physical_exports.size();
@@ -128,7 +128,7 @@ std::size_t Device::live_export_count() {
 }
 
 bool Device::is_in_use() {
-    return live_export_count() > 0 || has_other_references(file.get());
+    return count_live_exports() > 0 || has_other_references(file.get());
 }
 
 DeviceRef find_device(int fd, int* error) {
@@ -218,12 +218,12 @@ std::size_t open_device_count() {
     return state.open_devices.size();
 }
 
-std::size_t live_export_count() {
+std::size_t count_live_exports() {
     DeviceTable& state = device_table();
     std::lock_guard lock(state.mutex);
     std::size_t count = 0;
     for (const OpenDevice& open_device : state.open_devices) {
-        count += open_device.device->live_export_count();
+        count += open_device.device->count_live_exports();
     }
     return count;
 }

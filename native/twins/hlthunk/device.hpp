@@ -84,7 +84,7 @@ public:
     // Return whether the device file is open in any process or a live dma-buf references the device. A dma-buf of the
     // kernel driver references its device too.
     bool is_in_use();
-    [[nodiscard]] std::size_t live_export_count();
+    [[nodiscard]] std::size_t count_live_exports();
 
     // Queue a submission. A thread carries out the copies in order after a random delay. Return the sequence number.
     std::uint64_t submit(std::vector<LinearDma> copies);
@@ -143,6 +143,6 @@ int open_control_device(unsigned index);
 void close_unreferenced_devices();
 // Return the number of devices that this process has open, and the number of their live dma-bufs.
 std::size_t open_device_count();
-std::size_t live_export_count();
+std::size_t count_live_exports();
 
 } // namespace gdrkit::twin::gaudi

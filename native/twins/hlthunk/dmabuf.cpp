@@ -9,12 +9,12 @@ namespace gdrkit::twin::gaudi {
 namespace {
 
 struct ExportRequest {
-    std::uint64_t address, size, offset;
+    std::uint64_t address, size_bytes, offset;
 };
 
 bool is_aligned(const ExportRequest& request) {
-    return request.address % host_page_bytes == 0 && request.size != 0 && request.size % host_page_bytes == 0 &&
-           request.offset % host_page_bytes == 0;
+    return request.address % host_page_bytes == 0 && request.size_bytes != 0 &&
+           request.size_bytes % host_page_bytes == 0 && request.offset % host_page_bytes == 0;
 }
 
 // Return whether [begin, begin + length_bytes) lies in [outer_begin, outer_end).
@@ -32,14 +32,15 @@ bool is_in_bar(std::uint64_t physical_address, std::uint64_t length_bytes) {
 int export_physical(Device* device, const ExportRequest& request) {
     const Properties& device_properties = properties();
     if (request.offset != 0 || !is_aligned(request) ||
-        !is_inside(request.address, request.size, device_properties.dram_user_base, device_properties.dram_end()) ||
-        !is_in_bar(request.address, request.size)) {
+        !is_inside(request.address, request.size_bytes, device_properties.dram_user_base,
+                   device_properties.dram_end()) ||
+        !is_in_bar(request.address, request.size_bytes)) {
         return -EINVAL;
     }
     if (!device->dram_memfd) {
         device->dram_memfd = Fd(make_device_memory(device_properties.dram_bytes));
     }
-    const Extent extent{device->dram_memfd.get(), request.address - device_properties.dram_base, request.size};
+    const Extent extent{device->dram_memfd.get(), request.address - device_properties.dram_base, request.size_bytes};
     std::uint64_t id = 0;
     const int fd = device->dram_memfd ? export_tracked_dmabuf({&extent, 1}, &id) : -ENOMEM;
     if (fd >= 0) {
@@ -51,20 +52,20 @@ int export_physical(Device* device, const ExportRequest& request) {
 // Later generations: export by mapped address. The address must be the begin of a mapping of device memory, and all
 // pages of that memory must be in the BAR.
 int export_mapped(Device* device, const ExportRequest& request) {
-    const auto found = device->mappings.find(request.address);
-    if (found == device->mappings.end() || !found->second.allocation || !is_aligned(request)) {
+    const auto entry = device->mappings.find(request.address);
+    if (entry == device->mappings.end() || !entry->second.allocation || !is_aligned(request)) {
         return -EINVAL;
     }
-    const Allocation& allocation = *found->second.allocation;
-    if (!is_inside(request.offset, request.size, 0, allocation.total_bytes) ||
+    const Allocation& allocation = *entry->second.allocation;
+    if (!is_inside(request.offset, request.size_bytes, 0, allocation.total_bytes) ||
         !is_in_bar(allocation.physical_address, allocation.total_bytes)) {
         return -EINVAL;
     }
-    const Extent extent{allocation.memfd.get(), request.offset, request.size};
+    const Extent extent{allocation.memfd.get(), request.offset, request.size_bytes};
     std::uint64_t id = 0;
     const int fd = export_tracked_dmabuf({&extent, 1}, &id);
     if (fd >= 0) {
-        found->second.exports.push_back(id);
+        entry->second.exports.push_back(id);
     }
     return fd;
 }
@@ -85,25 +86,25 @@ int export_dmabuf_fd(int device_fd, const ExportRequest& request) {
 
 } // namespace
 
-GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_export_dmabuf_fd(int fd, std::uint64_t address, std::uint64_t size,
+GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_export_dmabuf_fd(int fd, std::uint64_t address, std::uint64_t size_bytes,
                                                                 std::uint32_t flags) {
     // The real library ignores `flags` in this function and passes fixed flags to the driver.
-    const int dmabuf_fd = value_or_error_entry("hlthunk_device_memory_export_dmabuf_fd", [&] {
-        return export_dmabuf_fd(fd, {address, size, 0});
+    const int dmabuf_fd = run_value_or_error_entry("hlthunk_device_memory_export_dmabuf_fd", [&] {
+        return export_dmabuf_fd(fd, {address, size_bytes, 0});
     });
     trace("hlthunk_device_memory_export_dmabuf_fd fd=%d addr=%#llx size=%llu flags=%#x -> %d", fd,
-          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size), flags, dmabuf_fd);
+          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size_bytes), flags, dmabuf_fd);
     return dmabuf_fd;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_mapped_memory_export_dmabuf_fd(int fd, std::uint64_t address,
-                                                                       std::uint64_t size, std::uint64_t offset,
+                                                                       std::uint64_t size_bytes, std::uint64_t offset,
                                                                        std::uint32_t flags) {
-    const int dmabuf_fd = value_or_error_entry("hlthunk_device_mapped_memory_export_dmabuf_fd", [&] {
-        return flags != (O_RDWR | O_CLOEXEC) ? -EINVAL : export_dmabuf_fd(fd, {address, size, offset});
+    const int dmabuf_fd = run_value_or_error_entry("hlthunk_device_mapped_memory_export_dmabuf_fd", [&] {
+        return flags != (O_RDWR | O_CLOEXEC) ? -EINVAL : export_dmabuf_fd(fd, {address, size_bytes, offset});
     });
     trace("hlthunk_device_mapped_memory_export_dmabuf_fd fd=%d addr=%#llx size=%llu offset=%llu flags=%#x -> %d", fd,
-          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size),
+          static_cast<unsigned long long>(address), static_cast<unsigned long long>(size_bytes),
           static_cast<unsigned long long>(offset), flags, dmabuf_fd);
     return dmabuf_fd;
 }

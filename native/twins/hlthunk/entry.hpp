@@ -30,7 +30,7 @@ template <typename Body> int catch_exceptions(Body&& body) {
 }
 
 // Run the body of a function that returns 0 or -errno. The body returns 0 or an errno.
-template <typename Body> int entry(std::string_view symbol, Body&& body) {
+template <typename Body> int run_entry(std::string_view symbol, Body&& body) {
     const int error = catch_exceptions([&] {
         const int call_error = begin_call(symbol);
         return call_error != 0 ? call_error : std::forward<Body>(body)();
@@ -42,9 +42,9 @@ template <typename Body> int entry(std::string_view symbol, Body&& body) {
 }
 
 // Run the body of a function that returns a descriptor, an index or -errno. The body returns the same.
-template <typename Body> int value_or_error_entry(std::string_view symbol, Body&& body) {
+template <typename Body> int run_value_or_error_entry(std::string_view symbol, Body&& body) {
     int result = -1;
-    const int error = entry(symbol, [&] {
+    const int error = run_entry(symbol, [&] {
         result = std::forward<Body>(body)();
         return result < 0 ? -result : 0;
     });
@@ -53,9 +53,9 @@ template <typename Body> int value_or_error_entry(std::string_view symbol, Body&
 
 // Run the body of a function that returns an address or a handle, or 0 with errno set. The body stores the value
 // through its argument and returns 0 or an errno.
-template <typename Body> std::uint64_t u64_entry(std::string_view symbol, Body&& body) {
+template <typename Body> std::uint64_t run_u64_entry(std::string_view symbol, Body&& body) {
     std::uint64_t value = 0;
-    const int error = entry(symbol, [&] { return std::forward<Body>(body)(&value); });
+    const int error = run_entry(symbol, [&] { return std::forward<Body>(body)(&value); });
     return error != 0 ? 0 : value;
 }
 

@@ -153,7 +153,7 @@ inline constexpr std::uint32_t ctl_gaudi1_linear = 1U << 3;
 inline constexpr std::uint32_t ctl_memset = 1U << 4;
 inline constexpr std::uint32_t ctl_gaudi1_reg_barrier = 1U << 30;
 
-constexpr unsigned opcode_of(std::uint32_t ctl) {
+constexpr unsigned get_opcode(std::uint32_t ctl) {
     return (ctl >> 24) & 0x1f;
 }
 

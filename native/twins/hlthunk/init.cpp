@@ -53,7 +53,7 @@ int begin_call(std::string_view symbol) {
     if (!configuration_error().empty()) {
         return EINVAL;
     }
-    const auto fault = injected_fault(symbol);
+    const auto fault = find_injected_fault(symbol);
     return fault ? *fault : 0;
 }
 

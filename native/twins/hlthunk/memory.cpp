@@ -17,7 +17,7 @@ unsigned long long to_ull(std::uint64_t value) {
 }
 
 // Return the handle under which the ledger knows an object of this device. `handle` is unique in the device only.
-std::uint64_t ledger_id_of(const Device& device, std::uint64_t handle) {
+std::uint64_t get_ledger_id(const Device& device, std::uint64_t handle) {
     return reinterpret_cast<std::uint64_t>(&device) ^ handle;
 }
 
@@ -32,7 +32,7 @@ int get_operational_device(int fd, DeviceRef* device) {
     return (*device)->is_operational ? 0 : EBUSY;
 }
 
-std::uint64_t round_up_from(std::uint64_t base, std::uint64_t address, std::uint64_t alignment) {
+std::uint64_t round_up_from_base(std::uint64_t base, std::uint64_t address, std::uint64_t alignment) {
     return base + round_up(address - base, alignment);
 }
 
@@ -47,7 +47,7 @@ std::uint64_t find_lowest_gap(const Ranges& used_ranges, std::uint64_t base, std
         if (next->first >= candidate && next->first - candidate >= length_bytes) {
             break;
         }
-        candidate = round_up_from(base, next->first + length_of(*next), alignment);
+        candidate = round_up_from_base(base, next->first + length_of(*next), alignment);
     }
     return candidate < end && end - candidate >= length_bytes ? candidate : 0;
 }
@@ -64,9 +64,9 @@ int choose_page_size(std::uint64_t requested_page_bytes, std::uint64_t* page_byt
     return is_supported ? 0 : EINVAL;
 }
 
-int allocate(Device* device, std::uint64_t size, std::uint64_t requested_page_bytes, bool is_shared,
+int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_page_bytes, bool is_shared,
              std::uint64_t* handle) {
-    if (size == 0) {
+    if (size_bytes == 0) {
         return EINVAL;
     }
     if (!properties().has_virtual_memory) {
@@ -78,10 +78,10 @@ int allocate(Device* device, std::uint64_t size, std::uint64_t requested_page_by
         return error;
     }
     const Properties& device_properties = properties();
-    if (size > device_properties.dram_bytes) {
+    if (size_bytes > device_properties.dram_bytes) {
         return ENOMEM;
     }
-    allocation->total_bytes = round_up(size, allocation->page_bytes);
+    allocation->total_bytes = round_up(size_bytes, allocation->page_bytes);
     std::lock_guard lock(device->mutex);
     allocation->physical_address = find_lowest_gap(
         device->allocated_ranges, device_properties.dram_user_base, device_properties.dram_end(),
@@ -93,7 +93,7 @@ int allocate(Device* device, std::uint64_t size, std::uint64_t requested_page_by
     allocation->is_shared = is_shared;
     allocation->handle = *handle = ++device->last_handle;
     device->allocated_ranges.emplace(allocation->physical_address, allocation->total_bytes);
-    ledger_add("gaudi_memory", ledger_id_of(*device, allocation->handle));
+    ledger_add("gaudi_memory", get_ledger_id(*device, allocation->handle));
     device->allocations.emplace(allocation->handle, std::move(allocation));
     return 0;
 }
@@ -103,50 +103,51 @@ int free_allocation(Device* device, std::uint64_t handle) {
         return 0;
     }
     std::lock_guard lock(device->mutex);
-    const auto found = device->allocations.find(handle & UINT32_MAX);
-    if (found == device->allocations.end() || found->second->mapping_count > 0) {
+    const auto entry = device->allocations.find(handle & UINT32_MAX);
+    if (entry == device->allocations.end() || entry->second->mapping_count > 0) {
         return EINVAL;
     }
-    device->allocated_ranges.erase(found->second->physical_address);
-    static_cast<void>(ledger_remove("gaudi_memory", ledger_id_of(*device, found->first)));
-    device->allocations.erase(found);
+    device->allocated_ranges.erase(entry->second->physical_address);
+    static_cast<void>(ledger_remove("gaudi_memory", get_ledger_id(*device, entry->first)));
+    device->allocations.erase(entry);
     return 0;
 }
 
 // Return the size of the pages of a mapping. `node` is an element of Device::mappings.
-std::uint64_t mapped_bytes(const auto& node) {
+std::uint64_t count_mapped_bytes(const auto& node) {
     return round_up(node.second.length_bytes + node.first % host_page_bytes, host_page_bytes);
 }
 
-bool is_free(const Device& device, std::uint64_t begin, std::uint64_t length_bytes) {
+bool is_range_free(const Device& device, std::uint64_t begin, std::uint64_t length_bytes) {
     auto next = device.mappings.lower_bound(begin);
     if (next != device.mappings.end() && next->first - begin < length_bytes) {
         return false;
     }
-    return next == device.mappings.begin() || std::prev(next)->first + mapped_bytes(*std::prev(next)) <= begin;
+    return next == device.mappings.begin() || std::prev(next)->first + count_mapped_bytes(*std::prev(next)) <= begin;
 }
 
 int map_allocation(Device* device, std::uint64_t handle, std::uint64_t hint, std::uint64_t* address) {
     std::lock_guard lock(device->mutex);
-    const auto found = device->allocations.find(handle & UINT32_MAX);
-    if (found == device->allocations.end()) {
+    const auto entry = device->allocations.find(handle & UINT32_MAX);
+    if (entry == device->allocations.end()) {
         return EINVAL;
     }
-    const std::shared_ptr<Allocation>& allocation = found->second;
+    const std::shared_ptr<Allocation>& allocation = entry->second;
     const Properties& device_properties = properties();
     // The range of device addresses is larger than the memory, because an allocation can be mapped several times.
     const std::uint64_t base = device_properties.dram_virtual_base, end = base + 16 * device_properties.dram_bytes;
     const bool hint_fits = hint >= base && hint < end && (hint - base) % allocation->page_bytes == 0 &&
-                           allocation->total_bytes <= end - hint && is_free(*device, hint, allocation->total_bytes);
+                           allocation->total_bytes <= end - hint &&
+                           is_range_free(*device, hint, allocation->total_bytes);
     *address = hint_fits ? hint
                          : find_lowest_gap(device->mappings, base, end, allocation->total_bytes, allocation->page_bytes,
-                                           [](const auto& node) { return mapped_bytes(node); });
+                                           [](const auto& node) { return count_mapped_bytes(node); });
     if (*address == 0) {
         return ENOMEM;
     }
     ++allocation->mapping_count;
     device->mappings.emplace(*address, Mapping{allocation, 0, allocation->total_bytes, {}});
-    ledger_add("gaudi_mapping", ledger_id_of(*device, *address));
+    ledger_add("gaudi_mapping", get_ledger_id(*device, *address));
     return 0;
 }
 
@@ -158,34 +159,34 @@ int check_can_pin(std::uint64_t begin, std::uint64_t length_bytes) {
     return check_mapped(first_page, end, true);
 }
 
-int map_host(Device* device, std::uint64_t host_address, std::uint64_t size, std::uint64_t* address) {
-    if (size == 0 || host_address + size < host_address) {
+int map_host(Device* device, std::uint64_t host_address, std::uint64_t size_bytes, std::uint64_t* address) {
+    if (size_bytes == 0 || host_address + size_bytes < host_address) {
         return EINVAL;
     }
-    if (const int error = check_can_pin(host_address, size); error != 0) {
+    if (const int error = check_can_pin(host_address, size_bytes); error != 0) {
         return error;
     }
     const std::uint64_t base = properties().host_virtual_base, page_offset = host_address % host_page_bytes;
     std::lock_guard lock(device->mutex);
     const std::uint64_t page = find_lowest_gap(device->mappings, base, base + (std::uint64_t{1} << 47),
-                                               round_up(size + page_offset, host_page_bytes), host_page_bytes,
-                                               [](const auto& node) { return mapped_bytes(node); });
+                                               round_up(size_bytes + page_offset, host_page_bytes), host_page_bytes,
+                                               [](const auto& node) { return count_mapped_bytes(node); });
     if (page == 0) {
         return ENOMEM;
     }
     *address = page + page_offset;
-    device->mappings.emplace(*address, Mapping{nullptr, host_address, size, {}});
-    ledger_add("gaudi_host_mapping", ledger_id_of(*device, *address));
+    device->mappings.emplace(*address, Mapping{nullptr, host_address, size_bytes, {}});
+    ledger_add("gaudi_host_mapping", get_ledger_id(*device, *address));
     return 0;
 }
 
 int unmap(Device* device, std::uint64_t address) {
     std::lock_guard lock(device->mutex);
-    const auto found = device->mappings.find(address);
-    if (found == device->mappings.end()) {
+    const auto entry = device->mappings.find(address);
+    if (entry == device->mappings.end()) {
         return EINVAL;
     }
-    Mapping& mapping = found->second;
+    Mapping& mapping = entry->second;
     std::erase_if(mapping.exports, [](std::uint64_t id) { return !is_dmabuf_alive(id); });
     if (!mapping.exports.empty()) {
         return EINVAL; // a dma-buf that was exported from this mapping is alive
@@ -194,27 +195,27 @@ int unmap(Device* device, std::uint64_t address) {
         --mapping.allocation->mapping_count;
     }
     static_cast<void>(
-        ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", ledger_id_of(*device, address)));
-    device->mappings.erase(found);
+        ledger_remove(mapping.allocation ? "gaudi_mapping" : "gaudi_host_mapping", get_ledger_id(*device, address)));
+    device->mappings.erase(entry);
     return 0;
 }
 
 } // namespace
 
-GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_alloc(int fd, std::uint64_t size, std::uint64_t page_size,
-                                                               bool contiguous, bool shared) {
-    const std::uint64_t handle = u64_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* new_handle) {
+GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_alloc(int fd, std::uint64_t size_bytes,
+                                                               std::uint64_t page_size, bool contiguous, bool shared) {
+    const std::uint64_t handle = run_u64_entry("hlthunk_device_memory_alloc", [&](std::uint64_t* new_handle) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : allocate(device.get(), size, page_size, shared, new_handle);
+        return error != 0 ? error : allocate(device.get(), size_bytes, page_size, shared, new_handle);
     });
     trace("hlthunk_device_memory_alloc fd=%d size=%llu page_size=%llu contiguous=%d shared=%d -> %#llx", fd,
-          to_ull(size), to_ull(page_size), contiguous, shared, to_ull(handle));
+          to_ull(size_bytes), to_ull(page_size), contiguous, shared, to_ull(handle));
     return handle;
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_free(int fd, std::uint64_t handle) {
-    const int result = entry("hlthunk_device_memory_free", [&] {
+    const int result = run_entry("hlthunk_device_memory_free", [&] {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
         return error != 0 ? error : free_allocation(device.get(), handle);
@@ -224,7 +225,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_device_memory_free(int fd, std::uint64_t handle
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64_t handle, std::uint64_t hint) {
-    const std::uint64_t address = u64_entry("hlthunk_device_memory_map", [&](std::uint64_t* new_address) {
+    const std::uint64_t address = run_u64_entry("hlthunk_device_memory_map", [&](std::uint64_t* new_address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
         return error != 0 ? error : map_allocation(device.get(), handle, hint, new_address);
@@ -235,25 +236,25 @@ GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_device_memory_map(int fd, std::uint64
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_host_memory_map_flags(int fd, void* host, std::uint64_t /*hint*/,
-                                                                 std::uint64_t size, std::uint32_t /*flags*/) {
-    return u64_entry("hlthunk_host_memory_map_flags", [&](std::uint64_t* address) {
+                                                                 std::uint64_t size_bytes, std::uint32_t /*flags*/) {
+    return run_u64_entry("hlthunk_host_memory_map_flags", [&](std::uint64_t* address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, address);
+        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size_bytes, address);
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY std::uint64_t hlthunk_host_memory_map(int fd, void* host, std::uint64_t /*hint*/,
-                                                           std::uint64_t size) {
-    return u64_entry("hlthunk_host_memory_map", [&](std::uint64_t* address) {
+                                                           std::uint64_t size_bytes) {
+    return run_u64_entry("hlthunk_host_memory_map", [&](std::uint64_t* address) {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
-        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size, address);
+        return error != 0 ? error : map_host(device.get(), reinterpret_cast<std::uint64_t>(host), size_bytes, address);
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_memory_unmap(int fd, std::uint64_t address) {
-    const int result = entry("hlthunk_memory_unmap", [&] {
+    const int result = run_entry("hlthunk_memory_unmap", [&] {
         DeviceRef device;
         const int error = get_operational_device(fd, &device);
         return error != 0 ? error : unmap(device.get(), address);
@@ -263,7 +264,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_memory_unmap(int fd, std::uint64_t address) {
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dram_usage(int fd, DramUsage* usage) {
-    return entry("hlthunk_get_dram_usage", [&] {
+    return run_entry("hlthunk_get_dram_usage", [&] {
         int error = 0;
         const DeviceRef device = usage == nullptr ? nullptr : find_device(fd, &error);
         if (!device) {
@@ -280,7 +281,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dram_usage(int fd, DramUsage* usage) {
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_dev_memalloc_page_orders(int fd, std::uint64_t* orders) {
-    return entry("hlthunk_get_dev_memalloc_page_orders", [&] {
+    return run_entry("hlthunk_get_dev_memalloc_page_orders", [&] {
         unsigned index = 0;
         int error = 0;
         if (orders == nullptr) {

@@ -19,32 +19,32 @@ namespace {
 
 constexpr std::size_t bus_id_length = 12; // 0000:33:00.0
 
-std::string bus_id_of(unsigned index) {
+std::string make_bus_id(unsigned index) {
     char text[16];
     std::snprintf(text, sizeof text, "0000:%02x:00.0", 0x33 + index);
     return text;
 }
 
 // Module ids differ from device indexes, as on a real board.
-std::uint32_t module_id_of(unsigned index) {
+std::uint32_t get_module_id(unsigned index) {
     return index < 8 ? 7 - index : index;
 }
 
 // Return the index of the device with this bus id, or -1 if no device has it. The bus id may lack the PCI domain.
-int index_of_bus_id(const char* bus_id) {
+int find_index_by_bus_id(const char* bus_id) {
     std::string full_bus_id = std::strlen(bus_id) == 7 ? "0000:" + std::string(bus_id) : std::string(bus_id);
     full_bus_id.resize(std::min(full_bus_id.size(), bus_id_length));
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
-        if (full_bus_id == bus_id_of(index)) {
+        if (full_bus_id == make_bus_id(index)) {
             return static_cast<int>(index);
         }
     }
     return -1;
 }
 
-int index_of_module(std::uint32_t module_id) {
+int find_index_by_module(std::uint32_t module_id) {
     for (unsigned index = 0; index < config().gaudi_count; ++index) {
-        if (module_id_of(index) == module_id) {
+        if (get_module_id(index) == module_id) {
             return static_cast<int>(index);
         }
     }
@@ -52,7 +52,7 @@ int index_of_module(std::uint32_t module_id) {
 }
 
 int open_by_bus_id(const char* bus_id, int (*open_at_index)(unsigned)) {
-    const int index = index_of_bus_id(bus_id);
+    const int index = find_index_by_bus_id(bus_id);
     return index < 0 ? -EINVAL : open_at_index(static_cast<unsigned>(index));
 }
 
@@ -96,8 +96,8 @@ int open_by_bus_id_or_name(std::string_view symbol, int device_name, const char*
 }
 
 // Fill the hardware information: its structure of 2021 or of 2023.
-template <typename Info> int hardware_info_entry(int fd, Info* info) {
-    return entry("hlthunk_get_hw_ip_info", [&] {
+template <typename Info> int run_hardware_info_entry(int fd, Info* info) {
+    return run_entry("hlthunk_get_hw_ip_info", [&] {
         unsigned index = 0;
         int error = 0;
         if (info == nullptr) {
@@ -114,7 +114,7 @@ template <typename Info> int hardware_info_entry(int fd, Info* info) {
         info->device_id = device_properties.pci_id;
         info->dram_enabled = 1;
         std::strncpy(reinterpret_cast<char*>(info->cpucp_version), "gdrkit twin", sizeof info->cpucp_version - 1);
-        info->module_id = module_id_of(index);
+        info->module_id = get_module_id(index);
         std::strncpy(reinterpret_cast<char*>(info->card_name), device_properties.card_name, sizeof info->card_name - 1);
         info->dram_page_size = device_properties.default_page_bytes;
         if constexpr (std::is_same_v<Info, HardwareInfo>) {
@@ -132,8 +132,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open(int device_name, const char* bus_id) {
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_by_module_id(std::uint32_t module_id) {
-    const int fd = value_or_error_entry("hlthunk_open_by_module_id", [&] {
-        const int index = index_of_module(module_id);
+    const int fd = run_value_or_error_entry("hlthunk_open_by_module_id", [&] {
+        const int index = find_index_by_module(module_id);
         // For an unknown module id the real library returns -1, the value of -EPERM.
         return index < 0 ? -EPERM : open_device(static_cast<unsigned>(index));
     });
@@ -142,7 +142,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open_by_module_id(std::uint32_t module_id) {
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control(int index, const char* bus_id) {
-    return value_or_error_entry("hlthunk_open_control", [&] {
+    return run_value_or_error_entry("hlthunk_open_control", [&] {
         return bus_id != nullptr ? open_by_bus_id(bus_id, open_control_device)
                                  : open_control_device(static_cast<unsigned>(index));
     });
@@ -153,15 +153,15 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_name(int device_name, const cha
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_module_id(std::uint32_t module_id) {
-    return value_or_error_entry("hlthunk_open_control_by_module_id", [&] {
-        const int index = index_of_module(module_id);
+    return run_value_or_error_entry("hlthunk_open_control_by_module_id", [&] {
+        const int index = find_index_by_module(module_id);
         return index < 0 ? -EBADF : open_control_device(static_cast<unsigned>(index));
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_open_control_by_bus_id(const char* bus_id) {
-    return value_or_error_entry("hlthunk_open_control_by_bus_id", [&] {
-        const int index = bus_id == nullptr ? -1 : index_of_bus_id(bus_id);
+    return run_value_or_error_entry("hlthunk_open_control_by_bus_id", [&] {
+        const int index = bus_id == nullptr ? -1 : find_index_by_bus_id(bus_id);
         return bus_id == nullptr ? -EINVAL : (index < 0 ? -EBADF : open_control_device(static_cast<unsigned>(index)));
     });
 }
@@ -184,7 +184,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_close(int fd) {
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, int length) {
-    return entry("hlthunk_get_pci_bus_id_from_fd", [&] {
+    return run_entry("hlthunk_get_pci_bus_id_from_fd", [&] {
         unsigned index = 0;
         int error = 0;
         if (bus_id == nullptr || length < 0) {
@@ -193,25 +193,25 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_pci_bus_id_from_fd(int fd, char* bus_id, in
         if (!find_index(fd, &index, &error)) {
             return error;
         }
-        std::strncpy(bus_id, bus_id_of(index).c_str(), static_cast<std::size_t>(length));
+        std::strncpy(bus_id, make_bus_id(index).c_str(), static_cast<std::size_t>(length));
         return 0;
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_index_from_pci_bus_id(const char* bus_id) {
-    return value_or_error_entry("hlthunk_get_device_index_from_pci_bus_id", [&] {
-        const int index = bus_id == nullptr ? -EINVAL : index_of_bus_id(bus_id);
+    return run_value_or_error_entry("hlthunk_get_device_index_from_pci_bus_id", [&] {
+        const int index = bus_id == nullptr ? -EINVAL : find_index_by_bus_id(bus_id);
         return index;
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_hw_ip_info(int fd, HardwareInfo* info) {
-    return hardware_info_entry(fd, info);
+    return run_hardware_info_entry(fd, info);
 }
 
 __asm__(".symver gdrkit_get_hw_ip_info_2021, hlthunk_get_hw_ip_info@HLTNK_1.0");
 GDRKIT_HLTHUNK_ENTRY int gdrkit_get_hw_ip_info_2021(int fd, HardwareInfo2021* info) {
-    return hardware_info_entry(fd, info);
+    return run_hardware_info_entry(fd, info);
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_name_from_fd(int fd) {
@@ -228,7 +228,7 @@ GDRKIT_HLTHUNK_ENTRY std::uint32_t hlthunk_get_device_id_from_fd(int fd) {
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
     int count = 0;
-    const int error = entry("hlthunk_get_device_count", [&] {
+    const int error = run_entry("hlthunk_get_device_count", [&] {
         if (device_name == invalid || device_name < 0 || device_name >= device_name_end) {
             return EINVAL;
         }
@@ -241,7 +241,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_count(int device_name) {
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_status_info(int fd) {
     int status = device_operational;
-    const int error = entry("hlthunk_get_device_status_info", [&] {
+    const int error = run_entry("hlthunk_get_device_status_info", [&] {
         int find_error = 0;
         const DeviceRef device = find_device(fd, &find_error);
         if (!device) {
@@ -254,8 +254,8 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_get_device_status_info(int fd) {
     return error != 0 ? error : status;
 }
 
-GDRKIT_HLTHUNK_ENTRY void* hlthunk_malloc(std::size_t size) {
-    return std::calloc(1, size);
+GDRKIT_HLTHUNK_ENTRY void* hlthunk_malloc(std::size_t size_bytes) {
+    return std::calloc(1, size_bytes);
 }
 
 GDRKIT_HLTHUNK_ENTRY void hlthunk_free(void* memory) {

@@ -28,14 +28,16 @@ bool copy_between_files(int target_fd, std::uint64_t target_offset, int source_f
                         std::uint64_t length_bytes) {
     std::array<std::byte, 65536> buffer;
     while (length_bytes > 0) {
-        const std::size_t size = std::min<std::uint64_t>(length_bytes, buffer.size());
-        if (pread(source_fd, buffer.data(), size, static_cast<off_t>(source_offset)) != static_cast<ssize_t>(size) ||
-            pwrite(target_fd, buffer.data(), size, static_cast<off_t>(target_offset)) != static_cast<ssize_t>(size)) {
+        const std::size_t size_bytes = std::min<std::uint64_t>(length_bytes, buffer.size());
+        if (pread(source_fd, buffer.data(), size_bytes, static_cast<off_t>(source_offset)) !=
+                static_cast<ssize_t>(size_bytes) ||
+            pwrite(target_fd, buffer.data(), size_bytes, static_cast<off_t>(target_offset)) !=
+                static_cast<ssize_t>(size_bytes)) {
             return false;
         }
-        target_offset += size;
-        source_offset += size;
-        length_bytes -= size;
+        target_offset += size_bytes;
+        source_offset += size_bytes;
+        length_bytes -= size_bytes;
     }
     return true;
 }
@@ -69,7 +71,7 @@ int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copi
             return EINVAL;
         }
         std::memcpy(header, bytes.data(), sizeof header);
-        const unsigned opcode = opcode_of(header[1]);
+        const unsigned opcode = get_opcode(header[1]);
         if (opcode == packet_nop) {
             bytes = bytes.subspan(sizeof header);
             continue;
@@ -111,8 +113,8 @@ int read_chunk(Device* device, const Chunk& chunk, std::vector<LinearDma>* copie
     }
     std::vector<std::byte> packets(chunk.cb_size);
     if (!properties().has_virtual_memory) {
-        const auto found = device->command_buffers.find(chunk.cb_handle);
-        if (found == device->command_buffers.end() || chunk.cb_size > found->second.size_bytes ||
+        const auto entry = device->command_buffers.find(chunk.cb_handle);
+        if (entry == device->command_buffers.end() || chunk.cb_size > entry->second.size_bytes ||
             pread(device->file.get(), packets.data(), packets.size(), static_cast<off_t>(chunk.cb_handle)) !=
                 static_cast<ssize_t>(packets.size())) {
             return EINVAL;
@@ -236,26 +238,26 @@ void Device::run_jobs() {
     }
 }
 
-GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t size, std::uint64_t* handle) {
-    return entry("hlthunk_request_command_buffer", [&] {
+GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t size_bytes, std::uint64_t* handle) {
+    return run_entry("hlthunk_request_command_buffer", [&] {
         int error = 0;
         const DeviceRef device = handle == nullptr ? nullptr : find_device(fd, &error);
         if (!device) {
             return handle == nullptr ? EINVAL : error;
         }
-        if (size == 0 || size > max_buffer_bytes) {
+        if (size_bytes == 0 || size_bytes > max_buffer_bytes) {
             return EINVAL;
         }
         std::lock_guard lock(device->mutex);
         *handle = ++device->last_buffer_number * buffer_spacing_bytes;
-        device->command_buffers.emplace(*handle, CommandBuffer{size});
+        device->command_buffers.emplace(*handle, CommandBuffer{size_bytes});
         ledger_add("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ *handle);
         return 0;
     });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_destroy_command_buffer(int fd, std::uint64_t handle) {
-    return entry("hlthunk_destroy_command_buffer", [&] {
+    return run_entry("hlthunk_destroy_command_buffer", [&] {
         int error = 0;
         const DeviceRef device = find_device(fd, &error);
         if (!device) {
@@ -272,17 +274,17 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_destroy_command_buffer(int fd, std::uint64_t ha
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_command_submission(int fd, SubmissionIn* in, SubmissionOut* out) {
-    return entry("hlthunk_command_submission", [&] { return submit_chunks(fd, in, out); });
+    return run_entry("hlthunk_command_submission", [&] { return submit_chunks(fd, in, out); });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_command_submission_timeout(int fd, SubmissionIn* in, SubmissionOut* out,
                                                             std::uint32_t /*timeout_s*/) {
-    return entry("hlthunk_command_submission_timeout", [&] { return submit_chunks(fd, in, out); });
+    return run_entry("hlthunk_command_submission_timeout", [&] { return submit_chunks(fd, in, out); });
 }
 
 GDRKIT_HLTHUNK_ENTRY int hlthunk_wait_for_cs(int fd, std::uint64_t sequence, std::uint64_t timeout_us,
                                              std::uint32_t* status) {
-    return entry("hlthunk_wait_for_cs", [&] {
+    return run_entry("hlthunk_wait_for_cs", [&] {
         int error = 0;
         const DeviceRef device = status == nullptr ? nullptr : find_device(fd, &error);
         if (!device) {

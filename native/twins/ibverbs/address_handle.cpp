@@ -29,14 +29,14 @@ bool is_valid_path(const ibv_ah_attr& path) {
 // Return the index of the GID with this type, or -1 with errno EINVAL.
 int find_gid_index(const Device& device, const ibv_gid& gid, ibv_gid_type type) {
     for (unsigned index = 0; index < gid_count; ++index) {
-        if (is_same_gid(device.gid, gid) && gid_type_at(index) == type) {
+        if (is_same_gid(device.gid, gid) && get_gid_type(index) == type) {
             return static_cast<int>(index);
         }
     }
     return fail_minus1(EINVAL);
 }
 
-ibv_gid gid_of_ipv4(std::uint32_t address) {
+ibv_gid make_ipv4_gid(std::uint32_t address) {
     ibv_gid gid{};
     gid.raw[10] = gid.raw[11] = 0xff;
     std::memcpy(gid.raw + 12, &address, sizeof address);
@@ -68,8 +68,8 @@ int fill_route(const Device& device, const ibv_grh& grh, ibv_global_route* route
     ibv_gid_type type = IBV_GID_TYPE_ROCE_V2;
     const std::uint32_t version_class_flow = be32toh(grh.version_tclass_flow);
     if (is_ipv4_header(grh, &ipv4)) {
-        local_gid = gid_of_ipv4(ipv4.daddr);
-        route->dgid = gid_of_ipv4(ipv4.saddr);
+        local_gid = make_ipv4_gid(ipv4.daddr);
+        route->dgid = make_ipv4_gid(ipv4.saddr);
         route->hop_limit = ipv4.ttl;
         route->traffic_class = ipv4.tos;
     } else if (version_class_flow >> 28 == 6 && (grh.next_hdr == IPPROTO_UDP || grh.next_hdr == roce_v1_next_header)) {
@@ -95,17 +95,17 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
-    if (const auto fault = injected_fault("ibv_create_ah")) {
+    if (const auto fault = find_injected_fault("ibv_create_ah")) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd) || !is_valid_path(*attr)) {
         return fail_null(EINVAL);
     }
-    ProtectionDomain* const domain = domain_of(pd);
+    ProtectionDomain* const domain = get_domain(pd);
     auto handle = std::make_unique<AddressHandle>();
     handle->public_ah.context = pd->context;
     handle->public_ah.pd = pd;
-    handle->public_ah.handle = next_handle();
+    handle->public_ah.handle = make_next_handle();
     handle->impl = std::make_shared<const AddressVector>(AddressVector{domain, *attr});
     ++domain->child_count;
     track("ibv_ah", handle.get());
@@ -113,10 +113,10 @@ ibv_ah* ibv_create_ah(ibv_pd* pd, ibv_ah_attr* attr) {
 }
 
 int ibv_destroy_ah(ibv_ah* ah) {
-    if (const auto fault = injected_fault("ibv_destroy_ah")) {
+    if (const auto fault = find_injected_fault("ibv_destroy_ah")) {
         return *fault;
     }
-    AddressHandle* const handle = address_handle_of(ah);
+    AddressHandle* const handle = get_address_handle(ah);
     if (!is_alive("ibv_ah", handle)) {
         return EINVAL;
     }
@@ -131,10 +131,10 @@ int ibv_destroy_ah(ibv_ah* ah) {
 
 int ibv_init_ah_from_wc(ibv_context* public_context, std::uint8_t port_num, ibv_wc* wc, ibv_grh* grh,
                         ibv_ah_attr* ah_attr) {
-    if (const auto fault = injected_fault("ibv_init_ah_from_wc")) {
+    if (const auto fault = find_injected_fault("ibv_init_ah_from_wc")) {
         return fail_minus1(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context) || port_num != 1) {
         return fail_minus1(EINVAL);
     }
@@ -151,7 +151,7 @@ int ibv_init_ah_from_wc(ibv_context* public_context, std::uint8_t port_num, ibv_
 }
 
 ibv_ah* ibv_create_ah_from_wc(ibv_pd* pd, ibv_wc* wc, ibv_grh* grh, std::uint8_t port_num) {
-    if (const auto fault = injected_fault("ibv_create_ah_from_wc")) {
+    if (const auto fault = find_injected_fault("ibv_create_ah_from_wc")) {
         return fail_null(*fault);
     }
     ibv_ah_attr attr{};

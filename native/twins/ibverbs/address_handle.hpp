@@ -19,7 +19,7 @@ struct AddressHandle {
     std::shared_ptr<const AddressVector> impl;
 };
 
-inline AddressHandle* address_handle_of(ibv_ah* ah) {
+inline AddressHandle* get_address_handle(ibv_ah* ah) {
     return reinterpret_cast<AddressHandle*>(ah);
 }
 

@@ -44,10 +44,10 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 int ibv_get_async_event(ibv_context* public_context, ibv_async_event* event) {
-    if (const auto fault = injected_fault("ibv_get_async_event")) {
+    if (const auto fault = find_injected_fault("ibv_get_async_event")) {
         return fail_minus1(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context)) {
         return fail_minus1(EINVAL);
     }

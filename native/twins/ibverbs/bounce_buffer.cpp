@@ -19,32 +19,32 @@ constexpr int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW;
 
 } // namespace
 
-std::unique_ptr<BounceBuffer> BounceBuffer::make(std::size_t size) {
+std::unique_ptr<BounceBuffer> BounceBuffer::make(std::size_t size_bytes) {
     Fd fd(memfd_create("gdrkit-bounce", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    if (!fd || ftruncate(fd.get(), static_cast<off_t>(size)) != 0 || fcntl(fd.get(), F_ADD_SEALS, seals) != 0) {
+    if (!fd || ftruncate(fd.get(), static_cast<off_t>(size_bytes)) != 0 || fcntl(fd.get(), F_ADD_SEALS, seals) != 0) {
         return nullptr;
     }
-    return map(std::move(fd), size);
+    return map(std::move(fd), size_bytes);
 }
 
-std::unique_ptr<BounceBuffer> BounceBuffer::adopt(Fd fd, std::size_t size) {
+std::unique_ptr<BounceBuffer> BounceBuffer::adopt(Fd fd, std::size_t size_bytes) {
     struct stat status {};
     if (fstat(fd.get(), &status) != 0) {
         return nullptr;
     }
-    if (fcntl(fd.get(), F_GET_SEALS) != seals || static_cast<std::size_t>(status.st_size) != size) {
+    if (fcntl(fd.get(), F_GET_SEALS) != seals || static_cast<std::size_t>(status.st_size) != size_bytes) {
         errno = EINVAL;
         return nullptr;
     }
-    return map(std::move(fd), size);
+    return map(std::move(fd), size_bytes);
 }
 
-std::unique_ptr<BounceBuffer> BounceBuffer::map(Fd fd, std::size_t size) {
-    void* const data = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
+std::unique_ptr<BounceBuffer> BounceBuffer::map(Fd fd, std::size_t size_bytes) {
+    void* const data = mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd.get(), 0);
     if (data == MAP_FAILED) {
         return nullptr;
     }
-    return std::unique_ptr<BounceBuffer>(new BounceBuffer(std::move(fd), static_cast<std::byte*>(data), size));
+    return std::unique_ptr<BounceBuffer>(new BounceBuffer(std::move(fd), static_cast<std::byte*>(data), size_bytes));
 }
 
 BounceBuffer::~BounceBuffer() {
@@ -55,10 +55,10 @@ BounceBuffer::~BounceBuffer() {
 // DMA of a device, which completions order, sometimes completions in another process. ThreadSanitizer does not know
 // this order and would report data races.
 
-int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size) {
+int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size_bytes) {
     const char* source = static_cast<const char*>(memory);
-    while (size > 0) {
-        const long moved_bytes = syscall(SYS_pwrite64, fd_.get(), source, size, offset);
+    while (size_bytes > 0) {
+        const long moved_bytes = syscall(SYS_pwrite64, fd_.get(), source, size_bytes, offset);
         if (moved_bytes < 0 && errno == EINTR) {
             continue;
         }
@@ -67,15 +67,15 @@ int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t si
         }
         source += moved_bytes;
         offset += static_cast<std::size_t>(moved_bytes);
-        size -= static_cast<std::size_t>(moved_bytes);
+        size_bytes -= static_cast<std::size_t>(moved_bytes);
     }
     return 0;
 }
 
-int BounceBuffer::copy_out(std::size_t offset, void* memory, std::size_t size) const {
+int BounceBuffer::copy_out(std::size_t offset, void* memory, std::size_t size_bytes) const {
     char* target = static_cast<char*>(memory);
-    while (size > 0) {
-        const long moved_bytes = syscall(SYS_pread64, fd_.get(), target, size, offset);
+    while (size_bytes > 0) {
+        const long moved_bytes = syscall(SYS_pread64, fd_.get(), target, size_bytes, offset);
         if (moved_bytes < 0 && errno == EINTR) {
             continue;
         }
@@ -84,7 +84,7 @@ int BounceBuffer::copy_out(std::size_t offset, void* memory, std::size_t size) c
         }
         target += moved_bytes;
         offset += static_cast<std::size_t>(moved_bytes);
-        size -= static_cast<std::size_t>(moved_bytes);
+        size_bytes -= static_cast<std::size_t>(moved_bytes);
     }
     return 0;
 }
@@ -94,28 +94,28 @@ int BounceBuffer::copy_out(std::size_t offset, void* memory, std::size_t size) c
 namespace {
 
 // Copy without memcpy, which ThreadSanitizer intercepts too.
-void copy_unobserved(std::byte* target, const std::byte* source, std::size_t size) {
-    asm volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(size) : : "memory");
+void copy_unobserved(std::byte* target, const std::byte* source, std::size_t size_bytes) {
+    asm volatile("rep movsb" : "+D"(target), "+S"(source), "+c"(size_bytes) : : "memory");
 }
 
 } // namespace
 
-void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size) {
-    copy_unobserved(data_ + offset, memory, size);
+void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size_bytes) {
+    copy_unobserved(data_ + offset, memory, size_bytes);
 }
 
-void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size) const {
-    copy_unobserved(memory, data_ + offset, size);
+void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size_bytes) const {
+    copy_unobserved(memory, data_ + offset, size_bytes);
 }
 
 #else
 
-void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size) {
-    copy_in(offset, memory, size);
+void BounceBuffer::copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size_bytes) {
+    copy_in(offset, memory, size_bytes);
 }
 
-void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size) const {
-    copy_out(offset, memory, size);
+void BounceBuffer::copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size_bytes) const {
+    copy_out(offset, memory, size_bytes);
 }
 
 #endif

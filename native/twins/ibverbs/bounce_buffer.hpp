@@ -19,28 +19,28 @@ inline constexpr std::size_t max_chunk_bytes = 256U << 10;
 class BounceBuffer {
 public:
     // Create a buffer. Return nullptr and set errno on failure.
-    static std::unique_ptr<BounceBuffer> make(std::size_t size);
+    static std::unique_ptr<BounceBuffer> make(std::size_t size_bytes);
     // Map a buffer that another process created. Return nullptr and set errno on failure; EINVAL if the memfd does not
-    // have `size` bytes, or if no seals prevent a change of its size.
-    static std::unique_ptr<BounceBuffer> adopt(Fd fd, std::size_t size);
+    // have `size_bytes` bytes, or if no seals prevent a change of its size.
+    static std::unique_ptr<BounceBuffer> adopt(Fd fd, std::size_t size_bytes);
     ~BounceBuffer();
     BounceBuffer(const BounceBuffer&) = delete;
     BounceBuffer& operator=(const BounceBuffer&) = delete;
 
     // Copy from client memory into the buffer, or out of the buffer into client memory. Return 0 or an errno. The
     // caller ensures that [offset, offset + size) lies within the buffer.
-    int copy_in(std::size_t offset, const void* memory, std::size_t size);
-    int copy_out(std::size_t offset, void* memory, std::size_t size) const;
+    int copy_in(std::size_t offset, const void* memory, std::size_t size_bytes);
+    int copy_out(std::size_t offset, void* memory, std::size_t size_bytes) const;
     // Like copy_in and copy_out, but for memory that the twin has mapped from a sealed memfd. These copies cannot fail.
-    void copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size);
-    void copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size) const;
+    void copy_in_mapped(std::size_t offset, const std::byte* memory, std::size_t size_bytes);
+    void copy_out_mapped(std::size_t offset, std::byte* memory, std::size_t size_bytes) const;
 
     [[nodiscard]] std::byte* data_at(std::size_t offset) const { return data_ + offset; }
     [[nodiscard]] int fd() const { return fd_.get(); }
 
 private:
-    BounceBuffer(Fd fd, std::byte* data, std::size_t size) : fd_(std::move(fd)), data_(data), size_(size) {}
-    static std::unique_ptr<BounceBuffer> map(Fd fd, std::size_t size);
+    BounceBuffer(Fd fd, std::byte* data, std::size_t size_bytes) : fd_(std::move(fd)), data_(data), size_(size_bytes) {}
+    static std::unique_ptr<BounceBuffer> map(Fd fd, std::size_t size_bytes);
 
     Fd fd_;
     std::byte* data_;

@@ -17,14 +17,14 @@ template <typename Visit> bool for_each_sge_in_chunk(const SendWork& work, const
             skip_bytes -= sge.length;
             continue;
         }
-        const std::size_t size = std::min<std::size_t>(sge.length - skip_bytes, request.chunk_bytes - offset);
-        if (size == 0) {
+        const std::size_t size_bytes = std::min<std::size_t>(sge.length - skip_bytes, request.chunk_bytes - offset);
+        if (size_bytes == 0) {
             break;
         }
-        if (!visit(ibv_sge{sge.addr + skip_bytes, static_cast<std::uint32_t>(size), sge.lkey}, offset)) {
+        if (!visit(ibv_sge{sge.addr + skip_bytes, static_cast<std::uint32_t>(size_bytes), sge.lkey}, offset)) {
             return false;
         }
-        offset += size;
+        offset += size_bytes;
         skip_bytes = 0;
     }
     return true;

@@ -15,7 +15,7 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 bool is_valid_cqe(const Context& context, std::uint32_t cqe) {
-    return cqe >= 1 && cqe <= static_cast<std::uint32_t>(device_attributes(*context.device).max_cqe);
+    return cqe >= 1 && cqe <= static_cast<std::uint32_t>(make_device_attributes(*context.device).max_cqe);
 }
 
 } // namespace
@@ -58,7 +58,7 @@ bool CompletionQueue::push_one(const Completion& completion) {
     completions_.push_back(completion);
     if (options_.has_timestamps) {
         completions_.back().device_cycles = device_clock_cycles();
-        completions_.back().wallclock_ns = clock_ns(CLOCK_REALTIME);
+        completions_.back().wallclock_ns = read_clock_ns(CLOCK_REALTIME);
     }
     return true;
 }
@@ -188,18 +188,18 @@ void CompletionQueue::drop(std::uint32_t qp_num) {
 
 void acknowledge_async(ibv_cq* cq) {
     ++cq->async_events_completed;
-    cq_handle_of(cq)->impl->async_event_counter->acknowledge(1);
+    get_cq_handle(cq)->impl->async_event_counter->acknowledge(1);
 }
 
 int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
     static FaultSite site("ibv_poll_cq");
-    if (const auto fault = injected_fault(&site)) {
+    if (const auto fault = find_injected_fault(&site)) {
         return -*fault;
     }
     if (!is_alive("ibv_cq", cq) || num_entries < 0) {
         return -EINVAL;
     }
-    CompletionQueueHandle* const handle = cq_handle_of(cq);
+    CompletionQueueHandle* const handle = get_cq_handle(cq);
     if (handle->public_cq.start_poll == nullptr) {
         return handle->impl->poll(num_entries, wc);
     }
@@ -210,18 +210,18 @@ int poll_completions(ibv_cq* cq, int num_entries, ibv_wc* wc) {
 }
 
 int request_notification(ibv_cq* cq, int solicited_only) {
-    if (const auto fault = injected_fault("ibv_req_notify_cq")) {
+    if (const auto fault = find_injected_fault("ibv_req_notify_cq")) {
         return *fault;
     }
     if (!is_alive("ibv_cq", cq)) {
         return EINVAL;
     }
-    cq_handle_of(cq)->impl->arm(solicited_only != 0);
+    get_cq_handle(cq)->impl->arm(solicited_only != 0);
     return 0;
 }
 
 CompletionQueueHandle* create_completion_queue(ibv_context* public_context, const CompletionQueueRequest& request) {
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     ibv_comp_channel* const channel = request.channel;
     if (!is_alive("ibv_context", context) || !is_valid_cqe(*context, request.cqe) ||
         request.comp_vector >= static_cast<std::uint32_t>(completion_vector_count) ||
@@ -233,14 +233,14 @@ CompletionQueueHandle* create_completion_queue(ibv_context* public_context, cons
     cq->context = public_context;
     cq->channel = channel;
     cq->cq_context = request.cq_context;
-    cq->handle = next_handle();
+    cq->handle = make_next_handle();
     cq->cqe = static_cast<int>(request.cqe);
     pthread_mutex_init(&cq->mutex, nullptr);
     pthread_cond_init(&cq->cond, nullptr);
-    handle->impl = std::make_shared<CompletionQueue>(context, channel_of(channel), cq, request.cqe, request.options);
+    handle->impl = std::make_shared<CompletionQueue>(context, get_channel(channel), cq, request.cqe, request.options);
     ++context->child_count;
     if (channel != nullptr) {
-        ++channel_of(channel)->user_count;
+        ++get_channel(channel)->user_count;
         ++channel->refcnt;
     }
     if (request.parent_domain != nullptr) {
@@ -258,7 +258,7 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_cq* ibv_create_cq(ibv_context* context, int cqe, void* cq_context, ibv_comp_channel* channel, int comp_vector) {
-    if (const auto fault = injected_fault("ibv_create_cq")) {
+    if (const auto fault = find_injected_fault("ibv_create_cq")) {
         return fail_null(*fault);
     }
     if (cqe < 1 || comp_vector < 0) {
@@ -271,14 +271,14 @@ ibv_cq* ibv_create_cq(ibv_context* context, int cqe, void* cq_context, ibv_comp_
 }
 
 int ibv_resize_cq(ibv_cq* cq, int cqe) {
-    if (const auto fault = injected_fault("ibv_resize_cq")) {
+    if (const auto fault = find_injected_fault("ibv_resize_cq")) {
         return *fault;
     }
     if (!is_alive("ibv_cq", cq) || cqe < 1 ||
-        !is_valid_cqe(*context_of(cq->context), static_cast<std::uint32_t>(cqe))) {
+        !is_valid_cqe(*get_context(cq->context), static_cast<std::uint32_t>(cqe))) {
         return EINVAL;
     }
-    const int error = cq_handle_of(cq)->impl->resize(static_cast<std::size_t>(cqe));
+    const int error = get_cq_handle(cq)->impl->resize(static_cast<std::size_t>(cqe));
     if (error == 0) {
         cq->cqe = cqe;
     }
@@ -286,10 +286,10 @@ int ibv_resize_cq(ibv_cq* cq, int cqe) {
 }
 
 int ibv_destroy_cq(ibv_cq* cq) {
-    if (const auto fault = injected_fault("ibv_destroy_cq")) {
+    if (const auto fault = find_injected_fault("ibv_destroy_cq")) {
         return *fault;
     }
-    CompletionQueueHandle* const handle = cq_handle_of(cq);
+    CompletionQueueHandle* const handle = get_cq_handle(cq);
     if (!is_alive("ibv_cq", handle)) {
         return EINVAL;
     }

@@ -129,7 +129,7 @@ struct CompletionQueueHandle {
     Completion current;
 };
 
-inline CompletionQueueHandle* cq_handle_of(ibv_cq* cq) {
+inline CompletionQueueHandle* get_cq_handle(ibv_cq* cq) {
     return reinterpret_cast<CompletionQueueHandle*>(cq);
 }
 

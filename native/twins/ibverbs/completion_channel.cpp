@@ -11,10 +11,10 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_comp_channel* ibv_create_comp_channel(ibv_context* public_context) {
-    if (const auto fault = injected_fault("ibv_create_comp_channel")) {
+    if (const auto fault = find_injected_fault("ibv_create_comp_channel")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
@@ -31,10 +31,10 @@ ibv_comp_channel* ibv_create_comp_channel(ibv_context* public_context) {
 }
 
 int ibv_destroy_comp_channel(ibv_comp_channel* public_channel) {
-    if (const auto fault = injected_fault("ibv_destroy_comp_channel")) {
+    if (const auto fault = find_injected_fault("ibv_destroy_comp_channel")) {
         return *fault;
     }
-    CompletionChannel* const channel = channel_of(public_channel);
+    CompletionChannel* const channel = get_channel(public_channel);
     if (!is_alive("ibv_comp_channel", channel)) {
         return EINVAL;
     }
@@ -52,10 +52,10 @@ int ibv_destroy_comp_channel(ibv_comp_channel* public_channel) {
 }
 
 int ibv_get_cq_event(ibv_comp_channel* public_channel, ibv_cq** cq, void** cq_context) {
-    if (const auto fault = injected_fault("ibv_get_cq_event")) {
+    if (const auto fault = find_injected_fault("ibv_get_cq_event")) {
         return fail_minus1(*fault);
     }
-    CompletionChannel* const channel = channel_of(public_channel);
+    CompletionChannel* const channel = get_channel(public_channel);
     if (!is_alive("ibv_comp_channel", channel)) {
         return fail_minus1(EINVAL);
     }
@@ -71,7 +71,7 @@ int ibv_get_cq_event(ibv_comp_channel* public_channel, ibv_cq** cq, void** cq_co
 void ibv_ack_cq_events(ibv_cq* cq, unsigned int nevents) {
     if (is_alive("ibv_cq", cq)) {
         cq->comp_events_completed += nevents;
-        cq_handle_of(cq)->impl->channel_event_counter->acknowledge(nevents);
+        get_cq_handle(cq)->impl->channel_event_counter->acknowledge(nevents);
     }
 }
 

@@ -20,7 +20,7 @@ struct CompletionChannel {
     std::atomic<int> user_count{0}; // number of completion queues that use the channel
 };
 
-inline CompletionChannel* channel_of(ibv_comp_channel* channel) {
+inline CompletionChannel* get_channel(ibv_comp_channel* channel) {
     return reinterpret_cast<CompletionChannel*>(channel);
 }
 

@@ -17,7 +17,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-ibv_wc_opcode completion_opcode_of(ibv_wr_opcode opcode) {
+ibv_wc_opcode get_completion_opcode(ibv_wr_opcode opcode) {
     switch (opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
@@ -84,14 +84,14 @@ int ConnectedQueuePair::listen() {
         qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (0xfffffe - 2));
         if (!config().fabric_addresses.empty()) {
             std::uint16_t port = 0;
-            const int remote_listener = listen_on_fabric(fabric_address_of(context_->device->gid), &port);
+            const int remote_listener = listen_on_fabric(make_fabric_address(context_->device->gid), &port);
             if (remote_listener < 0) {
                 return -remote_listener;
             }
             remote_listener_ = Fd(remote_listener);
             qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | port;
         }
-        listener = listen_on(wire::socket_name_of(context_->device->gid, qp_num_));
+        listener = listen_on(wire::make_socket_name(context_->device->gid, qp_num_));
     }
     listener_ = Fd(listener < 0 ? -1 : listener);
     return listener < 0 ? -listener : 0;
@@ -204,7 +204,7 @@ void ConnectedQueuePair::complete_send(const Lock&, const SendWork& work, ibv_wc
     Completion completion;
     completion.wc.wr_id = work.wr_id;
     completion.wc.status = status;
-    completion.wc.opcode = completion_opcode_of(work.opcode);
+    completion.wc.opcode = get_completion_opcode(work.opcode);
     completion.wc.byte_len = static_cast<std::uint32_t>(work.length_bytes);
     completion.wc.qp_num = qp_num_;
     completion.work_queue_slots = send_queue_slots_;

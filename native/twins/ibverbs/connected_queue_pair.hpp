@@ -189,7 +189,7 @@ private:
     bool flush(Lock* lock);
     bool raise_last_wqe_event(const Lock& lock);
     void wait_for_work(Lock* lock);
-    [[nodiscard]] Clock::time_point next_deadline() const;
+    [[nodiscard]] Clock::time_point find_next_deadline() const;
     [[nodiscard]] std::uint32_t wake_threshold() const;
     void sleep(Lock* lock, Clock::time_point deadline);
     void mark_idle(const Lock& lock);
@@ -215,14 +215,14 @@ private:
     bool submit_chunk();
     bool has_grant(const SendWork& work);
     bool must_drain_for_copy(const SendWork& next_send);
-    bool peer_lives();
+    bool is_peer_alive();
     bool copy_directly(const SendWork& work, const ibv_qp_attr& attr);
     bool copy_segment(const SendWork& work, const PeerRange& range, std::uint64_t offset);
     bool copy_list(const SendWork& work, const ibv_qp_attr& attr);
     void finish_copied(const PeerRange& range, const ibv_qp_attr& attr);
     void finish_first_started(const ibv_qp_attr& attr);
     static void count_without_fault(ibv_wr_opcode opcode);
-    std::optional<int> injected_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr);
+    std::optional<int> find_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr);
     bool reserve_payload(const SendWork& work, wire::Request* request, std::uint32_t* page_count);
     std::uint32_t count_pages_to_splice(const SendWork& work, const wire::Request& request);
     void publish();
@@ -238,9 +238,9 @@ private:
     bool handshake(const ibv_qp_attr& attr);
     ibv_wc_status copy_payload(const SendWork& work, const wire::Request& request, bool to_memory);
     ibv_wc_status splice_payload(const SendWork& work, const wire::Request& request);
-    ibv_wc_status connection_lost_status();
+    ibv_wc_status choose_connection_lost_status();
     void lose_connection();
-    static std::uint64_t loss_delay_us(const ibv_qp_attr& attr);
+    static std::uint64_t compute_loss_delay_us(const ibv_qp_attr& attr);
     bool sleep_unless_interrupted(std::uint64_t time_us);
 
     // Responder (responder.cpp, responder_receive.cpp, responder_write_batch.cpp).
@@ -262,7 +262,7 @@ private:
                                 const Connection& connection);
     wire::Response execute_atomic(const wire::Request& request, const IncomingMessage& incoming,
                                   const Connection& connection);
-    [[nodiscard]] ProtectionDomain* target_domain(const IncomingMessage& incoming) const;
+    [[nodiscard]] ProtectionDomain* get_target_domain(const IncomingMessage& incoming) const;
     wire::Response execute_send(const wire::Request& request, const BounceBuffer& bounce, IncomingMessage* incoming);
     wire::Response fail_request(wire::Status status, ibv_event_type event, const Connection& connection);
     wire::Response fail_request(RegionError error, const Connection& connection);
@@ -277,7 +277,7 @@ private:
     static wire::Response fail_receive(IncomingMessage* incoming, ibv_wc_status wc_status,
                                        wire::Status response_status);
     void deliver_receive(IncomingMessage* incoming, const Connection& connection);
-    wire::Response receiver_not_ready_response();
+    wire::Response make_receiver_not_ready_response();
     bool may_serve(const Connection& connection);
     void count_served(const wire::Request& request);
 
@@ -290,7 +290,7 @@ private:
     std::mutex mutex_;
     std::condition_variable changed_;
     ibv_qp_state state_ = IBV_QPS_RESET;
-    ibv_qp_attr attr_ = initial_attributes();
+    ibv_qp_attr attr_ = make_initial_attributes();
     // Number of resets. Work that started before a reset must not complete after it.
     std::uint64_t generation_ = 0;
     bool is_closing_ = false;          // close() was called

@@ -8,7 +8,7 @@
 namespace gdrkit::twin::verbs {
 
 int ConnectedQueuePair::modify(const ibv_qp_attr& attr, int mask) {
-    const int attr_mask = without_ignored_attributes(type(), mask);
+    const int attr_mask = remove_ignored_attributes(type(), mask);
     Lock lock(mutex_);
     const ibv_qp_state new_state = (attr_mask & IBV_QP_STATE) != 0 ? attr.qp_state : state_;
     if ((attr_mask & IBV_QP_CUR_STATE) != 0 && attr.cur_qp_state != state_) {
@@ -61,7 +61,7 @@ void ConnectedQueuePair::reset(Lock* lock) {
     must_raise_drained_ = false;
     must_raise_last_wqe_ = false;
     drop_completions();
-    attr_ = initial_attributes();
+    attr_ = make_initial_attributes();
 }
 
 void ConnectedQueuePair::apply_attributes(const ibv_qp_attr& attr, int attr_mask) {

@@ -39,7 +39,7 @@ int ConnectedQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
     ibv_send_wr* wr = list;
     for (; wr != nullptr; wr = wr->next) {
         error = is_valid_sge_list(wr->sg_list, wr->num_sge, init_attr_.cap.max_send_sge) ? 0 : EINVAL;
-        const std::uint64_t length_bytes = error == 0 ? total_length_bytes(wr->sg_list, wr->num_sge) : 0;
+        const std::uint64_t length_bytes = error == 0 ? count_total_bytes(wr->sg_list, wr->num_sge) : 0;
         error = error == 0 ? check_send(type(), *wr, init_attr_.cap, length_bytes) : error;
         if (error != 0) {
             break;

@@ -56,7 +56,7 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_context* ibv_open_device(ibv_device* device) {
-    if (const auto fault = injected_fault("ibv_open_device")) {
+    if (const auto fault = find_injected_fault("ibv_open_device")) {
         return fail_null(*fault);
     }
     Device* const twin_device = find_device(device);
@@ -85,10 +85,10 @@ ibv_context* ibv_open_device(ibv_device* device) {
 }
 
 int ibv_close_device(ibv_context* public_context) {
-    if (const auto fault = injected_fault("ibv_close_device")) {
+    if (const auto fault = find_injected_fault("ibv_close_device")) {
         return *fault;
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context)) {
         return EINVAL;
     }

@@ -36,7 +36,7 @@ struct Context {
 };
 
 // Return the Context to which the public structure belongs, or nullptr for nullptr.
-inline Context* context_of(const ibv_context* context) {
+inline Context* get_context(const ibv_context* context) {
     constexpr std::size_t offset_bytes = offsetof(verbs_context, context);
     auto* const bytes = reinterpret_cast<char*>(const_cast<ibv_context*>(context));
     return context == nullptr ? nullptr : reinterpret_cast<Context*>(bytes - offset_bytes);

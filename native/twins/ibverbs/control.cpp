@@ -24,13 +24,14 @@ using namespace gdrkit::twin;
 
 extern "C" {
 
-int gdrkit_twin_ledger(char* buffer, size_t size) {
+int gdrkit_twin_ledger(char* buffer, size_t size_bytes) {
     verbs::session_error();
-    const std::string json = "{\"library\":\"ibverbs\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-                             ",\"seed\":" + std::to_string(config().seed) + ",\"traffic\":" + verbs::traffic_json() +
-                             ",\"delayed\":" + delayed_calls_json() + ",\"trace\":" + trace_json() + "}";
-    if (size > 0) {
-        const std::size_t copied_bytes = std::min(size - 1, json.size());
+    const std::string json = "{\"library\":\"ibverbs\",\"handles\":" + ledger_json() +
+                             ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
+                             ",\"traffic\":" + verbs::format_traffic_json() +
+                             ",\"delayed\":" + format_delayed_calls_json() + ",\"trace\":" + trace_json() + "}";
+    if (size_bytes > 0) {
+        const std::size_t copied_bytes = std::min(size_bytes - 1, json.size());
         std::memcpy(buffer, json.data(), copied_bytes);
         buffer[copied_bytes] = '\0';
     }

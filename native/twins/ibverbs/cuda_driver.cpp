@@ -64,7 +64,7 @@ bool CudaDriver::is_device_memory(std::uint64_t address) const {
     return cuPointerGetAttribute(&is_managed, attribute_is_managed, address) != 0 || is_managed == 0;
 }
 
-std::optional<int> CudaDriver::device_of(std::uint64_t address) const {
+std::optional<int> CudaDriver::find_device_of_address(std::uint64_t address) const {
     int device = -1;
     if (cuPointerGetAttribute(&device, attribute_device_ordinal, address) != 0 || device < 0) {
         return std::nullopt;
@@ -80,13 +80,13 @@ std::optional<std::uint64_t> CudaDriver::buffer_id(std::uint64_t address) const 
     return id;
 }
 
-std::optional<std::uint64_t> CudaDriver::end_of_allocation(std::uint64_t address) const {
+std::optional<std::uint64_t> CudaDriver::find_allocation_end(std::uint64_t address) const {
     std::uint64_t base = 0;
-    std::size_t size = 0;
-    if (cuMemGetAddressRange_v2(&base, &size, address) != 0 || address < base || address - base >= size) {
+    std::size_t size_bytes = 0;
+    if (cuMemGetAddressRange_v2(&base, &size_bytes, address) != 0 || address < base || address - base >= size_bytes) {
         return std::nullopt;
     }
-    return base + size;
+    return base + size_bytes;
 }
 
 } // namespace gdrkit::twin::verbs

@@ -21,13 +21,13 @@ public:
     // migrate.
     [[nodiscard]] bool is_device_memory(std::uint64_t address) const;
     // Return the ordinal of the device to which the memory at this address belongs.
-    [[nodiscard]] std::optional<int> device_of(std::uint64_t address) const;
+    [[nodiscard]] std::optional<int> find_device_of_address(std::uint64_t address) const;
     // Return the buffer id of the allocation at this address. If the memory is freed and the address is reused, the new
     // allocation has another id.
     [[nodiscard]] std::optional<std::uint64_t> buffer_id(std::uint64_t address) const;
     // Return the end of the allocation (for VMM memory: of the mapping) that contains the address; nullopt if the
     // driver does not report it.
-    [[nodiscard]] std::optional<std::uint64_t> end_of_allocation(std::uint64_t address) const;
+    [[nodiscard]] std::optional<std::uint64_t> find_allocation_end(std::uint64_t address) const;
 
     Result (*cuPointerGetAttribute)(void*, int, std::uint64_t) = nullptr;
     Result (*cuMemGetAddressRange_v2)(std::uint64_t*, std::size_t*, std::uint64_t) = nullptr;

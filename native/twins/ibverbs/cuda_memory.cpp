@@ -27,9 +27,9 @@ public:
         is_pushed_ = driver_.cuCtxPushCurrent_v2(context) == 0;
     }
     ~CurrentContext() {
-        CudaDriver::Handle popped = nullptr;
+        CudaDriver::Handle previous_context = nullptr;
         if (is_pushed_) {
-            driver_.cuCtxPopCurrent_v2(&popped);
+            driver_.cuCtxPopCurrent_v2(&previous_context);
         }
     }
     CurrentContext(const CurrentContext&) = delete;
@@ -52,15 +52,16 @@ public:
     ~CudaMemory() override;
 
     int open();
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override;
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override;
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override;
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
+              std::size_t size_bytes) override;
 
 private:
     int find_allocations();
-    int copy(std::uint64_t offset, std::byte* host, std::size_t size, bool to_device);
+    int copy(std::uint64_t offset, std::byte* host, std::size_t size_bytes, bool to_device);
     [[nodiscard]] bool are_allocations_unchanged(std::uint64_t begin, std::uint64_t end) const;
     // Allocate detached_memory_ if memory in the range was freed. Return 0 or an errno.
-    int detach_if_freed(std::uint64_t offset, std::size_t size);
+    int detach_if_freed(std::uint64_t offset, std::size_t size_bytes);
 
     const CudaDriver& driver_;
     const std::uint64_t address_;
@@ -94,7 +95,7 @@ int CudaMemory::find_allocations() {
             return EINVAL;
         }
         // A driver may not report where a VMM mapping ends. Then the last byte must belong to the same allocation.
-        const std::uint64_t allocation_end = std::min(driver_.end_of_allocation(begin).value_or(end), end);
+        const std::uint64_t allocation_end = std::min(driver_.find_allocation_end(begin).value_or(end), end);
         if (driver_.buffer_id(allocation_end - 1) != id) {
             return EINVAL;
         }
@@ -108,7 +109,7 @@ int CudaMemory::open() {
     if (!driver_.is_device_memory(address_)) {
         return EINVAL;
     }
-    const auto device = driver_.device_of(address_);
+    const auto device = driver_.find_device_of_address(address_);
     if (!device) {
         return EINVAL;
     }
@@ -143,8 +144,8 @@ bool CudaMemory::are_allocations_unchanged(std::uint64_t begin, std::uint64_t en
     return true;
 }
 
-int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size) {
-    if (detached_memory_ != nullptr || are_allocations_unchanged(address_ + offset, address_ + offset + size)) {
+int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size_bytes) {
+    if (detached_memory_ != nullptr || are_allocations_unchanged(address_ + offset, address_ + offset + size_bytes)) {
         return 0;
     }
     void* const memory =
@@ -156,38 +157,39 @@ int CudaMemory::detach_if_freed(std::uint64_t offset, std::size_t size) {
     return 0;
 }
 
-int CudaMemory::copy(std::uint64_t offset, std::byte* host, std::size_t size, bool to_device) {
+int CudaMemory::copy(std::uint64_t offset, std::byte* host, std::size_t size_bytes, bool to_device) {
     const CurrentContext current_context(driver_, context_);
     if (!current_context) {
         return EIO;
     }
-    const int copy_result = to_device ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host, size, stream_)
-                                      : driver_.cuMemcpyDtoHAsync_v2(host, address_ + offset, size, stream_);
+    const int copy_result = to_device ? driver_.cuMemcpyHtoDAsync_v2(address_ + offset, host, size_bytes, stream_)
+                                      : driver_.cuMemcpyDtoHAsync_v2(host, address_ + offset, size_bytes, stream_);
     return copy_result == 0 && driver_.cuStreamSynchronize(stream_) == 0 ? 0 : EIO;
 }
 
-int CudaMemory::read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) {
+int CudaMemory::read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) {
     std::lock_guard lock(mutex_);
-    if (const int error = detach_if_freed(offset, size); error != 0) {
+    if (const int error = detach_if_freed(offset, size_bytes); error != 0) {
         return error;
     }
     if (detached_memory_ != nullptr) {
-        std::memcpy(bounce->data_at(bounce_offset), detached_memory_ + offset, size);
+        std::memcpy(bounce->data_at(bounce_offset), detached_memory_ + offset, size_bytes);
         return 0;
     }
-    return copy(offset, bounce->data_at(bounce_offset), size, false);
+    return copy(offset, bounce->data_at(bounce_offset), size_bytes, false);
 }
 
-int CudaMemory::write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) {
+int CudaMemory::write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
+                      std::size_t size_bytes) {
     std::lock_guard lock(mutex_);
-    if (const int error = detach_if_freed(offset, size); error != 0) {
+    if (const int error = detach_if_freed(offset, size_bytes); error != 0) {
         return error;
     }
     if (detached_memory_ != nullptr) {
-        std::memcpy(detached_memory_ + offset, bounce.data_at(bounce_offset), size);
+        std::memcpy(detached_memory_ + offset, bounce.data_at(bounce_offset), size_bytes);
         return 0;
     }
-    return copy(offset, bounce.data_at(bounce_offset), size, true);
+    return copy(offset, bounce.data_at(bounce_offset), size_bytes, true);
 }
 
 } // namespace

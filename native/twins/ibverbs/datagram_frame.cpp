@@ -29,7 +29,7 @@ std::string hex(const ibv_gid& gid) {
 }
 
 // Return the number of bytes between the network header and the end of the packet. The payload is padded to 4 bytes.
-std::uint16_t transport_bytes(const DatagramHeader& header) {
+std::uint16_t count_transport_bytes(const DatagramHeader& header) {
     const std::size_t immediate = (header.flags & datagram_has_immediate) != 0 ? immediate_bytes : 0;
     const std::size_t padded_payload = (header.payload_bytes + 3) / 4 * 4;
     const std::size_t udp = header.is_roce_v2 != 0 ? udp_header_bytes : 0;
@@ -38,7 +38,7 @@ std::uint16_t transport_bytes(const DatagramHeader& header) {
 }
 
 // The checksum of an IPv4 header whose checksum field is 0 (RFC 1071).
-std::uint16_t ipv4_checksum(const iphdr& header) {
+std::uint16_t compute_ipv4_checksum(const iphdr& header) {
     std::uint16_t words[sizeof header / 2];
     std::memcpy(words, &header, sizeof header);
     std::uint32_t sum = 0;
@@ -50,18 +50,18 @@ std::uint16_t ipv4_checksum(const iphdr& header) {
     return static_cast<std::uint16_t>(~sum);
 }
 
-iphdr ipv4_header_of(const DatagramHeader& header) {
+iphdr make_ipv4_header(const DatagramHeader& header) {
     iphdr ipv4{};
     ipv4.version = 4;
     ipv4.ihl = sizeof ipv4 / 4;
     ipv4.tos = header.traffic_class;
-    ipv4.tot_len = htons(static_cast<std::uint16_t>(sizeof ipv4 + transport_bytes(header)));
+    ipv4.tot_len = htons(static_cast<std::uint16_t>(sizeof ipv4 + count_transport_bytes(header)));
     ipv4.frag_off = htons(IP_DF);
     ipv4.ttl = header.hop_limit;
     ipv4.protocol = IPPROTO_UDP;
     std::memcpy(&ipv4.saddr, header.source_gid.raw + 12, sizeof ipv4.saddr);
     std::memcpy(&ipv4.daddr, header.destination_gid.raw + 12, sizeof ipv4.daddr);
-    ipv4.check = ipv4_checksum(ipv4);
+    ipv4.check = compute_ipv4_checksum(ipv4);
     return ipv4;
 }
 
@@ -90,27 +90,27 @@ bool is_well_formed(const DatagramHeader& header, std::size_t frame_bytes) {
            header.is_roce_v2 <= 1;
 }
 
-std::string datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num) {
+std::string make_datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num) {
     char qp_num_text[16];
     std::snprintf(qp_num_text, sizeof qp_num_text, ".%06x", qp_num & 0xffffffU);
     return "ud." + hex(gid) + qp_num_text;
 }
 
-std::string multicast_socket_name(const ibv_gid& group, unsigned member) {
+std::string make_multicast_socket_name(const ibv_gid& group, unsigned member) {
     return "mc." + hex(group) + "." + std::to_string(member);
 }
 
-std::array<std::byte, grh_bytes> network_header_of(const DatagramHeader& header) {
+std::array<std::byte, grh_bytes> make_network_header(const DatagramHeader& header) {
     std::array<std::byte, grh_bytes> bytes{};
     if (header.is_roce_v2 != 0 && is_ipv4_gid(header.source_gid) && is_ipv4_gid(header.destination_gid)) {
-        const iphdr ipv4 = ipv4_header_of(header);
+        const iphdr ipv4 = make_ipv4_header(header);
         std::memcpy(bytes.data() + grh_bytes - sizeof ipv4, &ipv4, sizeof ipv4);
         return bytes;
     }
     ibv_grh grh{};
     grh.version_tclass_flow =
         htobe32(6U << 28 | static_cast<std::uint32_t>(header.traffic_class) << 20 | header.flow_label);
-    grh.paylen = htobe16(transport_bytes(header));
+    grh.paylen = htobe16(count_transport_bytes(header));
     grh.next_hdr = header.is_roce_v2 != 0 ? static_cast<std::uint8_t>(IPPROTO_UDP) : roce_v1_next_header;
     grh.hop_limit = header.hop_limit;
     grh.sgid = header.source_gid;

@@ -57,11 +57,11 @@ bool is_same_gid(const ibv_gid& one, const ibv_gid& other);
 
 // Return the name of the socket at which a queue pair receives its datagrams, or at which a member of a multicast group
 // receives the datagrams of the group.
-std::string datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
-std::string multicast_socket_name(const ibv_gid& group, unsigned member);
+std::string make_datagram_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
+std::string make_multicast_socket_name(const ibv_gid& group, unsigned member);
 
 // Return the 40 bytes that the receiver finds in front of the payload: for RoCE v1 the global routing header; for RoCE
 // v2 the IPv6 header, or 20 zero bytes and the IPv4 header.
-std::array<std::byte, grh_bytes> network_header_of(const DatagramHeader& header);
+std::array<std::byte, grh_bytes> make_network_header(const DatagramHeader& header);
 
 } // namespace gdrkit::twin::verbs

@@ -29,7 +29,7 @@ int check_send(const ibv_send_wr& wr, const ibv_qp_cap& cap) {
     const bool is_inline = (wr.send_flags & IBV_SEND_INLINE) != 0;
     // A fence has a meaning only on reliable connections, which have reads.
     const bool is_valid = (wr.send_flags & ~(IBV_SEND_SIGNALED | IBV_SEND_SOLICITED | IBV_SEND_INLINE)) == 0 &&
-                          (!is_inline || total_length_bytes(wr.sg_list, wr.num_sge) <= cap.max_inline_data) &&
+                          (!is_inline || count_total_bytes(wr.sg_list, wr.num_sge) <= cap.max_inline_data) &&
                           wr.wr.ud.remote_qpn <= multicast_qpn && is_alive("ibv_ah", wr.wr.ud.ah);
     return is_valid ? 0 : EINVAL;
 }
@@ -40,7 +40,7 @@ DatagramQueuePair::DatagramQueuePair(ibv_qp* public_qp, ProtectionDomain* domain
                                      std::shared_ptr<CompletionQueue> send_queue,
                                      std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
     : QueuePair(public_qp, domain, std::move(send_queue), std::move(receive_queue), init_attr) {
-    attr_ = initial_attributes();
+    attr_ = make_initial_attributes();
 }
 
 DatagramQueuePair::~DatagramQueuePair() {
@@ -81,20 +81,20 @@ int DatagramQueuePair::open_receivers() {
         qp_num_ = 2 + static_cast<std::uint32_t>(random_u64() % (multicast_qpn - 3));
         if (!config().fabric_addresses.empty()) {
             std::uint16_t port = 0;
-            const int socket = receive_fabric_datagrams(fabric_address_of(gid), &port);
+            const int socket = receive_fabric_datagrams(make_fabric_address(gid), &port);
             if (socket < 0) {
                 return -socket;
             }
             remote_receiver_ = std::make_shared<Receiver>(Receiver{Fd(socket), std::nullopt, true});
             qp_num_ = static_cast<std::uint32_t>(random_u64() % 0xff) << 16 | port;
         }
-        reservation = reserve_name(wire::socket_name_of(gid, qp_num_));
+        reservation = reserve_name(wire::make_socket_name(gid, qp_num_));
     }
     if (reservation < 0) {
         return -reservation;
     }
     qp_num_reservation_ = Fd(reservation);
-    const int socket = receive_datagrams_at(datagram_socket_name(gid, qp_num_));
+    const int socket = receive_datagrams_at(make_datagram_socket_name(gid, qp_num_));
     if (socket < 0) {
         return -socket;
     }
@@ -138,8 +138,8 @@ int DatagramQueuePair::post_send(ibv_send_wr* list, ibv_send_wr** bad_wr) {
             break;
         }
         DatagramWork work;
-        work.work = to_send_work(*wr, init_attr_.sq_sig_all != 0, total_length_bytes(wr->sg_list, wr->num_sge));
-        work.destination = address_handle_of(wr->wr.ud.ah)->impl;
+        work.work = to_send_work(*wr, init_attr_.sq_sig_all != 0, count_total_bytes(wr->sg_list, wr->num_sge));
+        work.destination = get_address_handle(wr->wr.ud.ah)->impl;
         work.remote_qpn = wr->wr.ud.remote_qpn;
         work.remote_qkey = wr->wr.ud.remote_qkey;
         posted_bytes += work.work.length_bytes;
@@ -255,7 +255,7 @@ int DatagramQueuePair::attach(const ibv_gid& group) {
     receiver->group = group;
     int socket = -EADDRINUSE;
     for (unsigned member = 0; member < max_multicast_members && socket == -EADDRINUSE; ++member) {
-        socket = receive_datagrams_at(multicast_socket_name(group, member));
+        socket = receive_datagrams_at(make_multicast_socket_name(group, member));
     }
     if (socket < 0) {
         return socket == -EADDRINUSE ? ENOMEM : -socket;
@@ -271,13 +271,13 @@ int DatagramQueuePair::attach(const ibv_gid& group) {
 int DatagramQueuePair::detach(const ibv_gid& group) {
     Lock lock(mutex_);
     auto receivers = std::make_shared<Receivers>(*receivers_);
-    const auto removed = std::find_if(receivers->begin(), receivers->end(), [&](const auto& receiver) {
+    const auto receiver_to_remove = std::find_if(receivers->begin(), receivers->end(), [&](const auto& receiver) {
         return receiver->group && is_same_gid(*receiver->group, group);
     });
-    if (removed == receivers->end()) {
+    if (receiver_to_remove == receivers->end()) {
         return EINVAL;
     }
-    receivers->erase(removed);
+    receivers->erase(receiver_to_remove);
     receivers_ = std::move(receivers);
     notify_change(lock);
     // Wait, so that no datagram to the group is delivered after the call has returned.

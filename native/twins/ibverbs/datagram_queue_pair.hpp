@@ -105,15 +105,15 @@ private:
     bool receive_arrived(Lock* lock);
     void raise_events(const Lock& lock);
     void wait_for_work(Lock* lock);
-    [[nodiscard]] Clock::time_point next_deadline() const;
+    [[nodiscard]] Clock::time_point find_next_deadline() const;
 
     // Transfer of one datagram, without the lock (datagram_transfer.cpp).
     // Return the status of the request, or nullopt if the queue of the destination is full and the thread must try
     // again.
     std::optional<ibv_wc_status> transmit(DatagramWork* work, std::uint32_t own_qkey);
     ibv_wc_status gather(const SendWork& work);
-    [[nodiscard]] DatagramHeader header_of(const DatagramWork& work, const AddressVector& destination,
-                                           std::uint32_t own_qkey) const;
+    [[nodiscard]] DatagramHeader make_header(const DatagramWork& work, const AddressVector& destination,
+                                             std::uint32_t own_qkey) const;
     int open_receivers();
     // Send the gathered payload to a pair on another machine of the TCP fabric.
     void send_to_other_machine(const DatagramHeader& header);

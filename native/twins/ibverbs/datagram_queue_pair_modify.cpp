@@ -123,7 +123,7 @@ void DatagramQueuePair::reset(Lock* lock) {
     must_raise_last_wqe_ = false;
     send_queue_->drop(qp_num_);
     receive_queue_->drop(qp_num_);
-    attr_ = initial_attributes();
+    attr_ = make_initial_attributes();
 }
 
 // Enter ERR, or SQE after a send request that failed. A pair in SQE still receives, and ibv_modify_qp can return it to

@@ -59,7 +59,7 @@ void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
     }
     run_turn(lock);
     // The thread delivers the delayed completions, and sends the datagram that a full queue has refused.
-    if (next_deadline() < wake_time_) {
+    if (find_next_deadline() < wake_time_) {
         notify_change(*lock);
     }
 }
@@ -194,7 +194,7 @@ bool DatagramQueuePair::receive_arrived(Lock* lock) {
     return has_progress;
 }
 
-DatagramQueuePair::Clock::time_point DatagramQueuePair::next_deadline() const {
+DatagramQueuePair::Clock::time_point DatagramQueuePair::find_next_deadline() const {
     auto deadline = Clock::time_point::max();
     for (const DelayedCompletions* delayed : {&delayed_sends_, &delayed_receives_}) {
         if (!delayed->empty()) {
@@ -212,7 +212,7 @@ void DatagramQueuePair::wait_for_work(Lock* lock) {
     if (has_pending_change_) {
         return;
     }
-    auto deadline = next_deadline();
+    auto deadline = find_next_deadline();
     const bool is_polled = Clock::now() - polled_at_ < takeover_time;
     const std::shared_ptr<const Receivers> receivers = receivers_;
     std::vector<pollfd> poll_fds{{wake_eventfd_.get(), POLLIN, 0}};

@@ -17,14 +17,14 @@ constexpr std::chrono::milliseconds full_queue_timeout{1000};
 constexpr std::size_t max_stalled_names = 64;
 constexpr std::uint32_t controlled_qkey = 0x80000000U;
 
-// Call move(region, address, offset, size) for the parts of the memory of a request that hold the first `size` bytes.
-// Return the status of the request.
+// Call move(region, address, offset, size) for the parts of the memory of a request that hold the first `size_bytes`
+// bytes. Return the status of the request.
 template <typename Sges, typename Move>
-ibv_wc_status move_bytes(const Sges& sges, std::size_t size, const ProtectionDomain* domain, unsigned access,
+ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const ProtectionDomain* domain, unsigned access,
                          Move move) {
     std::size_t offset = 0;
     for (const ibv_sge& sge : sges) {
-        const std::size_t part = std::min<std::size_t>(sge.length, size - offset);
+        const std::size_t part = std::min<std::size_t>(sge.length, size_bytes - offset);
         if (part == 0) {
             continue;
         }
@@ -58,12 +58,12 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     FaultSite& landed = landed_site();
     const bool has_started = std::exchange(work->has_started, true);
     if (!has_started) {
-        if (const auto fault = injected_fault(&before)) {
+        if (const auto fault = find_injected_fault(&before)) {
             return static_cast<ibv_wc_status>(*fault);
         }
     }
     const std::shared_ptr<const AddressVector> destination = work->destination.lock();
-    if (destination == nullptr || !protects_the_same(destination->domain, domain_)) {
+    if (destination == nullptr || !is_same_protection(destination->domain, domain_)) {
         return IBV_WC_LOC_QP_OP_ERR;
     }
     // A ConnectX completes a datagram that is longer than the path MTU with this error. Soft-RoCE reports success and
@@ -74,25 +74,25 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     if (const ibv_wc_status status = gather(work->work); status != IBV_WC_SUCCESS) {
         return status;
     }
-    const DatagramHeader header = header_of(*work, *destination, own_qkey);
+    const DatagramHeader header = make_header(*work, *destination, own_qkey);
     const bool is_to_group = is_multicast_gid(header.destination_gid);
     if (is_to_group == (header.destination_qpn == multicast_qpn)) {
         for (; is_to_group && work->next_member < max_multicast_members; ++work->next_member) {
-            if (!send_to(multicast_socket_name(header.destination_gid, work->next_member), header, work)) {
+            if (!send_to(make_multicast_socket_name(header.destination_gid, work->next_member), header, work)) {
                 return std::nullopt;
             }
         }
-        if (!is_to_group && is_on_other_machine(fabric_address_of(header.destination_gid))) {
+        if (!is_to_group && is_on_other_machine(make_fabric_address(header.destination_gid))) {
             send_to_other_machine(header);
         } else if (!is_to_group &&
-                   !send_to(datagram_socket_name(header.destination_gid, header.destination_qpn), header, work)) {
+                   !send_to(make_datagram_socket_name(header.destination_gid, header.destination_qpn), header, work)) {
             return std::nullopt;
         }
     }
     Traffic::Direction& sent = context_->device->traffic.sent;
     ++sent.requests;
     sent.send_bytes += work->work.length_bytes;
-    const auto fault = injected_fault(&landed);
+    const auto fault = find_injected_fault(&landed);
     return fault ? static_cast<ibv_wc_status>(*fault) : IBV_WC_SUCCESS;
 }
 
@@ -102,13 +102,13 @@ ibv_wc_status DatagramQueuePair::gather(const SendWork& work) {
         return IBV_WC_SUCCESS;
     }
     return move_bytes(work.sges, work.length_bytes, domain_, 0,
-                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t size) {
-                          return region->read(address, send_buffer_.get(), offset, size);
+                      [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t size_bytes) {
+                          return region->read(address, send_buffer_.get(), offset, size_bytes);
                       });
 }
 
-DatagramHeader DatagramQueuePair::header_of(const DatagramWork& work, const AddressVector& destination,
-                                            std::uint32_t own_qkey) const {
+DatagramHeader DatagramQueuePair::make_header(const DatagramWork& work, const AddressVector& destination,
+                                              std::uint32_t own_qkey) const {
     const ibv_global_route& route = destination.path.grh;
     DatagramHeader header{};
     header.magic = datagram_magic;
@@ -128,7 +128,7 @@ DatagramHeader DatagramQueuePair::header_of(const DatagramWork& work, const Addr
     header.traffic_class = route.traffic_class;
     header.hop_limit = route.hop_limit;
     header.service_level = destination.path.sl;
-    header.is_roce_v2 = gid_type_at(route.sgid_index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
+    header.is_roce_v2 = get_gid_type(route.sgid_index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
     return header;
 }
 
@@ -164,7 +164,7 @@ void DatagramQueuePair::send_to_other_machine(const DatagramHeader& header) {
     const iovec header_part{const_cast<DatagramHeader*>(&header), sizeof header};
     const iovec payload{send_buffer_->data_at(0), header.payload_bytes};
     // An error means that the datagram is lost.
-    send_fabric_datagram(remote_receiver_->socket.get(), fabric_address_of(header.destination_gid),
+    send_fabric_datagram(remote_receiver_->socket.get(), make_fabric_address(header.destination_gid),
                          static_cast<std::uint16_t>(header.destination_qpn), header_part, payload);
 }
 
@@ -184,7 +184,7 @@ bool DatagramQueuePair::receive_frame(const Receiver& receiver, DatagramHeader* 
         header->magic = 0;
         return error == 0 || error == EPERM;
     }
-    const auto network_header = network_header_of(*header);
+    const auto network_header = make_network_header(*header);
     std::copy(network_header.begin(), network_header.end(), receive_buffer_->data_at(0));
     return true;
 }
@@ -232,12 +232,12 @@ void DatagramQueuePair::deliver_frame(Lock* lock, const DatagramHeader& header) 
 }
 
 ibv_wc_status DatagramQueuePair::scatter(const ReceiveWork& work, const DatagramHeader& header) {
-    const std::size_t size = grh_bytes + header.payload_bytes;
-    if (work.length_bytes < size) {
+    const std::size_t size_bytes = grh_bytes + header.payload_bytes;
+    if (work.length_bytes < size_bytes) {
         return IBV_WC_LOC_LEN_ERR;
     }
     const ProtectionDomain* const domain = shared_receives_ != nullptr ? shared_receives_->domain() : domain_;
-    return move_bytes(work.sges, size, domain, IBV_ACCESS_LOCAL_WRITE,
+    return move_bytes(work.sges, size_bytes, domain, IBV_ACCESS_LOCAL_WRITE,
                       [this](Region* region, std::uint64_t address, std::size_t offset, std::size_t bytes) {
                           return region->write(address, *receive_buffer_, offset, bytes);
                       });

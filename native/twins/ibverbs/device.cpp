@@ -20,7 +20,7 @@ namespace {
 static_assert(offsetof(Device, provider_operations) == sizeof(ibv_device));
 
 // Return the FNV-1a hash of a domain name. Processes with the same domain name compute the same GUIDs from it.
-std::uint32_t fnv1a_hash(std::string_view text) {
+std::uint32_t compute_fnv1a_hash(std::string_view text) {
     std::uint64_t hash = 0xcbf29ce484222325U;
     for (const char character : text) {
         hash = (hash ^ static_cast<unsigned char>(character)) * 0x100000001b3U;
@@ -37,7 +37,7 @@ std::unique_ptr<Device> make_device(unsigned index) {
     if (!config().fabric_addresses.empty()) {
         name.append(reinterpret_cast<const char*>(config().fabric_addresses[index].data()), sizeof(FabricAddress));
     }
-    const std::uint32_t hash = fnv1a_hash(name);
+    const std::uint32_t hash = compute_fnv1a_hash(name);
     device->guid = {0x00,
                     static_cast<std::uint8_t>(hash >> 24),
                     static_cast<std::uint8_t>(hash >> 16),
@@ -103,11 +103,11 @@ Device* find_device(const ibv_device* device) {
     return nullptr;
 }
 
-ibv_gid_type gid_type_at(unsigned index) {
+ibv_gid_type get_gid_type(unsigned index) {
     return index == 0 ? IBV_GID_TYPE_ROCE_V1 : IBV_GID_TYPE_ROCE_V2;
 }
 
-std::string traffic_json() {
+std::string format_traffic_json() {
     collect_granted_traffic();
     std::string json = "{";
     for (const auto& device : devices()) {
@@ -132,7 +132,7 @@ ibv_device** ibv_get_device_list(int* num_devices) {
     if (!session_error().empty()) {
         return fail_null(EINVAL);
     }
-    if (const auto fault = injected_fault("ibv_get_device_list")) {
+    if (const auto fault = find_injected_fault("ibv_get_device_list")) {
         return fail_null(*fault);
     }
     const unsigned count = device_count();

@@ -59,7 +59,7 @@ inline constexpr std::uint64_t max_device_memory_bytes = 128U << 10;
 inline constexpr int completion_vector_count = 1;
 
 // Return the address on the TCP fabric of the NIC that has this GID.
-inline FabricAddress fabric_address_of(const ibv_gid& gid) {
+inline FabricAddress make_fabric_address(const ibv_gid& gid) {
     return std::to_array(gid.raw);
 }
 
@@ -69,13 +69,13 @@ Device& device_at(unsigned index);
 // Return the Device to which the public structure belongs, or nullptr if no device has this structure.
 Device* find_device(const ibv_device* device);
 
-ibv_gid_type gid_type_at(unsigned index);
+ibv_gid_type get_gid_type(unsigned index);
 
 // Return the attributes of a device, and the attributes of its port.
-ibv_device_attr device_attributes(const Device& device);
-ibv_port_attr port_attributes();
+ibv_device_attr make_device_attributes(const Device& device);
+ibv_port_attr make_port_attributes();
 
 // Return the traffic as JSON, for example {"twin0": {"write_bytes": 0, ...}}.
-std::string traffic_json();
+std::string format_traffic_json();
 
 } // namespace gdrkit::twin::verbs

@@ -35,8 +35,8 @@ public:
     Allocation(const Allocation&) = delete;
     Allocation& operator=(const Allocation&) = delete;
 
-    [[nodiscard]] bool covers(std::uint64_t offset, std::uint64_t size) const {
-        return offset <= length_bytes && size <= length_bytes - offset;
+    [[nodiscard]] bool covers(std::uint64_t offset, std::uint64_t size_bytes) const {
+        return offset <= length_bytes && size_bytes <= length_bytes - offset;
     }
 
     std::byte* const bytes;
@@ -50,12 +50,13 @@ class DeviceMemory : public Memory {
 public:
     DeviceMemory(std::shared_ptr<Allocation> allocation, std::uint64_t offset)
         : allocation_(std::move(allocation)), begin_(allocation_->bytes + offset) {}
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override {
-        bounce->copy_in_mapped(bounce_offset, begin_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override {
+        bounce->copy_in_mapped(bounce_offset, begin_ + offset, size_bytes);
         return 0;
     }
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override {
-        bounce.copy_out_mapped(bounce_offset, begin_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
+              std::size_t size_bytes) override {
+        bounce.copy_out_mapped(bounce_offset, begin_ + offset, size_bytes);
         return 0;
     }
     std::byte* mapped_address(std::uint64_t offset) override { return begin_ + offset; }
@@ -70,7 +71,7 @@ struct DeviceMemoryHandle {
     std::shared_ptr<Allocation> impl;
 };
 
-DeviceMemoryHandle* dm_handle_of(ibv_dm* dm) {
+DeviceMemoryHandle* get_dm_handle(ibv_dm* dm) {
     return reinterpret_cast<DeviceMemoryHandle*>(dm);
 }
 
@@ -78,13 +79,13 @@ int check_copy(ibv_dm* dm, std::uint64_t offset, std::size_t length) {
     if (!is_alive("ibv_dm", dm) || offset % copy_alignment != 0 || length % copy_alignment != 0) {
         return EINVAL;
     }
-    return dm_handle_of(dm)->impl->covers(offset, length) ? 0 : EFAULT;
+    return get_dm_handle(dm)->impl->covers(offset, length) ? 0 : EFAULT;
 }
 
 int copy_to(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t length) {
     const int error = check_copy(dm, offset, length);
     if (error == 0) {
-        std::memcpy(dm_handle_of(dm)->impl->bytes + offset, host_addr, length);
+        std::memcpy(get_dm_handle(dm)->impl->bytes + offset, host_addr, length);
     }
     return error;
 }
@@ -92,7 +93,7 @@ int copy_to(ibv_dm* dm, std::uint64_t offset, const void* host_addr, std::size_t
 int copy_from(void* host_addr, ibv_dm* dm, std::uint64_t offset, std::size_t length) {
     const int error = check_copy(dm, offset, length);
     if (error == 0) {
-        std::memcpy(host_addr, dm_handle_of(dm)->impl->bytes + offset, length);
+        std::memcpy(host_addr, get_dm_handle(dm)->impl->bytes + offset, length);
     }
     return error;
 }
@@ -114,10 +115,10 @@ std::shared_ptr<Allocation> allocate(Device* device, std::uint64_t length_bytes)
 } // namespace
 
 ibv_dm* alloc_device_memory(ibv_context* public_context, ibv_alloc_dm_attr* attr) {
-    if (const auto fault = injected_fault("ibv_alloc_dm")) {
+    if (const auto fault = find_injected_fault("ibv_alloc_dm")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context) || attr->comp_mask != 0 || attr->log_align_req > max_log_alignment ||
         attr->length == 0 || attr->length > max_device_memory_bytes) {
         return fail_null(EINVAL);
@@ -131,17 +132,17 @@ ibv_dm* alloc_device_memory(ibv_context* public_context, ibv_alloc_dm_attr* attr
     handle->public_dm.context = public_context;
     handle->public_dm.memcpy_to_dm = copy_to;
     handle->public_dm.memcpy_from_dm = copy_from;
-    handle->public_dm.handle = next_handle();
+    handle->public_dm.handle = make_next_handle();
     ++context->child_count;
     track("ibv_dm", handle);
     return &handle->public_dm;
 }
 
 int free_device_memory(ibv_dm* dm) {
-    if (const auto fault = injected_fault("ibv_free_dm")) {
+    if (const auto fault = find_injected_fault("ibv_free_dm")) {
         return *fault;
     }
-    DeviceMemoryHandle* const handle = dm_handle_of(dm);
+    DeviceMemoryHandle* const handle = get_dm_handle(dm);
     if (!is_alive("ibv_dm", handle)) {
         return EINVAL;
     }
@@ -149,7 +150,7 @@ int free_device_memory(ibv_dm* dm) {
     if (handle->impl.use_count() > 1) {
         return EBUSY;
     }
-    Context* const context = context_of(dm->context);
+    Context* const context = get_context(dm->context);
     if (!retire("ibv_dm", handle)) {
         return EINVAL;
     }
@@ -160,17 +161,17 @@ int free_device_memory(ibv_dm* dm) {
 
 // The kernel accepts a region without bytes here, unlike one of host memory.
 ibv_mr* register_device_memory(ibv_pd* pd, ibv_dm* dm, std::uint64_t offset, std::size_t length, unsigned int access) {
-    if (const auto fault = injected_fault("ibv_reg_dm_mr")) {
+    if (const auto fault = find_injected_fault("ibv_reg_dm_mr")) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd) || !is_alive("ibv_dm", dm) || dm->context != pd->context ||
         (access & ~supported_access) != 0 || (access & required_access) == 0 ||
-        !dm_handle_of(dm)->impl->covers(offset, length)) {
+        !get_dm_handle(dm)->impl->covers(offset, length)) {
         return fail_null(EINVAL);
     }
     ibv_mr* const mr = make_region_handle(pd, nullptr, length, 0, access,
-                                          std::make_unique<DeviceMemory>(dm_handle_of(dm)->impl, offset));
-    mr_handle_of(mr)->has_fixed_memory = true;
+                                          std::make_unique<DeviceMemory>(get_dm_handle(dm)->impl, offset));
+    get_mr_handle(mr)->has_fixed_memory = true;
     return mr;
 }
 

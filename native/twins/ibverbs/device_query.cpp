@@ -20,7 +20,7 @@ constexpr std::uint8_t speed_edr = 32;
 constexpr std::uint8_t link_up = 5;
 
 bool is_valid_port(const ibv_context* context, std::uint32_t port_num) {
-    return is_alive("ibv_context", context_of(context)) && port_num == 1;
+    return is_alive("ibv_context", get_context(context)) && port_num == 1;
 }
 
 void fill_gid_entry(const Device& device, std::uint32_t index, ibv_gid_entry* entry) {
@@ -28,7 +28,7 @@ void fill_gid_entry(const Device& device, std::uint32_t index, ibv_gid_entry* en
     entry->gid = device.gid;
     entry->gid_index = index;
     entry->port_num = 1;
-    entry->gid_type = gid_type_at(index);
+    entry->gid_type = get_gid_type(index);
 }
 
 // Copy an entry to a client whose verbs.h declares ibv_gid_entry with `entry_size` bytes. Fields of a later header,
@@ -40,7 +40,7 @@ void copy_gid_entry(const ibv_gid_entry& entry, void* client_entry, std::size_t 
 
 } // namespace
 
-ibv_device_attr device_attributes(const Device& device) {
+ibv_device_attr make_device_attributes(const Device& device) {
     ibv_device_attr attr{};
     std::snprintf(attr.fw_ver, sizeof attr.fw_ver, "0.1.0");
     std::memcpy(&attr.node_guid, device.guid.data(), device.guid.size());
@@ -81,7 +81,7 @@ ibv_device_attr device_attributes(const Device& device) {
     return attr;
 }
 
-ibv_port_attr port_attributes() {
+ibv_port_attr make_port_attributes() {
     ibv_port_attr attr{};
     attr.state = IBV_PORT_ACTIVE;
     attr.max_mtu = IBV_MTU_4096;
@@ -100,13 +100,13 @@ ibv_port_attr port_attributes() {
 }
 
 int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_attr* port_attr, std::size_t length) {
-    if (const auto fault = injected_fault("ibv_query_port")) {
+    if (const auto fault = find_injected_fault("ibv_query_port")) {
         return *fault;
     }
     if (!is_valid_port(context, port_num)) {
         return EINVAL;
     }
-    const ibv_port_attr attr = port_attributes();
+    const ibv_port_attr attr = make_port_attributes();
     std::memset(static_cast<void*>(port_attr), 0, length);
     std::memcpy(static_cast<void*>(port_attr), &attr, std::min(length, sizeof attr));
     return 0;
@@ -114,15 +114,15 @@ int query_port_extended(ibv_context* context, std::uint8_t port_num, ibv_port_at
 
 int query_device_extended(ibv_context* context, const ibv_query_device_ex_input* input, ibv_device_attr_ex* attr,
                           std::size_t length) {
-    if (const auto fault = injected_fault("ibv_query_device_ex")) {
+    if (const auto fault = find_injected_fault("ibv_query_device_ex")) {
         return *fault;
     }
-    if (!is_alive("ibv_context", context_of(context)) || (input != nullptr && input->comp_mask != 0) ||
+    if (!is_alive("ibv_context", get_context(context)) || (input != nullptr && input->comp_mask != 0) ||
         length < offsetof(ibv_device_attr_ex, comp_mask) + sizeof attr->comp_mask) {
         return EINVAL;
     }
     ibv_device_attr_ex attributes{};
-    attributes.orig_attr = device_attributes(*context_of(context)->device);
+    attributes.orig_attr = make_device_attributes(*get_context(context)->device);
     attributes.device_cap_flags_ex = attributes.orig_attr.device_cap_flags;
     attributes.completion_timestamp_mask = device_clock_mask;
     attributes.max_dm_size = max_device_memory_bytes;
@@ -134,10 +134,10 @@ int query_device_extended(ibv_context* context, const ibv_query_device_ex_input*
 }
 
 int query_real_time_values(ibv_context* context, ibv_values_ex* values) {
-    if (const auto fault = injected_fault("ibv_query_rt_values_ex")) {
+    if (const auto fault = find_injected_fault("ibv_query_rt_values_ex")) {
         return *fault;
     }
-    if (!is_alive("ibv_context", context_of(context))) {
+    if (!is_alive("ibv_context", get_context(context))) {
         return EINVAL;
     }
     // As with mlx5, the mask on return tells which values were read, and the clock is in cycles.
@@ -155,13 +155,13 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 int ibv_query_device(ibv_context* context, ibv_device_attr* device_attr) {
-    if (const auto fault = injected_fault("ibv_query_device")) {
+    if (const auto fault = find_injected_fault("ibv_query_device")) {
         return *fault;
     }
-    if (!is_alive("ibv_context", context_of(context))) {
+    if (!is_alive("ibv_context", get_context(context))) {
         return EINVAL;
     }
-    *device_attr = device_attributes(*context_of(context)->device);
+    *device_attr = make_device_attributes(*get_context(context)->device);
     return 0;
 }
 
@@ -170,20 +170,20 @@ int ibv_query_port(ibv_context* context, std::uint8_t port_num, _compat_ibv_port
 }
 
 int ibv_query_gid(ibv_context* context, std::uint8_t port_num, int index, ibv_gid* gid) {
-    if (const auto fault = injected_fault("ibv_query_gid")) {
+    if (const auto fault = find_injected_fault("ibv_query_gid")) {
         return fail_minus1(*fault);
     }
     if (!is_valid_port(context, port_num) || index < 0 || index >= gid_table_length) {
         return fail_minus1(EINVAL);
     }
     // As in libibverbs, an empty entry is a GID of zeros.
-    *gid = index < gid_count ? context_of(context)->device->gid : ibv_gid{};
+    *gid = index < gid_count ? get_context(context)->device->gid : ibv_gid{};
     return 0;
 }
 
 int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port_num, std::uint32_t gid_index, ibv_gid_entry* entry,
                       std::uint32_t flags, std::size_t entry_size) {
-    if (const auto fault = injected_fault("_ibv_query_gid_ex")) {
+    if (const auto fault = find_injected_fault("_ibv_query_gid_ex")) {
         return *fault;
     }
     if (!is_valid_port(context, port_num) || gid_index >= gid_table_length || flags != 0 || entry_size == 0) {
@@ -193,14 +193,14 @@ int _ibv_query_gid_ex(ibv_context* context, std::uint32_t port_num, std::uint32_
         return ENODATA;
     }
     ibv_gid_entry gid_entry;
-    fill_gid_entry(*context_of(context)->device, gid_index, &gid_entry);
+    fill_gid_entry(*get_context(context)->device, gid_index, &gid_entry);
     copy_gid_entry(gid_entry, entry, entry_size);
     return 0;
 }
 
 ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* entries, std::size_t max_entries, std::uint32_t flags,
                              std::size_t entry_size) {
-    if (const auto fault = injected_fault("_ibv_query_gid_table")) {
+    if (const auto fault = find_injected_fault("_ibv_query_gid_table")) {
         return -*fault;
     }
     if (!is_valid_port(context, 1) || flags != 0 || entry_size == 0 || max_entries < gid_count) {
@@ -208,14 +208,14 @@ ssize_t _ibv_query_gid_table(ibv_context* context, ibv_gid_entry* entries, std::
     }
     for (std::uint32_t index = 0; index < gid_count; ++index) {
         ibv_gid_entry gid_entry;
-        fill_gid_entry(*context_of(context)->device, index, &gid_entry);
+        fill_gid_entry(*get_context(context)->device, index, &gid_entry);
         copy_gid_entry(gid_entry, reinterpret_cast<char*>(entries) + index * entry_size, entry_size);
     }
     return gid_count;
 }
 
 int ibv_query_pkey(ibv_context* context, std::uint8_t port_num, int index, __be16* pkey) {
-    if (const auto fault = injected_fault("ibv_query_pkey")) {
+    if (const auto fault = find_injected_fault("ibv_query_pkey")) {
         return fail_minus1(*fault);
     }
     if (!is_valid_port(context, port_num) || index != 0) {
@@ -226,7 +226,7 @@ int ibv_query_pkey(ibv_context* context, std::uint8_t port_num, int index, __be1
 }
 
 int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey) {
-    if (const auto fault = injected_fault("ibv_get_pkey_index")) {
+    if (const auto fault = find_injected_fault("ibv_get_pkey_index")) {
         return fail_minus1(*fault);
     }
     return is_valid_port(context, port_num) && pkey == default_pkey ? 0 : fail_minus1(EINVAL);
@@ -237,14 +237,14 @@ int ibv_get_pkey_index(ibv_context* context, std::uint8_t port_num, __be16 pkey)
 // RoCE v2, as in sysfs.
 [[gnu::visibility("default")]] int gdrkit_query_gid_type(ibv_context* context, std::uint8_t port_num,
                                                          unsigned int index, int* type) {
-    if (const auto fault = injected_fault("ibv_query_gid_type")) {
+    if (const auto fault = find_injected_fault("ibv_query_gid_type")) {
         return fail_minus1(*fault);
     }
     if (!is_valid_port(context, port_num) || index >= gid_table_length) {
         return fail_minus1(EINVAL);
     }
     // As in libibverbs, an empty entry has the type 0.
-    *type = index < gid_count && gid_type_at(index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
+    *type = index < gid_count && get_gid_type(index) == IBV_GID_TYPE_ROCE_V2 ? 1 : 0;
     return 0;
 }
 

@@ -16,16 +16,16 @@ constexpr std::uint64_t supported_wc_flags = IBV_WC_STANDARD_FLAGS | timestamp_f
 constexpr std::uint32_t supported_comp_mask = IBV_CQ_INIT_ATTR_MASK_FLAGS | IBV_CQ_INIT_ATTR_MASK_PD;
 constexpr std::uint32_t supported_flags = IBV_CREATE_CQ_ATTR_SINGLE_THREADED | IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN;
 
-CompletionQueueHandle* handle_of(ibv_cq_ex* cq) {
-    return cq_handle_of(ibv_cq_ex_to_cq(cq));
+CompletionQueueHandle* get_extended_cq_handle(ibv_cq_ex* cq) {
+    return get_cq_handle(ibv_cq_ex_to_cq(cq));
 }
 
-const Completion& current_of(ibv_cq_ex* cq) {
-    return handle_of(cq)->current;
+const Completion& get_current(ibv_cq_ex* cq) {
+    return get_extended_cq_handle(cq)->current;
 }
 
 int take_next(ibv_cq_ex* cq) {
-    CompletionQueueHandle* const handle = handle_of(cq);
+    CompletionQueueHandle* const handle = get_extended_cq_handle(cq);
     const int error = handle->impl->take(&handle->current);
     if (error == 0) {
         cq->status = handle->current.wc.status;
@@ -38,7 +38,7 @@ int start_poll(ibv_cq_ex* cq, ibv_poll_cq_attr* attr) {
     if (!is_alive("ibv_cq", cq) || attr->comp_mask != 0) {
         return EINVAL;
     }
-    CompletionQueueHandle* const handle = handle_of(cq);
+    CompletionQueueHandle* const handle = get_extended_cq_handle(cq);
     handle->poll_lock.acquire();
     const int error = take_next(cq);
     // A client must not call ibv_end_poll after a start that failed.
@@ -59,12 +59,12 @@ void require_started_poll(const CompletionQueueHandle& handle, const char* funct
 }
 
 int next_poll(ibv_cq_ex* cq) {
-    require_started_poll(*handle_of(cq), "ibv_next_poll");
+    require_started_poll(*get_extended_cq_handle(cq), "ibv_next_poll");
     return take_next(cq);
 }
 
 void end_poll(ibv_cq_ex* cq) {
-    CompletionQueueHandle* const handle = handle_of(cq);
+    CompletionQueueHandle* const handle = get_extended_cq_handle(cq);
     require_started_poll(*handle, "ibv_end_poll");
     handle->is_in_extended_poll = false;
     handle->poll_lock.release();
@@ -73,28 +73,28 @@ void end_poll(ibv_cq_ex* cq) {
 // Set the functions that read a completion. As with real providers, the functions for fields that the client has not
 // requested stay null.
 void fill_read_functions(ibv_cq_ex* cq, std::uint64_t wc_flags) {
-    cq->read_opcode = [](ibv_cq_ex* current) { return current_of(current).wc.opcode; };
-    cq->read_vendor_err = [](ibv_cq_ex* current) { return current_of(current).wc.vendor_err; };
-    cq->read_wc_flags = [](ibv_cq_ex* current) { return current_of(current).wc.wc_flags; };
+    cq->read_opcode = [](ibv_cq_ex* current) { return get_current(current).wc.opcode; };
+    cq->read_vendor_err = [](ibv_cq_ex* current) { return get_current(current).wc.vendor_err; };
+    cq->read_wc_flags = [](ibv_cq_ex* current) { return get_current(current).wc.wc_flags; };
     const auto fill = [wc_flags](std::uint64_t flag, auto* function, auto implementation) {
         if ((wc_flags & flag) != 0) {
             *function = implementation;
         }
     };
     fill(IBV_WC_EX_WITH_BYTE_LEN, &cq->read_byte_len,
-         [](ibv_cq_ex* current) { return current_of(current).wc.byte_len; });
-    fill(IBV_WC_EX_WITH_IMM, &cq->read_imm_data, [](ibv_cq_ex* current) { return current_of(current).wc.imm_data; });
-    fill(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num, [](ibv_cq_ex* current) { return current_of(current).wc.qp_num; });
-    fill(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp, [](ibv_cq_ex* current) { return current_of(current).wc.src_qp; });
+         [](ibv_cq_ex* current) { return get_current(current).wc.byte_len; });
+    fill(IBV_WC_EX_WITH_IMM, &cq->read_imm_data, [](ibv_cq_ex* current) { return get_current(current).wc.imm_data; });
+    fill(IBV_WC_EX_WITH_QP_NUM, &cq->read_qp_num, [](ibv_cq_ex* current) { return get_current(current).wc.qp_num; });
+    fill(IBV_WC_EX_WITH_SRC_QP, &cq->read_src_qp, [](ibv_cq_ex* current) { return get_current(current).wc.src_qp; });
     fill(IBV_WC_EX_WITH_SLID, &cq->read_slid,
-         [](ibv_cq_ex* current) { return std::uint32_t{current_of(current).wc.slid}; });
-    fill(IBV_WC_EX_WITH_SL, &cq->read_sl, [](ibv_cq_ex* current) { return current_of(current).wc.sl; });
+         [](ibv_cq_ex* current) { return std::uint32_t{get_current(current).wc.slid}; });
+    fill(IBV_WC_EX_WITH_SL, &cq->read_sl, [](ibv_cq_ex* current) { return get_current(current).wc.sl; });
     fill(IBV_WC_EX_WITH_DLID_PATH_BITS, &cq->read_dlid_path_bits,
-         [](ibv_cq_ex* current) { return current_of(current).wc.dlid_path_bits; });
+         [](ibv_cq_ex* current) { return get_current(current).wc.dlid_path_bits; });
     fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP, &cq->read_completion_ts,
-         [](ibv_cq_ex* current) { return current_of(current).device_cycles; });
+         [](ibv_cq_ex* current) { return get_current(current).device_cycles; });
     fill(IBV_WC_EX_WITH_COMPLETION_TIMESTAMP_WALLCLOCK, &cq->read_completion_wallclock_ns,
-         [](ibv_cq_ex* current) { return current_of(current).wallclock_ns; });
+         [](ibv_cq_ex* current) { return get_current(current).wallclock_ns; });
 }
 
 // Return 0, EOPNOTSUPP or EINVAL, as mlx5_create_cq_ex does for the same arguments.
@@ -113,7 +113,7 @@ int check_extended_attributes(const ibv_cq_init_attr_ex& attr) {
 } // namespace
 
 ibv_cq_ex* create_extended_cq(ibv_context* context, ibv_cq_init_attr_ex* attr) {
-    if (const auto fault = injected_fault("ibv_create_cq_ex")) {
+    if (const auto fault = find_injected_fault("ibv_create_cq_ex")) {
         return fail_null(*fault);
     }
     if (const int error = check_extended_attributes(*attr); error != 0) {
@@ -125,7 +125,7 @@ ibv_cq_ex* create_extended_cq(ibv_context* context, ibv_cq_init_attr_ex* attr) {
         request.options.ignores_overrun = (attr->flags & IBV_CREATE_CQ_ATTR_IGNORE_OVERRUN) != 0;
     }
     if ((attr->comp_mask & IBV_CQ_INIT_ATTR_MASK_PD) != 0) {
-        request.parent_domain = domain_of(attr->parent_domain);
+        request.parent_domain = get_domain(attr->parent_domain);
     }
     CompletionQueueHandle* const handle = create_completion_queue(context, request);
     if (handle == nullptr) {

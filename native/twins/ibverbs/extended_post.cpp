@@ -24,26 +24,26 @@ constexpr std::uint64_t unreliable_operations = datagram_operations | IBV_QP_EX_
 constexpr std::uint64_t reliable_operations = unreliable_operations | IBV_QP_EX_WITH_RDMA_READ |
                                               IBV_QP_EX_WITH_ATOMIC_CMP_AND_SWP | IBV_QP_EX_WITH_ATOMIC_FETCH_AND_ADD;
 
-QueuePairHandle* handle_of(ibv_qp_ex* qp) {
-    return qp_handle_of(&qp->qp_base);
+QueuePairHandle* get_extended_cq_handle(ibv_qp_ex* qp) {
+    return get_qp_handle(&qp->qp_base);
 }
 
-RequestBuilder* builder_of(ibv_qp_ex* qp, const char* function) {
-    RequestBuilder* const builder = handle_of(qp)->builder.get();
+RequestBuilder* get_builder(ibv_qp_ex* qp, const char* function) {
+    RequestBuilder* const builder = get_extended_cq_handle(qp)->builder.get();
     builder->require_started(function);
     return builder;
 }
 
 void start(ibv_qp_ex* qp) {
     if (is_alive("ibv_qp", qp)) {
-        handle_of(qp)->builder->start();
+        get_extended_cq_handle(qp)->builder->start();
     }
 }
 
 int complete(ibv_qp_ex* qp) {
-    RequestBuilder* const builder = builder_of(qp, "ibv_wr_complete");
-    QueuePair& pair = *handle_of(qp)->impl;
-    const auto fault = injected_fault("ibv_wr_complete");
+    RequestBuilder* const builder = get_builder(qp, "ibv_wr_complete");
+    QueuePair& pair = *get_extended_cq_handle(qp)->impl;
+    const auto fault = find_injected_fault("ibv_wr_complete");
     int error = fault ? *fault : builder->check(pair.type(), pair.free_send_slot_count());
     if (ibv_send_wr* const list = builder->link(); error == 0 && list != nullptr) {
         ibv_send_wr* bad_wr = nullptr;
@@ -54,11 +54,11 @@ int complete(ibv_qp_ex* qp) {
 }
 
 void abort_list(ibv_qp_ex* qp) {
-    builder_of(qp, "ibv_wr_abort")->finish();
+    get_builder(qp, "ibv_wr_abort")->finish();
 }
 
 ibv_send_wr& add(ibv_qp_ex* qp, ibv_wr_opcode opcode) {
-    return builder_of(qp, "an ibv_wr_* function")->add(*qp, opcode);
+    return get_builder(qp, "an ibv_wr_* function")->add(*qp, opcode);
 }
 
 void add_rdma(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey, std::uint64_t remote_address,
@@ -84,7 +84,7 @@ void add_bind(ibv_qp_ex* qp, ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_i
     wr.bind_mw.rkey = rkey;
     wr.bind_mw.bind_info = *info;
     if (make_binding(mw, rkey, *info) == nullptr) {
-        handle_of(qp)->builder->fail(EINVAL);
+        get_extended_cq_handle(qp)->builder->fail(EINVAL);
     }
 }
 
@@ -93,7 +93,7 @@ void add_invalidation(ibv_qp_ex* qp, ibv_wr_opcode opcode, std::uint32_t rkey) {
 }
 
 void set_datagram_address(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t remote_qpn, std::uint32_t remote_qkey) {
-    RequestBuilder* const builder = builder_of(qp, "ibv_wr_set_ud_addr");
+    RequestBuilder* const builder = get_builder(qp, "ibv_wr_set_ud_addr");
     if (!is_alive("ibv_ah", ah)) {
         builder->fail(EINVAL);
     } else if (ibv_send_wr* const wr = builder->last()) {
@@ -102,18 +102,19 @@ void set_datagram_address(ibv_qp_ex* qp, ibv_ah* ah, std::uint32_t remote_qpn, s
 }
 
 void set_xrc_srq_number(ibv_qp_ex* qp, std::uint32_t remote_srqn) {
-    if (ibv_send_wr* const wr = builder_of(qp, "ibv_wr_set_xrc_srqn")->last()) {
+    if (ibv_send_wr* const wr = get_builder(qp, "ibv_wr_set_xrc_srqn")->last()) {
         wr->qp_type.xrc.remote_srqn = remote_srqn;
     }
 }
 
 void set_sges(ibv_qp_ex* qp, std::size_t count, const ibv_sge* sges) {
-    builder_of(qp, "ibv_wr_set_sge_list")->set_sges(sges, count, handle_of(qp)->impl->capacity().max_send_sge);
+    get_builder(qp, "ibv_wr_set_sge_list")
+        ->set_sges(sges, count, get_extended_cq_handle(qp)->impl->capacity().max_send_sge);
 }
 
 void set_inline(ibv_qp_ex* qp, std::size_t count, const ibv_data_buf* buffers) {
-    builder_of(qp, "ibv_wr_set_inline_data_list")
-        ->set_inline(buffers, count, handle_of(qp)->impl->capacity().max_inline_data);
+    get_builder(qp, "ibv_wr_set_inline_data_list")
+        ->set_inline(buffers, count, get_extended_cq_handle(qp)->impl->capacity().max_inline_data);
 }
 
 void fill_send_functions(ibv_qp_ex* qp, std::uint64_t flags) {
@@ -238,7 +239,7 @@ int RequestBuilder::check(ibv_qp_type type, std::uint32_t free_slot_count) const
     }
     for (const auto& [wr, sges, inline_data] : requests_) {
         const bool is_valid_atomic =
-            !is_atomic(wr.opcode) || total_length_bytes(sges.data(), static_cast<int>(sges.size())) == 8;
+            !is_atomic(wr.opcode) || count_total_bytes(sges.data(), static_cast<int>(sges.size())) == 8;
         const bool is_valid_datagram =
             type != IBV_QPT_UD || (is_alive("ibv_ah", wr.wr.ud.ah) && wr.wr.ud.remote_qpn <= multicast_qpn &&
                                    (wr.send_flags & IBV_SEND_FENCE) == 0);
@@ -312,8 +313,8 @@ extern "C" {
 
 // Return NULL for a queue pair that was made without IBV_QP_INIT_ATTR_SEND_OPS_FLAGS.
 ibv_qp_ex* ibv_qp_to_qp_ex(ibv_qp* qp) {
-    const bool is_extended = is_alive("ibv_qp", qp) && qp_handle_of(qp)->builder != nullptr;
-    return is_extended ? &qp_handle_of(qp)->public_qp_ex : nullptr;
+    const bool is_extended = is_alive("ibv_qp", qp) && get_qp_handle(qp)->builder != nullptr;
+    return is_extended ? &get_qp_handle(qp)->public_qp_ex : nullptr;
 }
 
 } // extern "C"

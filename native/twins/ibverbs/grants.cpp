@@ -86,9 +86,9 @@ void GrantIssuer::grant(Region* region, unsigned access) {
 
 void GrantIssuer::revoke(std::uint32_t rkey) {
     std::lock_guard lock(mutex_);
-    const auto found = std::ranges::find(rkeys_, rkey);
-    if (found != rkeys_.end()) {
-        revoke_slot(static_cast<std::uint32_t>(found - rkeys_.begin()));
+    const auto entry = std::ranges::find(rkeys_, rkey);
+    if (entry != rkeys_.end()) {
+        revoke_slot(static_cast<std::uint32_t>(entry - rkeys_.begin()));
     }
 }
 

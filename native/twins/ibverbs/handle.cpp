@@ -21,28 +21,29 @@ Quarantine& quarantine_state() {
     return *instance;
 }
 
-std::uint64_t handle_of(const void* object) {
+std::uint64_t get_extended_cq_handle(const void* object) {
     return reinterpret_cast<std::uint64_t>(object);
 }
 
 } // namespace
 
-std::uint32_t next_handle() {
+std::uint32_t make_next_handle() {
     static std::atomic<std::uint32_t> last_handle{0};
     return ++last_handle;
 }
 
 void track(std::string_view kind, const void* object) {
-    ledger_add(kind, handle_of(object));
+    ledger_add(kind, get_extended_cq_handle(object));
 }
 
 bool is_alive(std::string_view kind, const void* object) {
     // If the handle is not live, ledger_remove aborts (double release) or returns false (unknown handle).
-    return object != nullptr && (ledger_holds(kind, handle_of(object)) || ledger_remove(kind, handle_of(object)));
+    return object != nullptr &&
+           (ledger_holds(kind, get_extended_cq_handle(object)) || ledger_remove(kind, get_extended_cq_handle(object)));
 }
 
 bool untrack(std::string_view kind, const void* object) {
-    return ledger_remove(kind, handle_of(object));
+    return ledger_remove(kind, get_extended_cq_handle(object));
 }
 
 void quarantine(std::shared_ptr<void> memory) {

@@ -11,7 +11,7 @@
 namespace gdrkit::twin::verbs {
 
 // Return a number for the `handle` field of a public structure, unique in the process.
-std::uint32_t next_handle();
+std::uint32_t make_next_handle();
 
 // Add a new object to the ledger.
 void track(std::string_view kind, const void* object);

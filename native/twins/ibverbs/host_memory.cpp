@@ -30,15 +30,15 @@ LockedMemory& locked_memory() {
 }
 
 std::uint64_t page_bytes() {
-    static const auto size = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
-    return size;
+    static const auto size_bytes = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
+    return size_bytes;
 }
 
 struct PageRange {
     std::uint64_t begin, end; // addresses
 };
 
-PageRange pages_of(const void* address, std::uint64_t length_bytes) {
+PageRange get_pages(const void* address, std::uint64_t length_bytes) {
     const auto first = reinterpret_cast<std::uint64_t>(address);
     const std::uint64_t mask = page_bytes() - 1;
     return {first & ~mask, (first + length_bytes + mask) & ~mask};
@@ -82,11 +82,12 @@ public:
         : address_(static_cast<std::byte*>(address)), locked_bytes_(locked_bytes) {}
     ~HostMemory() override { uncharge_locked_bytes(locked_bytes_); }
 
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override {
-        return bounce->copy_in(bounce_offset, address_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override {
+        return bounce->copy_in(bounce_offset, address_ + offset, size_bytes);
     }
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override {
-        return bounce.copy_out(bounce_offset, address_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
+              std::size_t size_bytes) override {
+        return bounce.copy_out(bounce_offset, address_ + offset, size_bytes);
     }
     std::byte* mapped_address(std::uint64_t offset) override { return address_ + offset; }
 
@@ -104,12 +105,13 @@ public:
           attachment_(std::move(attachment)) {}
     ~MappedDmabuf() override { munmap(base_, mapped_bytes_); }
 
-    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) override {
-        bounce->copy_in_mapped(bounce_offset, base_ + offset_bytes_ + offset, size);
+    int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) override {
+        bounce->copy_in_mapped(bounce_offset, base_ + offset_bytes_ + offset, size_bytes);
         return 0;
     }
-    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size) override {
-        bounce.copy_out_mapped(bounce_offset, base_ + offset_bytes_ + offset, size);
+    int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
+              std::size_t size_bytes) override {
+        bounce.copy_out_mapped(bounce_offset, base_ + offset_bytes_ + offset, size_bytes);
         return 0;
     }
     std::byte* mapped_address(std::uint64_t offset) override { return base_ + offset_bytes_ + offset; }
@@ -144,7 +146,7 @@ void trim_to_range(ImportedDmabuf* imported, std::uint64_t* offset_bytes, std::u
 } // namespace
 
 int make_host_memory(void* address, std::uint64_t length_bytes, bool writable, std::unique_ptr<Memory>* memory) {
-    const PageRange pages = pages_of(address, length_bytes);
+    const PageRange pages = get_pages(address, length_bytes);
     const std::uint64_t locked_bytes = pages.end - pages.begin;
     if (const int error = charge_locked_bytes(locked_bytes); error != 0) {
         return error;

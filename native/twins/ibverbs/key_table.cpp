@@ -6,7 +6,7 @@ namespace gdrkit::twin::verbs {
 namespace {
 
 // Map each 32-bit value to a different 32-bit value (the last steps of MurmurHash3).
-std::uint32_t scramble(std::uint32_t value) {
+std::uint32_t scramble_bits(std::uint32_t value) {
     value = (value ^ value >> 16) * 0x85ebca6b;
     value = (value ^ value >> 13) * 0xc2b2ae35;
     return value ^ value >> 16;
@@ -14,16 +14,16 @@ std::uint32_t scramble(std::uint32_t value) {
 
 std::shared_ptr<Region> find_usable_region(const RegionsByKey KeyTable::*regions, std::uint32_t key,
                                            const ProtectionDomain* domain, unsigned required_access,
-                                           std::uint64_t address, std::uint64_t size) {
+                                           std::uint64_t address, std::uint64_t size_bytes) {
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
-    const auto found = (state.*regions).find(key);
-    if (found == (state.*regions).end()) {
+    const auto entry = (state.*regions).find(key);
+    if (entry == (state.*regions).end()) {
         return nullptr;
     }
-    const std::shared_ptr<Region>& region = found->second;
-    const bool is_usable =
-        protects_the_same(region->domain, domain) && region->permits(required_access) && region->covers(address, size);
+    const std::shared_ptr<Region>& region = entry->second;
+    const bool is_usable = is_same_protection(region->domain, domain) && region->permits(required_access) &&
+                           region->covers(address, size_bytes);
     return is_usable ? region : nullptr;
 }
 
@@ -38,8 +38,8 @@ KeyTable& key_table() {
 // store used keys.
 std::uint32_t draw_unused_key(KeyTable* state) {
     std::uint32_t key = 0;
-    while (key == 0 || state->windows.contains(window_index_of(key))) {
-        key = scramble(++state->counter);
+    while (key == 0 || state->windows.contains(get_window_index(key))) {
+        key = scramble_bits(++state->counter);
     }
     return key;
 }
@@ -79,16 +79,16 @@ bool remove_keys(const Region& region) {
 }
 
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
-                                     std::uint64_t address, std::uint64_t size) {
-    return find_usable_region(&KeyTable::local, lkey, domain, required_access, address, size);
+                                     std::uint64_t address, std::uint64_t size_bytes) {
+    return find_usable_region(&KeyTable::local, lkey, domain, required_access, address, size_bytes);
 }
 
 std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
-                                     unsigned required_access, std::uint64_t* address, std::uint64_t size) {
-    if (auto region = find_usable_region(&KeyTable::remote, rkey, domain, required_access, *address, size)) {
+                                     unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
+    if (auto region = find_usable_region(&KeyTable::remote, rkey, domain, required_access, *address, size_bytes)) {
         return region;
     }
-    return find_by_window(rkey, domain, qp_num, required_access, address, size);
+    return find_by_window(rkey, domain, qp_num, required_access, address, size_bytes);
 }
 
 } // namespace gdrkit::twin::verbs

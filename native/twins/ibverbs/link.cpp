@@ -104,14 +104,14 @@ std::unique_ptr<Link> Link::adopt(std::vector<Fd> fds) {
     return pipe == nullptr ? nullptr : std::unique_ptr<Link>(new Link(std::move(memory), std::move(pipe)));
 }
 
-BounceBuffer* Link::private_buffer() {
+BounceBuffer* Link::get_private_buffer() {
     if (private_buffer_ == nullptr) {
         private_buffer_ = BounceBuffer::make(max_chunk_bytes);
     }
     return private_buffer_.get();
 }
 
-std::optional<std::uint32_t> Link::reserve(std::size_t size) {
+std::optional<std::uint32_t> Link::reserve(std::size_t size_bytes) {
     if (reserved_bytes_ == released_bytes_) {
         // Restart at the begin of the ring. While few requests are in flight, they use the same memory again and again,
         // which stays in the cache.
@@ -119,7 +119,7 @@ std::optional<std::uint32_t> Link::reserve(std::size_t size) {
     }
     // A request without payload reserves space too, so that an empty ring means that no request is in flight.
     const std::size_t aligned_size =
-        (std::max<std::size_t>(size, 1) + payload_alignment - 1) / payload_alignment * payload_alignment;
+        (std::max<std::size_t>(size_bytes, 1) + payload_alignment - 1) / payload_alignment * payload_alignment;
     // A payload that does not fit at the end of the ring starts at its begin.
     const std::size_t position = reserved_bytes_ % payload_ring_bytes;
     const std::uint64_t begin = position + aligned_size > payload_ring_bytes
@@ -188,7 +188,7 @@ wire::Request Link::request(std::uint32_t number) const {
     return read_once(control_->requests[number % slot_count]);
 }
 
-bool Link::payload_in_bounds(const wire::Request& request) {
+bool Link::is_payload_in_bounds(const wire::Request& request) {
     if ((request.flags & wire::flag_piped) != 0) {
         return true;
     }

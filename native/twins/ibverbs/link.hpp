@@ -81,7 +81,7 @@ public:
     [[nodiscard]] std::array<int, fd_count> fds() const { return {memory_->fd(), pipe_->reader()}; }
 
     // Reserve space in the payload ring and return its offset; nullopt if there is not enough space at present.
-    std::optional<std::uint32_t> reserve(std::size_t size);
+    std::optional<std::uint32_t> reserve(std::size_t size_bytes);
     // Return the number of bytes that were ever reserved. After a reservation, pass this number to release_up_to() to
     // release the reserved space.
     [[nodiscard]] std::uint64_t reserved_bytes() const { return reserved_bytes_; }
@@ -114,13 +114,13 @@ public:
     [[nodiscard]] bool has_ended() const;
     [[nodiscard]] wire::Request request(std::uint32_t number) const;
     // Return whether the request's payload lies within the payload ring.
-    static bool payload_in_bounds(const wire::Request& request);
+    static bool is_payload_in_bounds(const wire::Request& request);
     void put_response(std::uint32_t number, const wire::Response& response);
     // Make the first `count` responses visible. Wake the requester if it sleeps and waits for at most `count`
     // responses.
     virtual void publish_responses(std::uint32_t count, int socket);
     // Return a buffer for one chunk, which the peer cannot access; nullptr if it cannot be created.
-    BounceBuffer* private_buffer();
+    BounceBuffer* get_private_buffer();
     // Wait until more than `served_count` requests exist. Return false at the end of the connection: the responder then
     // drops the requests that it has not started, like packets that never reach a device.
     virtual bool wait_for_request(std::uint32_t served_count, int socket);

@@ -14,9 +14,9 @@ public:
     virtual ~Memory() = default;
     // Copy between the memory and a bounce buffer. `offset` is relative to the begin of the region. The caller has
     // checked that the range lies in the region. Return 0 or an errno.
-    virtual int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) = 0;
+    virtual int read(std::uint64_t offset, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes) = 0;
     virtual int write(std::uint64_t offset, const BounceBuffer& bounce, std::size_t bounce_offset,
-                      std::size_t size) = 0;
+                      std::size_t size_bytes) = 0;
     // Return the address of the memory in this process; nullptr if only a driver can access the memory.
     [[nodiscard]] virtual std::byte* mapped_address(std::uint64_t /*offset*/) { return nullptr; }
 };

@@ -15,7 +15,7 @@ DatagramQueuePair* find_datagram_pair(ibv_qp* qp, const ibv_gid& group) {
     if (!is_alive("ibv_qp", qp) || qp->qp_type != IBV_QPT_UD || !is_multicast_gid(group)) {
         return nullptr;
     }
-    return static_cast<DatagramQueuePair*>(qp_handle_of(qp)->impl.get());
+    return static_cast<DatagramQueuePair*>(get_qp_handle(qp)->impl.get());
 }
 
 } // namespace
@@ -23,7 +23,7 @@ DatagramQueuePair* find_datagram_pair(ibv_qp* qp, const ibv_gid& group) {
 extern "C" {
 
 int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t) {
-    if (const auto fault = injected_fault("ibv_attach_mcast")) {
+    if (const auto fault = find_injected_fault("ibv_attach_mcast")) {
         return *fault;
     }
     DatagramQueuePair* const pair = find_datagram_pair(qp, *gid);
@@ -31,7 +31,7 @@ int ibv_attach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t) {
 }
 
 int ibv_detach_mcast(ibv_qp* qp, const ibv_gid* gid, std::uint16_t) {
-    if (const auto fault = injected_fault("ibv_detach_mcast")) {
+    if (const auto fault = find_injected_fault("ibv_detach_mcast")) {
         return *fault;
     }
     DatagramQueuePair* const pair = find_datagram_pair(qp, *gid);

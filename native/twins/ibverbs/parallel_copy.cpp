@@ -38,8 +38,8 @@ thread_local std::chrono::steady_clock::time_point yield_again_at{};
 // No thread waits longer than this before it begins a piece.
 constexpr std::chrono::microseconds longest_gap{10};
 
-PeerCopy part_of(const PeerCopy& copy, std::size_t offset, std::size_t size) {
-    return {copy.process_id, copy.reads, copy.local + offset, copy.remote_address + offset, size};
+PeerCopy make_copy_part(const PeerCopy& copy, std::size_t offset, std::size_t size_bytes) {
+    return {copy.process_id, copy.reads, copy.local + offset, copy.remote_address + offset, size_bytes};
 }
 
 // The raw system calls bypass the libc functions that ThreadSanitizer intercepts, as in bounce_buffer.cpp.
@@ -51,8 +51,8 @@ long move(int process_id, bool reads, std::span<const iovec> local, std::span<co
 } // namespace
 
 bool copy_with_peer(const PeerCopy& copy) {
-    iovec local{copy.local, copy.size};
-    iovec remote{reinterpret_cast<void*>(copy.remote_address), copy.size};
+    iovec local{copy.local, copy.size_bytes};
+    iovec remote{reinterpret_cast<void*>(copy.remote_address), copy.size_bytes};
     while (local.iov_len > 0) {
         const long moved_bytes = move(copy.process_id, copy.reads, {&local, 1}, {&remote, 1});
         if (moved_bytes <= 0) {
@@ -67,18 +67,18 @@ bool copy_with_peer(const PeerCopy& copy) {
 }
 
 bool copy_lists_with_peer(int process_id, bool reads, std::span<const iovec> local, std::span<const iovec> remote) {
-    std::size_t size = 0;
+    std::size_t size_bytes = 0;
     for (const iovec& range : local) {
-        size += range.iov_len;
+        size_bytes += range.iov_len;
     }
-    return move(process_id, reads, local, remote) == static_cast<long>(size);
+    return move(process_id, reads, local, remote) == static_cast<long>(size_bytes);
 }
 
 bool ParallelCopy::run(const PeerCopy& copy) {
-    if (copy.size < min_parallel_bytes) {
+    if (copy.size_bytes < min_parallel_bytes) {
         return copy_with_peer(copy);
     }
-    const std::size_t tail_offset = copy.size - tail_bytes;
+    const std::size_t tail_offset = copy.size_bytes - tail_bytes;
     {
         std::lock_guard lock(mutex_);
         copy_ = copy;
@@ -94,7 +94,7 @@ bool ParallelCopy::run(const PeerCopy& copy) {
     for (int count = active_count_; count != 0; count = active_count_) {
         active_count_.wait(count);
     }
-    return !has_failed_ && copy_with_peer(part_of(copy, tail_offset, tail_bytes));
+    return !has_failed_ && copy_with_peer(make_copy_part(copy, tail_offset, tail_bytes));
 }
 
 void ParallelCopy::help() {
@@ -126,12 +126,12 @@ bool ParallelCopy::copy_next_piece(bool from_end) {
     Clock::time_point begin_at;
     {
         std::lock_guard lock(mutex_);
-        const std::size_t size = std::min(piece_bytes, end_offset_ - begin_offset_);
-        if (size == 0) {
+        const std::size_t size_bytes = std::min(piece_bytes, end_offset_ - begin_offset_);
+        if (size_bytes == 0) {
             return false;
         }
-        piece = part_of(copy_, from_end ? end_offset_ - size : begin_offset_, size);
-        (from_end ? end_offset_ : begin_offset_) += from_end ? -size : size;
+        piece = make_copy_part(copy_, from_end ? end_offset_ - size_bytes : begin_offset_, size_bytes);
+        (from_end ? end_offset_ : begin_offset_) += from_end ? -size_bytes : size_bytes;
         has_free_pieces_ = begin_offset_ != end_offset_;
         ++active_count_;
         begin_at = std::max(Clock::now(), next_begin_at_);

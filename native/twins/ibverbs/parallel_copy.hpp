@@ -13,13 +13,13 @@
 
 namespace gdrkit::twin::verbs {
 
-// A copy of `size` bytes between this process and another one.
+// A copy of `size_bytes` bytes between this process and another one.
 struct PeerCopy {
     int process_id;
     bool reads; // false: write to the memory of the other process
     std::byte* local;
     std::uint64_t remote_address;
-    std::size_t size;
+    std::size_t size_bytes;
 };
 
 // Carry out a copy, from the first byte to the last. Return false if the memory of either process is not mapped or the

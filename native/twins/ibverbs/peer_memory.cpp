@@ -13,8 +13,8 @@ namespace {
 // range.
 std::optional<std::uint64_t> translate(const Grant& grant, const PeerRange& range) {
     if (grant.is_valid == 0 || grant.rkey != range.rkey || (grant.access & range.access) == 0 ||
-        range.address < grant.begin || range.size > grant.length_bytes ||
-        range.address - grant.begin > grant.length_bytes - range.size) {
+        range.address < grant.begin || range.size_bytes > grant.length_bytes ||
+        range.address - grant.begin > grant.length_bytes - range.size_bytes) {
         return std::nullopt;
     }
     return grant.mapped_address + (range.address - grant.begin);
@@ -27,7 +27,7 @@ bool reads(const PeerRange& range) {
 } // namespace
 
 std::unique_ptr<PeerMemory> PeerMemory::open(int socket, const wire::ConnectReply& reply, GrantTable* grants) {
-    const int process_id = peer_process_id(socket);
+    const int process_id = get_peer_process_id(socket);
     std::uint64_t value = 0;
     const PeerCopy probe{process_id, true, reinterpret_cast<std::byte*>(&value), reply.probe_address, sizeof value};
     if (process_id <= 0 || !copy_with_peer(probe) || value != reply.probe_value) {
@@ -67,7 +67,8 @@ template <typename Copy> bool PeerMemory::use_grant(const PeerRange& range, Copy
 
 bool PeerMemory::copy(const PeerRange& range, std::byte* local, ParallelCopy* parallel_copy) {
     return use_grant(range, [&](const Grant&, std::uint64_t address) {
-        return parallel_copy->run({process_id_, reads(range), local, address, static_cast<std::size_t>(range.size)});
+        return parallel_copy->run(
+            {process_id_, reads(range), local, address, static_cast<std::size_t>(range.size_bytes)});
     });
 }
 
@@ -78,7 +79,7 @@ bool PeerMemory::copy_list(std::span<const PeerRange> ranges, std::span<const io
         for (std::size_t index = 0; index < ranges.size() && covers_all; ++index) {
             const std::optional<std::uint64_t> address = translate(grant, ranges[index]);
             covers_all = address.has_value();
-            remote[index] = {reinterpret_cast<void*>(address.value_or(0)), ranges[index].size};
+            remote[index] = {reinterpret_cast<void*>(address.value_or(0)), ranges[index].size_bytes};
         }
         return !covers_all ||
                copy_lists_with_peer(process_id_, reads(ranges.front()), local, std::span(remote).first(ranges.size()));
@@ -88,8 +89,8 @@ bool PeerMemory::copy_list(std::span<const PeerRange> ranges, std::span<const io
 
 void PeerMemory::count_request(const PeerRange& range) {
     grants_->request_count.fetch_add(1, std::memory_order_relaxed);
-    (reads(range) ? grants_->read_bytes : grants_->write_bytes).fetch_add(range.size, std::memory_order_relaxed);
-    count_at_port(device_index_, reads(range) ? PortDirection::sent : PortDirection::received, range.size);
+    (reads(range) ? grants_->read_bytes : grants_->write_bytes).fetch_add(range.size_bytes, std::memory_order_relaxed);
+    count_at_port(device_index_, reads(range) ? PortDirection::sent : PortDirection::received, range.size_bytes);
 }
 
 } // namespace gdrkit::twin::verbs

@@ -20,7 +20,7 @@ struct PeerRange {
     std::uint32_t rkey;
     unsigned access;
     std::uint64_t address;
-    std::uint64_t size;
+    std::uint64_t size_bytes;
 };
 
 class PeerMemory {

@@ -52,12 +52,14 @@ std::unique_ptr<Pipe> Pipe::adopt(Fd fd) {
     return reader ? std::unique_ptr<Pipe>(new Pipe(std::move(reader), Fd(), 0)) : nullptr;
 }
 
-std::uint32_t Pipe::count_pages(std::uint64_t address, std::uint64_t size) {
-    return size == 0 ? 0 : static_cast<std::uint32_t>((address + size - 1) / page_bytes - address / page_bytes + 1);
+std::uint32_t Pipe::count_pages(std::uint64_t address, std::uint64_t size_bytes) {
+    return size_bytes == 0
+               ? 0
+               : static_cast<std::uint32_t>((address + size_bytes - 1) / page_bytes - address / page_bytes + 1);
 }
 
-int Pipe::splice_in(const void* memory, std::size_t size) {
-    iovec range{const_cast<void*>(memory), size};
+int Pipe::splice_in(const void* memory, std::size_t size_bytes) {
+    iovec range{const_cast<void*>(memory), size_bytes};
     while (range.iov_len > 0) {
         const long moved_bytes = syscall(SYS_vmsplice, writer_.get(), &range, 1, SPLICE_F_NONBLOCK);
         if (moved_bytes < 0 && errno == EINTR) {
@@ -73,12 +75,12 @@ int Pipe::splice_in(const void* memory, std::size_t size) {
 }
 
 // One read call removes all bytes of a chunk at once. So it returns the whole chunk or, after drain(), nothing.
-int Pipe::read(void* memory, std::size_t size) {
+int Pipe::read(void* memory, std::size_t size_bytes) {
     long moved_bytes = 0;
     do {
-        moved_bytes = syscall(SYS_read, reader_.get(), memory, size);
+        moved_bytes = syscall(SYS_read, reader_.get(), memory, size_bytes);
     } while (moved_bytes < 0 && errno == EINTR);
-    if (moved_bytes >= 0 && static_cast<std::size_t>(moved_bytes) < size) {
+    if (moved_bytes >= 0 && static_cast<std::size_t>(moved_bytes) < size_bytes) {
         // The read was short. If data is left in the pipe, the end of the memory is not mapped. If none is left, the
         // pipe held fewer bytes than requested.
         char probe = 0;

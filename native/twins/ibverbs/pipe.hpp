@@ -30,12 +30,12 @@ public:
     // The capacity in pages. A partly used page counts as a page.
     [[nodiscard]] std::uint32_t max_pages() const { return max_pages_; }
     // Return the number of pages that contain bytes of [address, address + size).
-    static std::uint32_t count_pages(std::uint64_t address, std::uint64_t size);
+    static std::uint32_t count_pages(std::uint64_t address, std::uint64_t size_bytes);
 
     // Splice the pages of `memory` into the pipe. Return 0 or an errno: EFAULT, or EAGAIN if they exceed the capacity.
-    int splice_in(const void* memory, std::size_t size);
-    // Read `size` bytes into `memory`. Return 0 or an errno: EFAULT, or EPIPE if the pipe holds fewer bytes.
-    int read(void* memory, std::size_t size);
+    int splice_in(const void* memory, std::size_t size_bytes);
+    // Read `size_bytes` bytes into `memory`. Return 0 or an errno: EFAULT, or EPIPE if the pipe holds fewer bytes.
+    int read(void* memory, std::size_t size_bytes);
     // Splice or read several memory ranges. *succeeded_count is set to the number of ranges before the first failure.
     // Return 0, or the errno of the range that failed.
     int splice_in(std::span<const iovec> ranges, std::size_t* succeeded_count);

@@ -18,24 +18,24 @@ int post_list(QueuePairHandle* handle, ibv_send_wr* list, ibv_send_wr** bad_wr) 
 
 int post_send(ibv_qp* qp, ibv_send_wr* wr, ibv_send_wr** bad_wr) {
     static FaultSite site("ibv_post_send");
-    const auto fault = injected_fault(&site);
+    const auto fault = find_injected_fault(&site);
     const int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
     if (error != 0) {
         *bad_wr = wr;
         return error;
     }
-    return post_list(qp_handle_of(qp), wr, bad_wr);
+    return post_list(get_qp_handle(qp), wr, bad_wr);
 }
 
 int post_receive(ibv_qp* qp, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
     static FaultSite site("ibv_post_recv");
-    const auto fault = injected_fault(&site);
+    const auto fault = find_injected_fault(&site);
     int error = fault ? *fault : is_alive("ibv_qp", qp) ? 0 : EINVAL;
     if (error != 0) {
         *bad_wr = wr;
         return error;
     }
-    for (QueuePair& pair = *qp_handle_of(qp)->impl; wr != nullptr; wr = wr->next) {
+    for (QueuePair& pair = *get_qp_handle(qp)->impl; wr != nullptr; wr = wr->next) {
         error = pair.post_receive(*wr);
         if (error != 0) {
             *bad_wr = wr;

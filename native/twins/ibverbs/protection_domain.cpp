@@ -14,14 +14,14 @@ struct ThreadDomain {
     std::atomic<int> user_count{0};
 };
 
-ThreadDomain* thread_domain_of(ibv_td* td) {
+ThreadDomain* get_thread_domain(ibv_td* td) {
     return reinterpret_cast<ThreadDomain*>(td);
 }
 
 ProtectionDomain* make_domain(Context* context) {
     auto* const domain = new ProtectionDomain;
     domain->public_pd.context = context->public_context();
-    domain->public_pd.handle = next_handle();
+    domain->public_pd.handle = make_next_handle();
     domain->context = context;
     ++context->child_count;
     track("ibv_pd", domain);
@@ -35,7 +35,7 @@ constexpr std::uint32_t supported_parent_mask =
 bool is_valid_parent_request(const ibv_context* context, const ibv_parent_domain_init_attr& attr) {
     const bool has_allocators = (attr.comp_mask & IBV_PARENT_DOMAIN_INIT_ATTR_ALLOCATORS) != 0;
     return (attr.comp_mask & ~supported_parent_mask) == 0 && is_alive("ibv_pd", attr.pd) &&
-           attr.pd->context == context && domain_of(attr.pd)->base == nullptr &&
+           attr.pd->context == context && get_domain(attr.pd)->base == nullptr &&
            (attr.td == nullptr || (is_alive("ibv_td", attr.td) && attr.td->context == context)) &&
            (!has_allocators || (attr.alloc != nullptr && attr.free != nullptr));
 }
@@ -43,14 +43,14 @@ bool is_valid_parent_request(const ibv_context* context, const ibv_parent_domain
 } // namespace
 
 bool is_parent_domain(ibv_pd* pd) {
-    return is_alive("ibv_pd", pd) && domain_of(pd)->base != nullptr;
+    return is_alive("ibv_pd", pd) && get_domain(pd)->base != nullptr;
 }
 
 ibv_td* alloc_thread_domain(ibv_context* public_context, ibv_td_init_attr* init_attr) {
-    if (const auto fault = injected_fault("ibv_alloc_td")) {
+    if (const auto fault = find_injected_fault("ibv_alloc_td")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context) || init_attr->comp_mask != 0) {
         return fail_null(EINVAL);
     }
@@ -62,17 +62,17 @@ ibv_td* alloc_thread_domain(ibv_context* public_context, ibv_td_init_attr* init_
 }
 
 int dealloc_thread_domain(ibv_td* td) {
-    if (const auto fault = injected_fault("ibv_dealloc_td")) {
+    if (const auto fault = find_injected_fault("ibv_dealloc_td")) {
         return *fault;
     }
-    ThreadDomain* const domain = thread_domain_of(td);
+    ThreadDomain* const domain = get_thread_domain(td);
     if (!is_alive("ibv_td", domain)) {
         return EINVAL;
     }
     if (domain->user_count != 0) {
         return EBUSY;
     }
-    Context* const context = context_of(td->context);
+    Context* const context = get_context(td->context);
     if (!retire("ibv_td", domain)) {
         return EINVAL;
     }
@@ -83,20 +83,20 @@ int dealloc_thread_domain(ibv_td* td) {
 // The allocators of a parent domain are for buffers that a provider shares with its device. The twin has none, and so
 // never calls them.
 ibv_pd* alloc_parent_domain(ibv_context* public_context, ibv_parent_domain_init_attr* attr) {
-    if (const auto fault = injected_fault("ibv_alloc_parent_domain")) {
+    if (const auto fault = find_injected_fault("ibv_alloc_parent_domain")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context) || !is_valid_parent_request(public_context, *attr)) {
         return fail_null(EINVAL);
     }
     ProtectionDomain* const domain = make_domain(context);
-    domain->base = domain_of(attr->pd);
+    domain->base = get_domain(attr->pd);
     domain->thread_domain = attr->td;
     domain->public_pd.handle = attr->pd->handle;
     ++domain->base->child_count;
     if (attr->td != nullptr) {
-        ++thread_domain_of(attr->td)->user_count;
+        ++get_thread_domain(attr->td)->user_count;
     }
     return &domain->public_pd;
 }
@@ -108,10 +108,10 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_pd* ibv_alloc_pd(ibv_context* public_context) {
-    if (const auto fault = injected_fault("ibv_alloc_pd")) {
+    if (const auto fault = find_injected_fault("ibv_alloc_pd")) {
         return fail_null(*fault);
     }
-    Context* const context = context_of(public_context);
+    Context* const context = get_context(public_context);
     if (!is_alive("ibv_context", context)) {
         return fail_null(EINVAL);
     }
@@ -119,10 +119,10 @@ ibv_pd* ibv_alloc_pd(ibv_context* public_context) {
 }
 
 int ibv_dealloc_pd(ibv_pd* pd) {
-    if (const auto fault = injected_fault("ibv_dealloc_pd")) {
+    if (const auto fault = find_injected_fault("ibv_dealloc_pd")) {
         return *fault;
     }
-    ProtectionDomain* const domain = domain_of(pd);
+    ProtectionDomain* const domain = get_domain(pd);
     if (!is_alive("ibv_pd", domain)) {
         return EINVAL;
     }
@@ -139,7 +139,7 @@ int ibv_dealloc_pd(ibv_pd* pd) {
         --base->child_count;
     }
     if (thread_domain != nullptr) {
-        --thread_domain_of(thread_domain)->user_count;
+        --get_thread_domain(thread_domain)->user_count;
     }
     --context->child_count;
     return 0;

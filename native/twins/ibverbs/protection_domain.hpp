@@ -19,12 +19,12 @@ struct ProtectionDomain {
     ibv_td* thread_domain = nullptr;
 };
 
-inline ProtectionDomain* domain_of(ibv_pd* pd) {
+inline ProtectionDomain* get_domain(ibv_pd* pd) {
     return reinterpret_cast<ProtectionDomain*>(pd);
 }
 
 // Return whether an object of one domain may use an object of the other.
-inline bool protects_the_same(const ProtectionDomain* left, const ProtectionDomain* right) {
+inline bool is_same_protection(const ProtectionDomain* left, const ProtectionDomain* right) {
     return (left->base != nullptr ? left->base : left) == (right->base != nullptr ? right->base : right);
 }
 

@@ -75,7 +75,7 @@ constexpr Transition xrc_receive_transitions[] = {
     {IBV_QPS_SQD, IBV_QPS_SQD, 0, drained_attributes | responder_attributes | IBV_QP_PORT | IBV_QP_TIMEOUT},
 };
 
-std::span<const Transition> transitions_of(ibv_qp_type type) {
+std::span<const Transition> get_transitions(ibv_qp_type type) {
     switch (type) {
     case IBV_QPT_UC:
         return unreliable_transitions;
@@ -102,7 +102,7 @@ bool is_valid_path(const ibv_ah_attr& path) {
 
 } // namespace
 
-int without_ignored_attributes(ibv_qp_type type, int attr_mask) {
+int remove_ignored_attributes(ibv_qp_type type, int attr_mask) {
     switch (type) {
     case IBV_QPT_XRC_SEND:
         return attr_mask & ~(IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER);
@@ -118,7 +118,7 @@ int check_transition(ibv_qp_type type, ibv_qp_state from, ibv_qp_state to, int a
     if (to == IBV_QPS_RESET || (to == IBV_QPS_ERR && from != IBV_QPS_RESET)) {
         return attributes == 0 ? 0 : EINVAL;
     }
-    for (const Transition& transition : transitions_of(type)) {
+    for (const Transition& transition : get_transitions(type)) {
         if (transition.from == from && transition.to == to) {
             const bool has_all_required = (attributes & transition.required) == transition.required;
             const bool has_only_allowed = (attributes & ~(transition.required | transition.optional)) == 0;

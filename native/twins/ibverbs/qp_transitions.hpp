@@ -8,7 +8,7 @@ namespace gdrkit::twin::verbs {
 // Return the mask without the attributes that the kernel ignores for this type (modify_qp_mask of ib_uverbs): an XRC
 // send queue pair has no responder, and an XRC receive queue pair has no requester. Programs such as perftest set these
 // attributes all the same.
-int without_ignored_attributes(ibv_qp_type type, int attr_mask);
+int remove_ignored_attributes(ibv_qp_type type, int attr_mask);
 
 // Return 0, or EINVAL if the transition does not exist, a required attribute is missing, or an attribute is not
 // allowed.

@@ -16,9 +16,9 @@ class QueuePair {
 public:
     QueuePair(ibv_qp* public_qp, ProtectionDomain* domain, std::shared_ptr<CompletionQueue> send_queue,
               std::shared_ptr<CompletionQueue> receive_queue, const ibv_qp_init_attr& init_attr)
-        : public_qp_(public_qp), domain_(domain), context_(context_of(public_qp->context)),
+        : public_qp_(public_qp), domain_(domain), context_(get_context(public_qp->context)),
           send_queue_(std::move(send_queue)), receive_queue_(std::move(receive_queue)), init_attr_(init_attr),
-          shared_receives_(init_attr.srq != nullptr ? srq_handle_of(init_attr.srq)->impl : nullptr) {}
+          shared_receives_(init_attr.srq != nullptr ? get_srq_handle(init_attr.srq)->impl : nullptr) {}
     virtual ~QueuePair() = default;
     QueuePair(const QueuePair&) = delete;
     QueuePair& operator=(const QueuePair&) = delete;
@@ -49,7 +49,7 @@ public:
 
 protected:
     // Return the attributes of a pair in the state RESET.
-    [[nodiscard]] ibv_qp_attr initial_attributes() const {
+    [[nodiscard]] ibv_qp_attr make_initial_attributes() const {
         ibv_qp_attr attr{};
         attr.path_mig_state = IBV_MIG_MIGRATED;
         attr.cap = init_attr_.cap;
@@ -78,7 +78,7 @@ struct QueuePairHandle {
     bool was_ready = false;                  // whether the pair has been in the state RTR
 };
 
-inline QueuePairHandle* qp_handle_of(ibv_qp* qp) {
+inline QueuePairHandle* get_qp_handle(ibv_qp* qp) {
     return reinterpret_cast<QueuePairHandle*>(qp);
 }
 

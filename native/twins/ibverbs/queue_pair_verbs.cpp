@@ -52,8 +52,8 @@ int check_init_attributes(const ibv_context* context, const ibv_qp_init_attr_ex&
                           is_valid_object("ibv_xrcd", attr.xrcd, is_xrc_receive) &&
                           is_valid_object("ibv_srq", attr.srq, false) &&
                           // The queue pairs of an XRC domain deliver to its queues, others cannot.
-                          (attr.srq == nullptr || srq_handle_of(attr.srq)->xrcd == nullptr) &&
-                          is_within_limits(attr.cap, device_attributes(*context_of(context)->device));
+                          (attr.srq == nullptr || get_srq_handle(attr.srq)->xrcd == nullptr) &&
+                          is_within_limits(attr.cap, make_device_attributes(*get_context(context)->device));
     return is_valid ? 0 : EINVAL;
 }
 
@@ -64,7 +64,7 @@ void fill_public_structure(ibv_qp* qp, ibv_context* context, const ibv_qp_init_a
     qp->send_cq = attr.send_cq;
     qp->recv_cq = attr.recv_cq;
     qp->srq = attr.srq;
-    qp->handle = next_handle();
+    qp->handle = make_next_handle();
     qp->state = IBV_QPS_RESET;
     qp->qp_type = attr.qp_type;
     pthread_mutex_init(&qp->mutex, nullptr);
@@ -105,31 +105,31 @@ void round_up_inline_data(ibv_qp_cap* cap) {
 void count_user(const QueuePairHandle& handle, int change) {
     const ibv_qp& qp = handle.public_qp_ex.qp_base;
     if (qp.pd != nullptr) {
-        domain_of(qp.pd)->child_count += change;
+        get_domain(qp.pd)->child_count += change;
     }
     for (ibv_cq* const cq : {qp.send_cq, qp.recv_cq}) {
         if (cq != nullptr) {
-            cq_handle_of(cq)->impl->user_count += change;
+            get_cq_handle(cq)->impl->user_count += change;
         }
     }
     if (qp.srq != nullptr) {
-        srq_handle_of(qp.srq)->impl->user_count += change;
+        get_srq_handle(qp.srq)->impl->user_count += change;
     }
     if (handle.xrcd != nullptr) {
-        xrcd_handle_of(handle.xrcd)->user_count += change;
+        get_xrcd_handle(handle.xrcd)->user_count += change;
     }
 }
 
 std::shared_ptr<QueuePair> make_queue_pair(ibv_qp* qp, const ibv_qp_init_attr_ex& attr) {
     ibv_qp_init_attr init_attr{};
     std::memcpy(static_cast<void*>(&init_attr), &attr, ordinary_bytes);
-    const auto completion_queue_of = [](ibv_cq* cq) { return cq != nullptr ? cq_handle_of(cq)->impl : nullptr; };
-    ProtectionDomain* const domain = domain_of(attr.pd);
+    const auto completion_queue_of = [](ibv_cq* cq) { return cq != nullptr ? get_cq_handle(cq)->impl : nullptr; };
+    ProtectionDomain* const domain = get_domain(attr.pd);
     if (attr.qp_type == IBV_QPT_UD) {
         return std::make_shared<DatagramQueuePair>(qp, domain, completion_queue_of(attr.send_cq),
                                                    completion_queue_of(attr.recv_cq), init_attr);
     }
-    const auto xrc_domain = attr.xrcd != nullptr ? xrcd_handle_of(attr.xrcd)->impl : nullptr;
+    const auto xrc_domain = attr.xrcd != nullptr ? get_xrcd_handle(attr.xrcd)->impl : nullptr;
     return std::make_shared<ConnectedQueuePair>(qp, domain, completion_queue_of(attr.send_cq),
                                                 completion_queue_of(attr.recv_cq), init_attr, xrc_domain);
 }
@@ -153,7 +153,7 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
     handle->async_event_counter = handle->impl->async_event_counter;
     count_user(*handle, 1);
     if (handle->xrcd != nullptr) {
-        xrcd_handle_of(handle->xrcd)->impl->add_pair(handle->impl, qp);
+        get_xrcd_handle(handle->xrcd)->impl->add_pair(handle->impl, qp);
     }
     track("ibv_qp", handle.release());
     record_queue_pairs(1);
@@ -164,12 +164,12 @@ ibv_qp* create_queue_pair(ibv_context* context, ibv_qp_init_attr_ex* attr) {
 
 void acknowledge_async(ibv_qp* qp) {
     ++qp->events_completed;
-    qp_handle_of(qp)->async_event_counter->acknowledge(1);
+    get_qp_handle(qp)->async_event_counter->acknowledge(1);
 }
 
 // Check the attributes as rdma-core's ibv_cmd_create_qp_ex does.
 ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* init_attr) {
-    if (const auto fault = injected_fault("ibv_create_qp_ex")) {
+    if (const auto fault = find_injected_fault("ibv_create_qp_ex")) {
         return fail_null(*fault);
     }
     constexpr std::uint32_t supported =
@@ -181,7 +181,7 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
          !supports_send_operations(init_attr->qp_type, init_attr->send_ops_flags))) {
         return fail_null(EOPNOTSUPP);
     }
-    if (!is_alive("ibv_context", context_of(context)) ||
+    if (!is_alive("ibv_context", get_context(context)) ||
         !has(init_attr->qp_type == IBV_QPT_XRC_RECV ? IBV_QP_INIT_ATTR_XRCD : IBV_QP_INIT_ATTR_PD)) {
         return fail_null(EINVAL);
     }
@@ -190,7 +190,7 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
     if (qp != nullptr) {
         init_attr->cap = attr.cap;
         if (has(IBV_QP_INIT_ATTR_SEND_OPS_FLAGS)) {
-            enable_extended_posts(qp_handle_of(qp), init_attr->send_ops_flags);
+            enable_extended_posts(get_qp_handle(qp), init_attr->send_ops_flags);
         }
     }
     return qp;
@@ -198,14 +198,14 @@ ibv_qp* create_queue_pair_extended(ibv_context* context, ibv_qp_init_attr_ex* in
 
 // Check the attributes as rdma-core's ibv_cmd_open_qp and the kernel's ib_open_qp do.
 ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
-    if (const auto fault = injected_fault("ibv_open_qp")) {
+    if (const auto fault = find_injected_fault("ibv_open_qp")) {
         return fail_null(*fault);
     }
     constexpr std::uint32_t required = IBV_QP_OPEN_ATTR_NUM | IBV_QP_OPEN_ATTR_XRCD | IBV_QP_OPEN_ATTR_TYPE;
     if (open_attr->comp_mask >= IBV_QP_OPEN_ATTR_RESERVED) {
         return fail_null(EOPNOTSUPP);
     }
-    if (!is_alive("ibv_context", context_of(context)) || (open_attr->comp_mask & required) != required ||
+    if (!is_alive("ibv_context", get_context(context)) || (open_attr->comp_mask & required) != required ||
         open_attr->qp_type != IBV_QPT_XRC_RECV || !is_alive("ibv_xrcd", open_attr->xrcd) ||
         open_attr->xrcd->context != context) {
         return fail_null(EINVAL);
@@ -219,7 +219,7 @@ ibv_qp* open_queue_pair(ibv_context* context, ibv_qp_open_attr* open_attr) {
     qp->qp_num = open_attr->qp_num;
     handle->xrcd = open_attr->xrcd;
     handle->async_event_counter = std::make_shared<EventCounter>();
-    handle->impl = xrcd_handle_of(open_attr->xrcd)->impl->open_pair(open_attr->qp_num, qp);
+    handle->impl = get_xrcd_handle(open_attr->xrcd)->impl->open_pair(open_attr->qp_num, qp);
     if (handle->impl == nullptr) {
         return fail_null(EINVAL);
     }
@@ -240,7 +240,7 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
-    if (const auto fault = injected_fault("ibv_create_qp")) {
+    if (const auto fault = find_injected_fault("ibv_create_qp")) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd)) {
@@ -262,10 +262,10 @@ ibv_qp* ibv_create_qp(ibv_pd* pd, ibv_qp_init_attr* init_attr) {
 }
 
 int ibv_destroy_qp(ibv_qp* qp) {
-    if (const auto fault = injected_fault("ibv_destroy_qp")) {
+    if (const auto fault = find_injected_fault("ibv_destroy_qp")) {
         return *fault;
     }
-    QueuePairHandle* const handle = qp_handle_of(qp);
+    QueuePairHandle* const handle = get_qp_handle(qp);
     if (!is_alive("ibv_qp", handle)) {
         return EINVAL;
     }
@@ -274,10 +274,10 @@ int ibv_destroy_qp(ibv_qp* qp) {
         return EBUSY;
     }
     // The pair of an XRC domain ends with its last structure.
-    if (handle->xrcd == nullptr || xrcd_handle_of(handle->xrcd)->impl->remove_structure(qp)) {
+    if (handle->xrcd == nullptr || get_xrcd_handle(handle->xrcd)->impl->remove_structure(qp)) {
         queue_pair->close();
     }
-    context_of(qp->context)->drop_events(handle->async_event_counter);
+    get_context(qp->context)->drop_events(handle->async_event_counter);
     handle->async_event_counter->wait_until_acknowledged();
     if (!retire("ibv_qp", handle)) {
         return EINVAL;
@@ -289,13 +289,13 @@ int ibv_destroy_qp(ibv_qp* qp) {
 }
 
 int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
-    if (const auto fault = injected_fault("ibv_modify_qp")) {
+    if (const auto fault = find_injected_fault("ibv_modify_qp")) {
         return *fault;
     }
     if (!is_alive("ibv_qp", qp)) {
         return EINVAL;
     }
-    QueuePairHandle* const handle = qp_handle_of(qp);
+    QueuePairHandle* const handle = get_qp_handle(qp);
     const int error = handle->impl->modify(*attr, attr_mask);
     if (error == 0 && (attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
@@ -307,13 +307,13 @@ int ibv_modify_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask) {
 }
 
 int ibv_query_qp(ibv_qp* qp, ibv_qp_attr* attr, int attr_mask, ibv_qp_init_attr* init_attr) {
-    if (const auto fault = injected_fault("ibv_query_qp")) {
+    if (const auto fault = find_injected_fault("ibv_query_qp")) {
         return *fault;
     }
     if (!is_alive("ibv_qp", qp)) {
         return EINVAL;
     }
-    qp_handle_of(qp)->impl->query(attr, init_attr);
+    get_qp_handle(qp)->impl->query(attr, init_attr);
     if ((attr_mask & IBV_QP_STATE) != 0) {
         qp->state = attr->qp_state;
     }

@@ -12,21 +12,24 @@
 
 namespace gdrkit::twin::verbs {
 
-RegionError Region::read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size) {
+RegionError Region::read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset,
+                         std::size_t size_bytes) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return memory_->read(address - iova, bounce, bounce_offset, size) == 0 ? RegionError::none : RegionError::fault;
+    return memory_->read(address - iova, bounce, bounce_offset, size_bytes) == 0 ? RegionError::none
+                                                                                 : RegionError::fault;
 }
 
 RegionError Region::write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset,
-                          std::size_t size) {
+                          std::size_t size_bytes) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return memory_->write(address - iova, bounce, bounce_offset, size) == 0 ? RegionError::none : RegionError::fault;
+    return memory_->write(address - iova, bounce, bounce_offset, size_bytes) == 0 ? RegionError::none
+                                                                                  : RegionError::fault;
 }
 
 bool Region::is_mapped() {
@@ -34,20 +37,21 @@ bool Region::is_mapped() {
     return memory_ != nullptr && memory_->mapped_address(0) != nullptr;
 }
 
-RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t size) {
+RegionError Region::splice_to(std::uint64_t address, Pipe* pipe, std::size_t size_bytes) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    return pipe->splice_in(memory_->mapped_address(address - iova), size) == 0 ? RegionError::none : RegionError::fault;
+    return pipe->splice_in(memory_->mapped_address(address - iova), size_bytes) == 0 ? RegionError::none
+                                                                                     : RegionError::fault;
 }
 
-RegionError Region::read_from(std::uint64_t address, Pipe* pipe, std::size_t size) {
+RegionError Region::read_from(std::uint64_t address, Pipe* pipe, std::size_t size_bytes) {
     std::shared_lock lock(mutex_);
     if (memory_ == nullptr) {
         return RegionError::refused;
     }
-    const int error = pipe->read(memory_->mapped_address(address - iova), size);
+    const int error = pipe->read(memory_->mapped_address(address - iova), size_bytes);
     return error == 0 ? RegionError::none : error == EPIPE ? RegionError::lost : RegionError::fault;
 }
 

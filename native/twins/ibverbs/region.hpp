@@ -36,13 +36,14 @@ public:
         : domain(domain), iova(iova), length_bytes(length_bytes), access(access), memory_(std::move(memory)) {}
 
     // Copy the chunk [address, address + size) to or from a bounce buffer, if the region is still registered.
-    RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size);
-    RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset, std::size_t size);
+    RegionError read(std::uint64_t address, BounceBuffer* bounce, std::size_t bounce_offset, std::size_t size_bytes);
+    RegionError write(std::uint64_t address, const BounceBuffer& bounce, std::size_t bounce_offset,
+                      std::size_t size_bytes);
     // Return whether the memory is mapped in this process. If it is not, the four functions below must not be called.
     [[nodiscard]] bool is_mapped();
     // Splice the chunk [address, address + size) into a pipe, or read it out of a pipe.
-    RegionError splice_to(std::uint64_t address, Pipe* pipe, std::size_t size);
-    RegionError read_from(std::uint64_t address, Pipe* pipe, std::size_t size);
+    RegionError splice_to(std::uint64_t address, Pipe* pipe, std::size_t size_bytes);
+    RegionError read_from(std::uint64_t address, Pipe* pipe, std::size_t size_bytes);
     // Splice or read several chunks. The iov_base of a chunk is its address in the region. *succeeded_count is set to
     // the number of chunks before the first failure.
     RegionError splice_to(std::span<iovec> chunks, Pipe* pipe, std::size_t* succeeded_count);
@@ -81,8 +82,8 @@ public:
     std::unique_ptr<Memory> take_memory();
     [[nodiscard]] bool is_revoked() const { return is_revoked_; }
 
-    [[nodiscard]] bool covers(std::uint64_t address, std::uint64_t size) const {
-        return address >= iova && size <= length_bytes && address - iova <= length_bytes - size;
+    [[nodiscard]] bool covers(std::uint64_t address, std::uint64_t size_bytes) const {
+        return address >= iova && size_bytes <= length_bytes && address - iova <= length_bytes - size_bytes;
     }
     [[nodiscard]] bool permits(unsigned required_access) const { return (access & required_access) == required_access; }
 
@@ -119,9 +120,9 @@ bool has_windows(const Region& region);
 // nullptr. An rkey may belong to a memory window (window.hpp). `qp_num` is the queue pair that got the request, and
 // *address is replaced by the address in the region.
 std::shared_ptr<Region> find_by_lkey(std::uint32_t lkey, const ProtectionDomain* domain, unsigned required_access,
-                                     std::uint64_t address, std::uint64_t size);
+                                     std::uint64_t address, std::uint64_t size_bytes);
 std::shared_ptr<Region> find_by_rkey(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
-                                     unsigned required_access, std::uint64_t* address, std::uint64_t size);
+                                     unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes);
 
 struct RegionHandle {
     ibv_mr public_mr{};
@@ -133,7 +134,7 @@ struct RegionHandle {
 ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
                            std::unique_ptr<Memory> memory);
 
-inline RegionHandle* mr_handle_of(ibv_mr* mr) {
+inline RegionHandle* get_mr_handle(ibv_mr* mr) {
     return reinterpret_cast<RegionHandle*>(mr);
 }
 

@@ -93,7 +93,7 @@ int replace_region(RegionHandle* handle, const Reregistration& wanted) {
     ibv_mr& mr = handle->public_mr;
     const std::shared_ptr<Region> old_region = handle->impl;
     const unsigned access = wanted.changes_access ? wanted.access : old_region->access;
-    ProtectionDomain* const domain = wanted.changes_domain ? domain_of(wanted.pd) : old_region->domain;
+    ProtectionDomain* const domain = wanted.changes_domain ? get_domain(wanted.pd) : old_region->domain;
     void* const address = wanted.changes_memory ? wanted.address : mr.addr;
     const std::size_t length = wanted.changes_memory ? wanted.length : mr.length;
     const std::uint64_t iova =
@@ -136,11 +136,11 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
         return EINVAL;
     }
     DmabufOrigin origin{};
-    std::uint64_t size = 0;
-    if (const int error = identify_dmabuf(fd, &origin, &size); error != 0) {
+    std::uint64_t size_bytes = 0;
+    if (const int error = identify_dmabuf(fd, &origin, &size_bytes); error != 0) {
         return -error;
     }
-    if (size < offset + length || length == 0 || overflows(iova, length)) {
+    if (size_bytes < offset + length || length == 0 || overflows(iova, length)) {
         return EINVAL;
     }
     // The CPU cannot map the dma-buf of a real GPU. The twin expects the device address in `iova`, and accesses the
@@ -150,20 +150,20 @@ int make_dmabuf_memory(std::uint64_t offset, std::uint64_t length, std::uint64_t
 }
 
 // Count a registration with the NIC of the protection domain, and return the errno that the fault plan injects.
-std::optional<int> registration_fault(std::string_view function, const ibv_pd* pd) {
+std::optional<int> find_registration_fault(std::string_view function, const ibv_pd* pd) {
     // The handle of a caller may be invalid, and then the call belongs to no NIC.
     if (!is_alive("ibv_pd", pd)) {
-        return injected_fault(function);
+        return find_injected_fault(function);
     }
     const std::string_view nic = pd->context->device->name;
-    return injected_fault(function, {&nic, 1});
+    return find_injected_fault(function, {&nic, 1});
 }
 
 } // namespace
 
 ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std::uint64_t iova, unsigned access,
                            std::unique_ptr<Memory> memory) {
-    ProtectionDomain* const domain = domain_of(pd);
+    ProtectionDomain* const domain = get_domain(pd);
     auto* const handle = new RegionHandle;
     handle->impl = std::make_shared<Region>(domain, iova, length, access, std::move(memory));
     assign_keys(handle->impl);
@@ -172,7 +172,7 @@ ibv_mr* make_region_handle(ibv_pd* pd, void* address, std::uint64_t length, std:
     public_mr.pd = pd;
     public_mr.addr = address;
     public_mr.length = length;
-    public_mr.handle = next_handle();
+    public_mr.handle = make_next_handle();
     public_mr.lkey = handle->impl->lkey;
     public_mr.rkey = handle->impl->rkey;
     ++domain->child_count;
@@ -188,27 +188,27 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_mr* ibv_reg_mr(ibv_pd* pd, void* addr, std::size_t length, int access) {
-    if (const auto fault = registration_fault("ibv_reg_mr", pd)) {
+    if (const auto fault = find_registration_fault("ibv_reg_mr", pd)) {
         return fail_null(*fault);
     }
     return register_memory(pd, addr, length, reinterpret_cast<std::uint64_t>(addr), static_cast<unsigned>(access));
 }
 
 ibv_mr* ibv_reg_mr_iova(ibv_pd* pd, void* addr, std::size_t length, std::uint64_t iova, int access) {
-    if (const auto fault = injected_fault("ibv_reg_mr_iova")) {
+    if (const auto fault = find_injected_fault("ibv_reg_mr_iova")) {
         return fail_null(*fault);
     }
     return register_memory(pd, addr, length, iova, static_cast<unsigned>(access));
 }
 
 ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64_t iova, unsigned int access) {
-    if (const auto fault = injected_fault("ibv_reg_mr_iova2")) {
+    if (const auto fault = find_injected_fault("ibv_reg_mr_iova2")) {
         return fail_null(*fault);
     }
     // verbs.h expands ibv_reg_mr to a call of this function if the access flags are not a constant, as in pyverbs. A
     // rule of a fault plan for ibv_reg_mr must apply to such a call too.
     if (iova == reinterpret_cast<std::uint64_t>(addr)) {
-        if (const auto fault = registration_fault("ibv_reg_mr", pd)) {
+        if (const auto fault = find_registration_fault("ibv_reg_mr", pd)) {
             return fail_null(*fault);
         }
     }
@@ -217,7 +217,7 @@ ibv_mr* ibv_reg_mr_iova2(ibv_pd* pd, void* addr, std::size_t length, std::uint64
 
 ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, std::uint64_t iova, int fd,
                           int access) {
-    if (const auto fault = registration_fault("ibv_reg_dmabuf_mr", pd)) {
+    if (const auto fault = find_registration_fault("ibv_reg_dmabuf_mr", pd)) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd)) {
@@ -233,7 +233,7 @@ ibv_mr* ibv_reg_dmabuf_mr(ibv_pd* pd, std::uint64_t offset, std::size_t length, 
     }
     // The real library reports the offset as the address of the region, with any iova.
     ibv_mr* const mr = make_region_handle(pd, reinterpret_cast<void*>(offset), length, iova, flags, std::move(memory));
-    mr_handle_of(mr)->has_fixed_memory = true;
+    get_mr_handle(mr)->has_fixed_memory = true;
     return mr;
 }
 
@@ -243,10 +243,10 @@ int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t leng
         errno = error;
         return result;
     };
-    if (const auto fault = injected_fault("ibv_rereg_mr")) {
+    if (const auto fault = find_injected_fault("ibv_rereg_mr")) {
         return fail(*fault, IBV_REREG_MR_ERR_CMD);
     }
-    RegionHandle* const handle = mr_handle_of(mr);
+    RegionHandle* const handle = get_mr_handle(mr);
     const Reregistration wanted{(flags & IBV_REREG_MR_CHANGE_TRANSLATION) != 0,
                                 (flags & IBV_REREG_MR_CHANGE_PD) != 0,
                                 (flags & IBV_REREG_MR_CHANGE_ACCESS) != 0,
@@ -267,10 +267,10 @@ int ibv_rereg_mr(ibv_mr* mr, int flags, ibv_pd* pd, void* addr, std::size_t leng
 }
 
 int ibv_dereg_mr(ibv_mr* mr) {
-    if (const auto fault = injected_fault("ibv_dereg_mr")) {
+    if (const auto fault = find_injected_fault("ibv_dereg_mr")) {
         return *fault;
     }
-    RegionHandle* const handle = mr_handle_of(mr);
+    RegionHandle* const handle = get_mr_handle(mr);
     if (!is_alive("ibv_mr", handle)) {
         return EINVAL;
     }

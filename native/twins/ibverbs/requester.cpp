@@ -94,7 +94,7 @@ void ConnectedQueuePair::complete_finished(const Lock& lock) {
         }
         // A request that a state change of this pair interrupted is flushed later.
         if (requester.error && *requester.error != IBV_WC_WR_FLUSH_ERR) {
-            const std::uint64_t delay_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? loss_delay_us(attr_) : 0;
+            const std::uint64_t delay_us = *requester.error == IBV_WC_RETRY_EXC_ERR ? compute_loss_delay_us(attr_) : 0;
             complete_delayed(lock, std::move(requester.started.front()), *requester.error,
                              std::max(delay_us, random_delay_us()));
             requester.started.pop_front();
@@ -227,14 +227,14 @@ void ConnectedQueuePair::wait_for_work(Lock* lock) {
             return;
         }
     }
-    sleep(lock, next_deadline());
+    sleep(lock, find_next_deadline());
     if (!requester.in_flight.empty() && link_->response_count() == requester.handled_count &&
         Clock::now() - requester.last_response >= peer_timeout) {
         requester.is_peer_gone = true;
     }
 }
 
-ConnectedQueuePair::Clock::time_point ConnectedQueuePair::next_deadline() const {
+ConnectedQueuePair::Clock::time_point ConnectedQueuePair::find_next_deadline() const {
     const RequesterState& requester = requester_state_;
     auto deadline = requester.in_flight.empty() ? Clock::time_point::max() : requester.last_response + peer_timeout;
     if (!delayed_completions_.empty()) {

@@ -22,7 +22,7 @@ constexpr std::uint64_t max_loss_delay_us = 100'000;
 constexpr std::uint64_t pause_between_attempts_us = 1000;
 
 // The attribute `timeout` means 4.096 us * 2^timeout for each try.
-std::uint64_t all_tries_us(const ibv_qp_attr& attr) {
+std::uint64_t compute_all_tries_us(const ibv_qp_attr& attr) {
     return (4096ULL << attr.timeout) / 1000 * (attr.retry_cnt + 1U);
 }
 
@@ -32,7 +32,7 @@ std::uint64_t retry_time_us(const ibv_qp_attr& attr) {
     if (attr.timeout == 0) {
         return 0;
     }
-    return std::clamp<std::uint64_t>(all_tries_us(attr), 1, max_retry_us);
+    return std::clamp<std::uint64_t>(compute_all_tries_us(attr), 1, max_retry_us);
 }
 
 } // namespace
@@ -59,7 +59,7 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
             peer_socket_.reset();
         }
         if (!is_reliable() || (retry_us != 0 && Clock::now() >= deadline)) {
-            return connection_lost_status();
+            return choose_connection_lost_status();
         }
         if (!sleep_unless_interrupted(pause_between_attempts_us)) {
             return IBV_WC_WR_FLUSH_ERR;
@@ -70,16 +70,16 @@ ibv_wc_status ConnectedQueuePair::connect_to_peer(const ibv_qp_attr& attr) {
 // Connect to the peer on this machine, or on another machine of the TCP fabric. Return the socket or -errno.
 int ConnectedQueuePair::connect_socket(const ibv_qp_attr& attr) {
     const ibv_gid& gid = attr.ah_attr.grh.dgid;
-    const FabricAddress address = fabric_address_of(gid);
+    const FabricAddress address = make_fabric_address(gid);
     int socket = -1;
     if (is_on_other_machine(address)) {
         // Hardware may take up to four times the configured time of all tries.
-        const auto timeout = std::chrono::milliseconds(4 * all_tries_us(attr) / 1000);
+        const auto timeout = std::chrono::milliseconds(4 * compute_all_tries_us(attr) / 1000);
         socket = connect_to_fabric(address, static_cast<std::uint16_t>(attr.dest_qp_num),
                                    attr.timeout == 0 ? std::chrono::milliseconds(0)
                                                      : std::clamp(timeout, min_remote_timeout, max_remote_timeout));
     } else {
-        socket = connect_to(wire::socket_name_of(gid, attr.dest_qp_num));
+        socket = connect_to(wire::make_socket_name(gid, attr.dest_qp_num));
     }
     if (socket >= 0) {
         setsockopt(socket, SOL_SOCKET, SO_RCVTIMEO, &peer_timeout, sizeof peer_timeout);
@@ -99,8 +99,8 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
     connect_request.destination_qpn = attr.dest_qp_num;
     connect_request.psn = attr.sq_psn;
     connect_request.qp_type = type();
-    connect_request.gid_type = gid_type_at(attr.ah_attr.grh.sgid_index);
-    const bool is_remote = is_on_other_machine(fabric_address_of(attr.ah_attr.grh.dgid));
+    connect_request.gid_type = get_gid_type(attr.ah_attr.grh.sgid_index);
+    const bool is_remote = is_on_other_machine(make_fabric_address(attr.ah_attr.grh.dgid));
     // Each attempt uses new memory. A peer that has refused an attempt may still have the memory of that attempt
     // mapped.
     link_ = is_remote ? nullptr : Link::make();
@@ -120,7 +120,7 @@ bool ConnectedQueuePair::handshake(const ibv_qp_attr& attr) {
 
 // Return the completion status for a peer that cannot be reached: IBV_WC_WR_FLUSH_ERR if this pair has left RTS and SQD
 // or is closed, else IBV_WC_RETRY_EXC_ERR.
-ibv_wc_status ConnectedQueuePair::connection_lost_status() {
+ibv_wc_status ConnectedQueuePair::choose_connection_lost_status() {
     Lock lock(mutex_);
     return is_interrupted() ? IBV_WC_WR_FLUSH_ERR : IBV_WC_RETRY_EXC_ERR;
 }
@@ -129,7 +129,7 @@ ibv_wc_status ConnectedQueuePair::connection_lost_status() {
 // unreliable pair are lost, but complete with success; later requests need a new connection.
 void ConnectedQueuePair::lose_connection() {
     RequesterState& requester = requester_state_;
-    const ibv_wc_status status = connection_lost_status();
+    const ibv_wc_status status = choose_connection_lost_status();
     if (is_reliable() || status == IBV_WC_WR_FLUSH_ERR) {
         if (requester.started.empty() && !requester.queued.empty()) {
             requester.started.push_back(std::move(requester.queued.front()));
@@ -158,8 +158,8 @@ void ConnectedQueuePair::lose_connection() {
 // Return the delay after which the loss of a peer is reported. Hardware notices the loss only when the last try is not
 // acknowledged. Programs rely on this delay: when the peer of ibv_srq_pingpong has ended, the last requests may fail,
 // but not at once.
-std::uint64_t ConnectedQueuePair::loss_delay_us(const ibv_qp_attr& attr) {
-    return std::min(all_tries_us(attr), max_loss_delay_us);
+std::uint64_t ConnectedQueuePair::compute_loss_delay_us(const ibv_qp_attr& attr) {
+    return std::min(compute_all_tries_us(attr), max_loss_delay_us);
 }
 
 bool ConnectedQueuePair::sleep_unless_interrupted(std::uint64_t time_us) {

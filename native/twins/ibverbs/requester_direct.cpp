@@ -18,7 +18,7 @@ constexpr std::chrono::milliseconds peer_check_interval{1};
 
 // Return the range of the peer's memory that the request needs. If the request is not a copy of one range, `access` is
 // 0, and the requester cannot carry it out itself.
-PeerRange range_of(const SendWork& work) {
+PeerRange get_peer_range(const SendWork& work) {
     const bool has_one_range = work.length_bytes > 0 && (work.is_inline || work.sges.size() == 1);
     unsigned access = 0;
     if (has_one_range && work.opcode == IBV_WR_RDMA_WRITE) {
@@ -29,17 +29,17 @@ PeerRange range_of(const SendWork& work) {
     return {work.rkey, access, work.remote_address, work.length_bytes};
 }
 
-unsigned local_access(const PeerRange& range) {
+unsigned choose_local_access(const PeerRange& range) {
     return range.access == IBV_ACCESS_REMOTE_READ ? IBV_ACCESS_LOCAL_WRITE : 0;
 }
 
 // Return the memory of this process that the request copies, as an address in its region.
-iovec local_range(const SendWork& work) {
+iovec get_local_range(const SendWork& work) {
     return {reinterpret_cast<void*>(work.sges.front().addr), work.length_bytes};
 }
 
 // Return whether the chunk belongs to a request that the requester could carry out itself with a grant.
-bool only_copies(const wire::Request& request) {
+bool is_plain_copy(const wire::Request& request) {
     return request.opcode == wire::Opcode::read ||
            (request.opcode == wire::Opcode::write && (request.flags & wire::flag_immediate) == 0);
 }
@@ -47,7 +47,7 @@ bool only_copies(const wire::Request& request) {
 } // namespace
 
 bool ConnectedQueuePair::has_grant(const SendWork& work) {
-    const PeerRange range = range_of(work);
+    const PeerRange range = get_peer_range(work);
     return peer_memory_ != nullptr && range.access != 0 && peer_memory_->is_granted(range);
 }
 
@@ -60,14 +60,14 @@ bool ConnectedQueuePair::must_drain_for_copy(const SendWork& next_send) {
         return false;
     }
     for (std::size_t index = 0; index < in_flight.size(); ++index) {
-        if (!only_copies(in_flight[index].request)) {
+        if (!is_plain_copy(in_flight[index].request)) {
             return false;
         }
     }
     return true;
 }
 
-bool ConnectedQueuePair::peer_lives() {
+bool ConnectedQueuePair::is_peer_alive() {
     RequesterState& requester = requester_state_;
     if (const auto now = Clock::now(); now - requester.last_peer_check >= peer_check_interval) {
         requester.last_peer_check = now;
@@ -80,14 +80,14 @@ bool ConnectedQueuePair::peer_lives() {
 bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
     // A copy must not overtake earlier requests.
-    if (!requester.in_flight.empty() || requester.started.size() != 1 || !has_grant(work) || !peer_lives()) {
+    if (!requester.in_flight.empty() || requester.started.size() != 1 || !has_grant(work) || !is_peer_alive()) {
         return false;
     }
     if (copy_list(work, attr)) {
         return true;
     }
-    const PeerRange range = range_of(work);
-    for (std::uint64_t offset = 0; offset < range.size; offset += max_segment_bytes) {
+    const PeerRange range = get_peer_range(work);
+    for (std::uint64_t offset = 0; offset < range.size_bytes; offset += max_segment_bytes) {
         if (offset > 0) {
             Lock lock(mutex_);
             if (is_interrupted()) {
@@ -95,7 +95,7 @@ bool ConnectedQueuePair::copy_directly(const SendWork& work, const ibv_qp_attr& 
                 return true;
             }
         }
-        const std::uint64_t segment_bytes = std::min(range.size - offset, max_segment_bytes);
+        const std::uint64_t segment_bytes = std::min(range.size_bytes - offset, max_segment_bytes);
         if (!copy_segment(work, {range.rkey, range.access, range.address + offset, segment_bytes}, offset)) {
             return false;
         }
@@ -113,21 +113,21 @@ bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr
     }
     std::array<PeerRange, PeerMemory::max_list_length> ranges;
     std::array<iovec, PeerMemory::max_list_length> local;
-    ranges[0] = range_of(work);
-    local[0] = local_range(work);
-    Region* const region = find_local_region(work.sges.front(), local_access(ranges[0]));
-    std::uint64_t list_bytes = ranges[0].size;
+    ranges[0] = get_peer_range(work);
+    local[0] = get_local_range(work);
+    Region* const region = find_local_region(work.sges.front(), choose_local_access(ranges[0]));
+    std::uint64_t list_bytes = ranges[0].size_bytes;
     std::size_t count = 1;
     for (; region != nullptr && count < ranges.size() && count <= queued.size(); ++count) {
         const SendWork& next = queued[count - 1];
-        ranges[count] = range_of(next);
-        list_bytes += ranges[count].size;
+        ranges[count] = get_peer_range(next);
+        list_bytes += ranges[count].size_bytes;
         if (next.is_inline || list_bytes > max_list_bytes || ranges[count].access != ranges[0].access ||
             ranges[count].rkey != ranges[0].rkey || next.sges.front().lkey != work.sges.front().lkey ||
             !region->covers(next.sges.front().addr, next.sges.front().length)) {
             break;
         }
-        local[count] = local_range(next);
+        local[count] = get_local_range(next);
     }
     if (count < 2 || !region->is_mapped() ||
         region->access_mapped(std::span(local).first(count), [&](std::span<const iovec> mapped) {
@@ -148,7 +148,7 @@ bool ConnectedQueuePair::copy_list(const SendWork& work, const ibv_qp_attr& attr
 // Count the first started request, which was copied, and move it to the finished ones.
 void ConnectedQueuePair::finish_copied(const PeerRange& range, const ibv_qp_attr& attr) {
     peer_memory_->count_request(range);
-    requester_state_.copied_bytes += range.size;
+    requester_state_.copied_bytes += range.size_bytes;
     finish_first_started(attr);
 }
 
@@ -158,7 +158,7 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
         return peer_memory_->copy(range, data, &parallel_copy_);
     }
     const ibv_sge& sge = work.sges.front();
-    Region* const region = find_local_region(sge, local_access(range));
+    Region* const region = find_local_region(sge, choose_local_access(range));
     return region != nullptr && region->is_mapped() &&
            region->access_mapped(sge.addr + offset, [&](std::byte* address) {
                return peer_memory_->copy(range, address, &parallel_copy_);
@@ -169,7 +169,7 @@ bool ConnectedQueuePair::copy_segment(const SendWork& work, const PeerRange& ran
 // one.
 void ConnectedQueuePair::finish_first_started(const ibv_qp_attr& attr) {
     RequesterState& requester = requester_state_;
-    if (const auto fault = injected_fault_after(requester.started.front().opcode, attr)) {
+    if (const auto fault = find_fault_after(requester.started.front().opcode, attr)) {
         requester.error = static_cast<ibv_wc_status>(*fault);
         return;
     }

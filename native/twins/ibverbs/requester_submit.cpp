@@ -23,7 +23,7 @@ bool returns_data(ibv_wr_opcode opcode) {
     return opcode == IBV_WR_RDMA_READ || opcode == IBV_WR_ATOMIC_CMP_AND_SWP || opcode == IBV_WR_ATOMIC_FETCH_AND_ADD;
 }
 
-wire::Opcode wire_opcode_of(ibv_wr_opcode opcode) {
+wire::Opcode get_wire_opcode(ibv_wr_opcode opcode) {
     switch (opcode) {
     case IBV_WR_RDMA_WRITE:
     case IBV_WR_RDMA_WRITE_WITH_IMM:
@@ -42,7 +42,7 @@ wire::Opcode wire_opcode_of(ibv_wr_opcode opcode) {
 wire::Request make_first_chunk(const SendWork& work) {
     wire::Request request{};
     request.magic = wire::magic;
-    request.opcode = wire_opcode_of(work.opcode);
+    request.opcode = get_wire_opcode(work.opcode);
     if (work.opcode == IBV_WR_SEND_WITH_IMM || work.opcode == IBV_WR_RDMA_WRITE_WITH_IMM) {
         request.flags |= wire::flag_immediate;
     }
@@ -62,7 +62,7 @@ wire::Request make_first_chunk(const SendWork& work) {
     return request;
 }
 
-ibv_wc_status completion_status_of(wire::Status response_status) {
+ibv_wc_status get_completion_status(wire::Status response_status) {
     switch (response_status) {
     case wire::Status::invalid_request:
         return IBV_WC_REM_INV_REQ_ERR;
@@ -88,7 +88,7 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
     }
     static FaultSites send("wc.send", "wc.send.landed"), write("wc.rdma_write", "wc.rdma_write.landed"),
         read("wc.rdma_read", "wc.rdma_read.landed");
-    switch (wire_opcode_of(opcode)) {
+    switch (get_wire_opcode(opcode)) {
     case wire::Opcode::send:
         return &send;
     case wire::Opcode::write:
@@ -102,9 +102,9 @@ FaultSites* find_fault_sites(ibv_wr_opcode opcode) {
 
 // Count a request, and return the status that the fault plan injects. A rule with nic= applies if it names the NIC of
 // the requester, or the port of the responder if the responder is on this machine.
-std::optional<int> fault_of_path(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
+std::optional<int> find_path_fault(FaultSite* site, const Device& requester, const ibv_qp_attr& attr) {
     if (!site->has_rule()) {
-        return injected_fault(site);
+        return find_injected_fault(site);
     }
     std::array<std::string_view, 2> nics = {requester.public_device.name, requester.public_device.name};
     for (unsigned index = 0; index < device_count(); ++index) {
@@ -112,7 +112,7 @@ std::optional<int> fault_of_path(FaultSite* site, const Device& requester, const
             nics[1] = device_at(index).public_device.name;
         }
     }
-    return injected_fault(site, nics);
+    return find_injected_fault(site, nics);
 }
 
 // Return whether the chunk consumes a receive request of the peer, so that the peer may not be ready for it.
@@ -130,13 +130,13 @@ bool ConnectedQueuePair::has_fault_rule(ibv_wr_opcode opcode) {
 
 void ConnectedQueuePair::count_without_fault(ibv_wr_opcode opcode) {
     if (FaultSites* const sites = find_fault_sites(opcode); sites != nullptr) {
-        injected_fault(&sites->before);
+        find_injected_fault(&sites->before);
     }
 }
 
-std::optional<int> ConnectedQueuePair::injected_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr) {
+std::optional<int> ConnectedQueuePair::find_fault_after(ibv_wr_opcode opcode, const ibv_qp_attr& attr) {
     FaultSites* const sites = find_fault_sites(opcode);
-    return sites == nullptr ? std::nullopt : fault_of_path(&sites->landed, *context_->device, attr);
+    return sites == nullptr ? std::nullopt : find_path_fault(&sites->landed, *context_->device, attr);
 }
 
 bool ConnectedQueuePair::make_progress(const ibv_qp_attr& attr) {
@@ -249,7 +249,7 @@ bool ConnectedQueuePair::must_wait_for_earlier(const SendWork& next_send, FaultS
 // Check a request. Return the status with which it fails, or IBV_WC_SUCCESS.
 ibv_wc_status ConnectedQueuePair::prepare_send(const SendWork& work, FaultSite* site, const ibv_qp_attr& attr) {
     if (site != nullptr) {
-        if (const auto fault = fault_of_path(site, *context_->device, attr)) {
+        if (const auto fault = find_path_fault(site, *context_->device, attr)) {
             return static_cast<ibv_wc_status>(*fault);
         }
     }
@@ -366,7 +366,7 @@ void ConnectedQueuePair::handle_response(const wire::Response& response, const i
         return;
     }
     if (response.status != wire::Status::done) {
-        requester.error = completion_status_of(response.status);
+        requester.error = get_completion_status(response.status);
         return;
     }
     SendWork& work = requester.started.front();

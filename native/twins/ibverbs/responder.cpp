@@ -21,7 +21,7 @@ namespace {
 constexpr std::size_t max_connections = 16;
 
 // Return the type of a queue pair that sends to one of type `type`.
-ibv_qp_type peer_type_of(ibv_qp_type type) {
+ibv_qp_type get_peer_type(ibv_qp_type type) {
     switch (type) {
     case IBV_QPT_XRC_RECV:
         return IBV_QPT_XRC_SEND;
@@ -125,7 +125,7 @@ std::unique_ptr<Link> ConnectedQueuePair::accept_handshake(Connection* connectio
     // Under grants, the process of the peer copies to and from regions itself (grants.hpp).
     auto grants = connection->is_remote || xrc_domain_ != nullptr
                       ? nullptr
-                      : GrantIssuer::make(&link->grants(), peer_process_id(socket), context_->device);
+                      : GrantIssuer::make(&link->grants(), get_peer_process_id(socket), context_->device);
     {
         Lock lock(mutex_);
         if (can_receive_requests() && is_expected_peer(lock, connect_request) && !is_closing_) {
@@ -149,8 +149,8 @@ bool ConnectedQueuePair::is_expected_peer(const Lock&, const wire::ConnectReques
            std::memcmp(&connect_request.destination_gid, &context_->device->gid, sizeof(ibv_gid)) == 0 &&
            // An unreliable pair accepts any number in the first packet of a message.
            (connect_request.psn == attr_.rq_psn || !is_reliable()) &&
-           connect_request.gid_type == static_cast<std::uint32_t>(gid_type_at(route.sgid_index)) &&
-           connect_request.qp_type == static_cast<std::uint32_t>(peer_type_of(type()));
+           connect_request.gid_type == static_cast<std::uint32_t>(get_gid_type(route.sgid_index)) &&
+           connect_request.qp_type == static_cast<std::uint32_t>(get_peer_type(type()));
 }
 
 void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, IncomingMessage* incoming) {
@@ -175,7 +175,7 @@ void ConnectedQueuePair::serve_requests(Connection* connection, Link* link, Inco
 bool ConnectedQueuePair::serve_request(Connection* connection, Link* link, std::uint32_t number,
                                        IncomingMessage* incoming) {
     const wire::Request request = link->request(number);
-    if (!wire::is_well_formed(request) || !Link::payload_in_bounds(request)) {
+    if (!wire::is_well_formed(request) || !Link::is_payload_in_bounds(request)) {
         return false;
     }
     if (!is_reliable() && (!wire::carries_payload(request.opcode) || (request.flags & wire::flag_piped) != 0)) {
@@ -238,7 +238,7 @@ wire::Response ConnectedQueuePair::execute(const wire::Request& request, Link* l
 }
 
 // Return the domain in which the key of a request is valid. An XRC request uses the domain of its shared receive queue.
-ProtectionDomain* ConnectedQueuePair::target_domain(const IncomingMessage& incoming) const {
+ProtectionDomain* ConnectedQueuePair::get_target_domain(const IncomingMessage& incoming) const {
     return xrc_domain_ != nullptr ? incoming.source->domain() : domain_;
 }
 
@@ -262,7 +262,7 @@ RegionError ConnectedQueuePair::write_payload(const wire::Request& request, std:
     if (region->is_mapped()) {
         return region->read_from(address, &link->pipe(), request.chunk_bytes);
     }
-    BounceBuffer* const bounce = link->private_buffer();
+    BounceBuffer* const bounce = link->get_private_buffer();
     if (bounce == nullptr) {
         return RegionError::fault;
     }
@@ -280,7 +280,7 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
     std::shared_ptr<Region> region;
     std::uint64_t address = request.remote_address;
     if (request.message_bytes > 0) {
-        region = find_by_rkey(request.rkey, target_domain(*incoming), qp_num_, IBV_ACCESS_REMOTE_WRITE, &address,
+        region = find_by_rkey(request.rkey, get_target_domain(*incoming), qp_num_, IBV_ACCESS_REMOTE_WRITE, &address,
                               request.message_bytes);
         if (region == nullptr) {
             return fail_request(RegionError::refused, connection);
@@ -288,7 +288,7 @@ wire::Response ConnectedQueuePair::execute_write(const wire::Request& request, L
     }
     const bool consumes_receive = (request.flags & wire::flag_immediate) != 0 && wire::is_last_chunk(request);
     if (consumes_receive && !consume_receive(incoming)) {
-        return receiver_not_ready_response();
+        return make_receiver_not_ready_response();
     }
     if (region != nullptr) {
         const RegionError error = write_payload(request, address + request.chunk_offset_bytes, region.get(), link);
@@ -312,7 +312,7 @@ wire::Response ConnectedQueuePair::execute_read(const wire::Request& request, Bo
     }
     if (request.message_bytes > 0) {
         std::uint64_t address = request.remote_address;
-        const auto region = find_by_rkey(request.rkey, target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_READ,
+        const auto region = find_by_rkey(request.rkey, get_target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_READ,
                                          &address, request.message_bytes);
         const RegionError error = region == nullptr ? RegionError::refused
                                                     : region->read(address + request.chunk_offset_bytes, bounce,
@@ -334,7 +334,7 @@ wire::Response ConnectedQueuePair::execute_atomic(const wire::Request& request, 
     }
     std::uint64_t address = request.remote_address;
     const auto region =
-        find_by_rkey(request.rkey, target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_ATOMIC, &address, 8);
+        find_by_rkey(request.rkey, get_target_domain(incoming), qp_num_, IBV_ACCESS_REMOTE_ATOMIC, &address, 8);
     wire::Response response = wire::make_response(wire::Status::done);
     const auto compute_new = [&](std::uint64_t original) {
         if (request.opcode == wire::Opcode::fetch_and_add) {

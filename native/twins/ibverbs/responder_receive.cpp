@@ -11,7 +11,7 @@ wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, co
                                                 IncomingMessage* incoming) {
     if (!incoming->is_active) {
         if (request.chunk_offset_bytes != 0 || !consume_receive(incoming)) {
-            return receiver_not_ready_response();
+            return make_receiver_not_ready_response();
         }
         incoming->message_bytes = request.message_bytes;
         if (request.message_bytes > incoming->work.length_bytes) {
@@ -25,13 +25,13 @@ wire::Response ConnectedQueuePair::execute_send(const wire::Request& request, co
     incoming->arrived_bytes += request.chunk_bytes;
     // Soft-RoCE completes the receive request of such a message with the same status (RESPST_ERR_INVALIDATE_RKEY).
     if (wire::is_last_chunk(request) && (request.flags & wire::flag_invalidate) != 0 &&
-        !invalidate_window(request.immediate, target_domain(*incoming), qp_num_)) {
+        !invalidate_window(request.immediate, get_target_domain(*incoming), qp_num_)) {
         return fail_receive(incoming, IBV_WC_REM_INV_REQ_ERR, wire::Status::operation_failed);
     }
     return wire::is_last_chunk(request) ? finish_receive(request, incoming) : wire::make_response(wire::Status::done);
 }
 
-wire::Response ConnectedQueuePair::receiver_not_ready_response() {
+wire::Response ConnectedQueuePair::make_receiver_not_ready_response() {
     Lock lock(mutex_);
     wire::Response response = wire::make_response(wire::Status::receiver_not_ready);
     response.rnr_timer = attr_.min_rnr_timer;
@@ -109,19 +109,20 @@ RegionError ConnectedQueuePair::scatter(const IncomingMessage& incoming, const w
             skip_bytes -= sge.length;
             continue;
         }
-        const std::size_t size = std::min<std::size_t>(sge.length - skip_bytes, request.chunk_bytes - scattered_bytes);
-        if (size == 0) {
+        const std::size_t size_bytes =
+            std::min<std::size_t>(sge.length - skip_bytes, request.chunk_bytes - scattered_bytes);
+        if (size_bytes == 0) {
             break;
         }
         const std::uint64_t address = sge.addr + skip_bytes;
-        const auto region = find_by_lkey(sge.lkey, domain, IBV_ACCESS_LOCAL_WRITE, address, size);
-        const RegionError error = region == nullptr
-                                      ? RegionError::refused
-                                      : region->write(address, bounce, request.payload_offset + scattered_bytes, size);
+        const auto region = find_by_lkey(sge.lkey, domain, IBV_ACCESS_LOCAL_WRITE, address, size_bytes);
+        const RegionError error =
+            region == nullptr ? RegionError::refused
+                              : region->write(address, bounce, request.payload_offset + scattered_bytes, size_bytes);
         if (error != RegionError::none) {
             return error;
         }
-        scattered_bytes += size;
+        scattered_bytes += size_bytes;
         skip_bytes = 0;
     }
     return RegionError::none;

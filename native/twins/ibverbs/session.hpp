@@ -18,10 +18,10 @@ const std::string& session_error();
 
 // Count a call of this function. Return the errno (for wc.* the status) that the fault plan injects; nullopt if none.
 // `nics` are the names of the NICs to which the call belongs.
-std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
+std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 
 // Like the function above, for a fault point of a function that is called often.
-std::optional<int> injected_fault(FaultSite* site, std::span<const std::string_view> nics = {});
+std::optional<int> find_injected_fault(FaultSite* site, std::span<const std::string_view> nics = {});
 
 // For functions that return nullptr and set errno.
 inline std::nullptr_t fail_null(int error) {

@@ -58,7 +58,7 @@ void SharedReceiveQueue::put_back(ReceiveWork work) {
 }
 
 int SharedReceiveQueue::modify(const ibv_srq_attr& attr, int attr_mask) {
-    const auto max_wr = static_cast<std::uint32_t>(device_attributes(*domain_->context->device).max_srq_wr);
+    const auto max_wr = static_cast<std::uint32_t>(make_device_attributes(*domain_->context->device).max_srq_wr);
     std::lock_guard lock(mutex_);
     const bool has_size = (attr_mask & IBV_SRQ_MAX_WR) != 0;
     const std::uint32_t new_size = has_size ? attr.max_wr : max_requests_;

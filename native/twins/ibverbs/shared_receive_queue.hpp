@@ -69,7 +69,7 @@ struct SharedReceiveQueueHandle {
     ibv_cq* cq = nullptr;
 };
 
-inline SharedReceiveQueueHandle* srq_handle_of(ibv_srq* srq) {
+inline SharedReceiveQueueHandle* get_srq_handle(ibv_srq* srq) {
     return reinterpret_cast<SharedReceiveQueueHandle*>(srq);
 }
 

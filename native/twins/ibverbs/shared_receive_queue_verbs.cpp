@@ -18,7 +18,7 @@ void fill_public_structure(ibv_srq* srq, ibv_pd* pd, void* srq_context) {
     srq->context = pd->context;
     srq->srq_context = srq_context;
     srq->pd = pd;
-    srq->handle = next_handle();
+    srq->handle = make_next_handle();
     pthread_mutex_init(&srq->mutex, nullptr);
     pthread_cond_init(&srq->cond, nullptr);
 }
@@ -30,23 +30,23 @@ bool has_valid_xrc_objects(const ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
 
 // Create a basic queue, or an XRC queue if `attr.xrcd` is set.
 ibv_srq* create_queue(ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
-    ProtectionDomain* const domain = domain_of(pd);
-    if (!is_alive("ibv_pd", pd) || !is_within_limits(attr.attr, device_attributes(*domain->context->device)) ||
+    ProtectionDomain* const domain = get_domain(pd);
+    if (!is_alive("ibv_pd", pd) || !is_within_limits(attr.attr, make_device_attributes(*domain->context->device)) ||
         (attr.xrcd != nullptr && !has_valid_xrc_objects(pd, attr))) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<SharedReceiveQueueHandle>();
     ibv_srq* const srq = &handle->public_srq;
     fill_public_structure(srq, pd, attr.srq_context);
-    const auto completion_queue = attr.xrcd != nullptr ? cq_handle_of(attr.cq)->impl : nullptr;
+    const auto completion_queue = attr.xrcd != nullptr ? get_cq_handle(attr.cq)->impl : nullptr;
     handle->impl = std::make_shared<SharedReceiveQueue>(srq, domain, attr.attr, completion_queue);
     ++domain->child_count;
     if (attr.xrcd != nullptr) {
         handle->xrcd = attr.xrcd;
         handle->cq = attr.cq;
         ++completion_queue->user_count;
-        ++xrcd_handle_of(attr.xrcd)->user_count;
-        xrcd_handle_of(attr.xrcd)->impl->add(handle->impl);
+        ++get_xrcd_handle(attr.xrcd)->user_count;
+        get_xrcd_handle(attr.xrcd)->impl->add(handle->impl);
     }
     track("ibv_srq", handle.release());
     return srq;
@@ -56,12 +56,12 @@ ibv_srq* create_queue(ibv_pd* pd, const ibv_srq_init_attr_ex& attr) {
 
 void acknowledge_async(ibv_srq* srq) {
     ++srq->events_completed;
-    srq_handle_of(srq)->impl->async_event_counter->acknowledge(1);
+    get_srq_handle(srq)->impl->async_event_counter->acknowledge(1);
 }
 
 // Check the attributes as rdma-core's ibv_cmd_create_srq_ex does.
 ibv_srq* create_srq_extended(ibv_context* context, ibv_srq_init_attr_ex* init_attr) {
-    if (const auto fault = injected_fault("ibv_create_srq_ex")) {
+    if (const auto fault = find_injected_fault("ibv_create_srq_ex")) {
         return fail_null(*fault);
     }
     const auto has = [=](std::uint32_t bits) { return (init_attr->comp_mask & bits) == bits; };
@@ -84,15 +84,15 @@ int get_srq_number(ibv_srq* srq, std::uint32_t* number) {
     if (!is_alive("ibv_srq", srq)) {
         return EINVAL;
     }
-    *number = srq_handle_of(srq)->impl->number();
+    *number = get_srq_handle(srq)->impl->number();
     return 0;
 }
 
 int post_srq_receive(ibv_srq* srq, ibv_recv_wr* wr, ibv_recv_wr** bad_wr) {
-    const auto fault = injected_fault("ibv_post_srq_recv");
+    const auto fault = find_injected_fault("ibv_post_srq_recv");
     int error = fault ? *fault : is_alive("ibv_srq", srq) ? 0 : EINVAL;
     for (; error == 0 && wr != nullptr; wr = error == 0 ? wr->next : wr) {
-        error = srq_handle_of(srq)->impl->post(*wr);
+        error = get_srq_handle(srq)->impl->post(*wr);
     }
     if (error != 0) {
         *bad_wr = wr;
@@ -107,7 +107,7 @@ using namespace gdrkit::twin::verbs;
 extern "C" {
 
 ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* init_attr) {
-    if (const auto fault = injected_fault("ibv_create_srq")) {
+    if (const auto fault = find_injected_fault("ibv_create_srq")) {
         return fail_null(*fault);
     }
     ibv_srq_init_attr_ex extended{};
@@ -118,10 +118,10 @@ ibv_srq* ibv_create_srq(ibv_pd* pd, ibv_srq_init_attr* init_attr) {
 }
 
 int ibv_destroy_srq(ibv_srq* srq) {
-    if (const auto fault = injected_fault("ibv_destroy_srq")) {
+    if (const auto fault = find_injected_fault("ibv_destroy_srq")) {
         return *fault;
     }
-    SharedReceiveQueueHandle* const handle = srq_handle_of(srq);
+    SharedReceiveQueueHandle* const handle = get_srq_handle(srq);
     if (!is_alive("ibv_srq", handle)) {
         return EINVAL;
     }
@@ -135,9 +135,9 @@ int ibv_destroy_srq(ibv_srq* srq) {
         return EINVAL;
     }
     if (handle->xrcd != nullptr) {
-        xrcd_handle_of(handle->xrcd)->impl->remove(*receive_queue);
-        --xrcd_handle_of(handle->xrcd)->user_count;
-        --cq_handle_of(handle->cq)->impl->user_count;
+        get_xrcd_handle(handle->xrcd)->impl->remove(*receive_queue);
+        --get_xrcd_handle(handle->xrcd)->user_count;
+        --get_cq_handle(handle->cq)->impl->user_count;
     }
     handle->impl.reset();
     --receive_queue->domain()->child_count;
@@ -145,20 +145,20 @@ int ibv_destroy_srq(ibv_srq* srq) {
 }
 
 int ibv_modify_srq(ibv_srq* srq, ibv_srq_attr* srq_attr, int srq_attr_mask) {
-    if (const auto fault = injected_fault("ibv_modify_srq")) {
+    if (const auto fault = find_injected_fault("ibv_modify_srq")) {
         return *fault;
     }
-    return is_alive("ibv_srq", srq) ? srq_handle_of(srq)->impl->modify(*srq_attr, srq_attr_mask) : EINVAL;
+    return is_alive("ibv_srq", srq) ? get_srq_handle(srq)->impl->modify(*srq_attr, srq_attr_mask) : EINVAL;
 }
 
 int ibv_query_srq(ibv_srq* srq, ibv_srq_attr* srq_attr) {
-    if (const auto fault = injected_fault("ibv_query_srq")) {
+    if (const auto fault = find_injected_fault("ibv_query_srq")) {
         return *fault;
     }
     if (!is_alive("ibv_srq", srq)) {
         return EINVAL;
     }
-    *srq_attr = srq_handle_of(srq)->impl->query();
+    *srq_attr = get_srq_handle(srq)->impl->query();
     return 0;
 }
 

@@ -145,7 +145,7 @@ ibv_rate mbps_to_ibv_rate(int mbps) {
 
 // The twin accesses memory regions through the page tables of the process, so a fork needs no preparation.
 int ibv_fork_init(void) {
-    const auto fault = gdrkit::twin::verbs::injected_fault("ibv_fork_init");
+    const auto fault = gdrkit::twin::verbs::find_injected_fault("ibv_fork_init");
     return fault ? *fault : 0;
 }
 
@@ -175,12 +175,13 @@ ibv_fork_status ibv_is_fork_initialized(void) {
 }
 
 // Read a file of sysfs without its final newline. Return the length, or -1 with errno set.
-[[gnu::visibility("default")]] int ibv_read_sysfs_file(const char* dir, const char* file, char* buf, std::size_t size) {
+[[gnu::visibility("default")]] int ibv_read_sysfs_file(const char* dir, const char* file, char* buf,
+                                                       std::size_t size_bytes) {
     const int fd = open((std::string(dir) + "/" + file).c_str(), O_RDONLY | O_CLOEXEC);
     if (fd < 0) {
         return -1;
     }
-    ssize_t length = read(fd, buf, size);
+    ssize_t length = read(fd, buf, size_bytes);
     const int error = errno;
     close(fd);
     if (length < 0) {
@@ -189,7 +190,7 @@ ibv_fork_status ibv_is_fork_initialized(void) {
     }
     if (length > 0 && buf[length - 1] == '\n') {
         buf[--length] = '\0';
-    } else if (static_cast<std::size_t>(length) < size) {
+    } else if (static_cast<std::size_t>(length) < size_bytes) {
         buf[length] = '\0';
     } else {
         return -1;

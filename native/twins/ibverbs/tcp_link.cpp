@@ -39,7 +39,7 @@ bool send_message(int socket, const void* message, std::size_t message_bytes, co
 }
 
 // Return the number of bytes that follow a response on the socket.
-std::size_t payload_bytes_of(const wire::Response& response, const wire::Request& request) {
+std::size_t count_payload_bytes(const wire::Response& response, const wire::Request& request) {
     return response.status == wire::Status::done && request.opcode == wire::Opcode::read ? response.payload_bytes : 0;
 }
 
@@ -123,7 +123,7 @@ bool TcpLink::receive_response(std::uint32_t number) {
     }
     const wire::Request request = this->request(number);
     if (!wire::is_well_formed(response, request) ||
-        !recv_all(socket_.get(), memory().data_at(request.payload_offset), payload_bytes_of(response, request))) {
+        !recv_all(socket_.get(), memory().data_at(request.payload_offset), count_payload_bytes(response, request))) {
         return false;
     }
     put_response(number, response);
@@ -153,7 +153,7 @@ void TcpLink::publish_responses(std::uint32_t count, int socket) {
         const wire::Response response = this->response(sent_count_);
         // A failure is ignored, because the responder notices a dead requester when it waits for the next request.
         send_message(socket, &response, sizeof response, memory().data_at(payload_offset),
-                     payload_bytes_of(response, request(sent_count_)), false);
+                     count_payload_bytes(response, request(sent_count_)), false);
     }
 }
 

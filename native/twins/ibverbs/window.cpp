@@ -20,7 +20,7 @@ struct WindowHandle {
     std::shared_ptr<Window> impl;
 };
 
-WindowHandle* mw_handle_of(ibv_mw* mw) {
+WindowHandle* get_mw_handle(ibv_mw* mw) {
     return reinterpret_cast<WindowHandle*>(mw);
 }
 
@@ -37,17 +37,17 @@ bool is_bindable(const KeyTable& state, const WindowBinding& binding) {
     const Region& region = *binding.region;
     const auto registered = state.local.find(region.lkey);
     return registered != state.local.end() && registered->second == binding.region &&
-           protects_the_same(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
+           is_same_protection(region.domain, binding.window->domain) && region.permits(IBV_ACCESS_MW_BIND) &&
            ((binding.access & remote_write_flags) == 0 || region.permits(IBV_ACCESS_LOCAL_WRITE)) &&
            region.covers(binding.address, binding.length_bytes);
 }
 
 bool is_valid_binding(const KeyTable& state, const WindowBinding& binding, const ProtectionDomain* qp_domain) {
     const Window& window = *binding.window;
-    const auto known = state.windows.find(window_index_of(window.rkey));
+    const auto known = state.windows.find(get_window_index(window.rkey));
     if (known == state.windows.end() || known->second != binding.window ||
-        window_index_of(binding.rkey) != window_index_of(window.rkey) || (binding.access & ~window_flags) != 0 ||
-        !protects_the_same(window.domain, qp_domain)) {
+        get_window_index(binding.rkey) != get_window_index(window.rkey) || (binding.access & ~window_flags) != 0 ||
+        !is_same_protection(window.domain, qp_domain)) {
         return false;
     }
     if (window.type == IBV_MW_TYPE_1) {
@@ -64,8 +64,8 @@ std::shared_ptr<const WindowBinding> make_binding(ibv_mw* mw, std::uint32_t rkey
     if (!is_alive("ibv_mw", mw) || (info.mr != nullptr && !is_alive("ibv_mr", info.mr))) {
         return nullptr;
     }
-    return std::make_shared<WindowBinding>(WindowBinding{mw_handle_of(mw)->impl,
-                                                         info.mr != nullptr ? mr_handle_of(info.mr)->impl : nullptr,
+    return std::make_shared<WindowBinding>(WindowBinding{get_mw_handle(mw)->impl,
+                                                         info.mr != nullptr ? get_mr_handle(info.mr)->impl : nullptr,
                                                          rkey, info.addr, info.length, info.mw_access_flags});
 }
 
@@ -92,13 +92,13 @@ bool bind_window(const WindowBinding& binding, const ProtectionDomain* qp_domain
 bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, std::uint32_t qp_num) {
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
-    const auto found = state.windows.find(window_index_of(rkey));
-    if (found == state.windows.end()) {
+    const auto entry = state.windows.find(get_window_index(rkey));
+    if (entry == state.windows.end()) {
         return false;
     }
-    Window& window = *found->second;
+    Window& window = *entry->second;
     if (window.rkey != rkey || window.type != IBV_MW_TYPE_2 || window.region == nullptr || window.qp_num != qp_num ||
-        !protects_the_same(window.domain, qp_domain)) {
+        !is_same_protection(window.domain, qp_domain)) {
         return false;
     }
     unbind(&window);
@@ -106,21 +106,22 @@ bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, st
 }
 
 std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
-                                       unsigned required_access, std::uint64_t* address, std::uint64_t size) {
+                                       unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes) {
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
-    const auto found = state.windows.find(window_index_of(rkey));
-    if (found == state.windows.end()) {
+    const auto entry = state.windows.find(get_window_index(rkey));
+    if (entry == state.windows.end()) {
         return nullptr;
     }
-    const Window& window = *found->second;
-    if (window.rkey != rkey || window.region == nullptr || !protects_the_same(window.domain, domain) ||
+    const Window& window = *entry->second;
+    if (window.rkey != rkey || window.region == nullptr || !is_same_protection(window.domain, domain) ||
         (window.type == IBV_MW_TYPE_2 && window.qp_num != qp_num) ||
         (window.access & required_access) != required_access) {
         return nullptr;
     }
     const std::uint64_t begin = (window.access & IBV_ACCESS_ZERO_BASED) != 0 ? 0 : window.address;
-    if (*address < begin || *address - begin > window.length_bytes || size > window.length_bytes - (*address - begin)) {
+    if (*address < begin || *address - begin > window.length_bytes ||
+        size_bytes > window.length_bytes - (*address - begin)) {
         return nullptr;
     }
     *address = window.address + (*address - begin);
@@ -128,13 +129,13 @@ std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomai
 }
 
 ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
-    if (const auto fault = injected_fault("ibv_alloc_mw")) {
+    if (const auto fault = find_injected_fault("ibv_alloc_mw")) {
         return fail_null(*fault);
     }
     if (!is_alive("ibv_pd", pd) || (type != IBV_MW_TYPE_1 && type != IBV_MW_TYPE_2)) {
         return fail_null(EINVAL);
     }
-    ProtectionDomain* const domain = domain_of(pd);
+    ProtectionDomain* const domain = get_domain(pd);
     auto* const handle = new WindowHandle;
     handle->impl = std::make_shared<Window>(domain, type);
     {
@@ -151,13 +152,13 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
         };
         do {
             handle->impl->rkey = draw_unused_key(&state);
-        } while (is_used(window_index_of(handle->impl->rkey)));
-        state.windows[window_index_of(handle->impl->rkey)] = handle->impl;
+        } while (is_used(get_window_index(handle->impl->rkey)));
+        state.windows[get_window_index(handle->impl->rkey)] = handle->impl;
     }
     handle->public_mw.context = pd->context;
     handle->public_mw.pd = pd;
     handle->public_mw.rkey = handle->impl->rkey;
-    handle->public_mw.handle = next_handle();
+    handle->public_mw.handle = make_next_handle();
     handle->public_mw.type = type;
     ++domain->child_count;
     track("ibv_mw", handle);
@@ -165,10 +166,10 @@ ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type) {
 }
 
 int dealloc_window(ibv_mw* mw) {
-    if (const auto fault = injected_fault("ibv_dealloc_mw")) {
+    if (const auto fault = find_injected_fault("ibv_dealloc_mw")) {
         return *fault;
     }
-    WindowHandle* const handle = mw_handle_of(mw);
+    WindowHandle* const handle = get_mw_handle(mw);
     if (!is_alive("ibv_mw", handle)) {
         return EINVAL;
     }
@@ -179,7 +180,7 @@ int dealloc_window(ibv_mw* mw) {
     handle->impl.reset();
     KeyTable& state = key_table();
     std::lock_guard lock(state.mutex);
-    state.windows.erase(window_index_of(window->rkey));
+    state.windows.erase(get_window_index(window->rkey));
     unbind(window.get());
     --window->domain->child_count;
     return 0;
@@ -187,7 +188,7 @@ int dealloc_window(ibv_mw* mw) {
 
 // The client's ibv_bind_mw has checked the type and the domain.
 int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
-    if (const auto fault = injected_fault("ibv_bind_mw")) {
+    if (const auto fault = find_injected_fault("ibv_bind_mw")) {
         return *fault;
     }
     if (!is_alive("ibv_qp", qp) || !is_alive("ibv_mw", mw) ||
@@ -202,7 +203,7 @@ int bind_window_type_1(ibv_qp* qp, ibv_mw* mw, ibv_mw_bind* bind) {
     wr.bind_mw.mw = mw;
     wr.bind_mw.rkey = ibv_inc_rkey(mw->rkey);
     wr.bind_mw.bind_info = bind->bind_info;
-    const int error = post_list(qp_handle_of(qp), &wr, &bad_wr);
+    const int error = post_list(get_qp_handle(qp), &wr, &bad_wr);
     if (error == 0) {
         mw->rkey = wr.bind_mw.rkey;
     }

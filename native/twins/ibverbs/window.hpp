@@ -37,7 +37,7 @@ struct WindowBinding {
     unsigned access = 0;
 };
 
-inline std::uint32_t window_index_of(std::uint32_t rkey) {
+inline std::uint32_t get_window_index(std::uint32_t rkey) {
     return rkey >> 8;
 }
 
@@ -51,7 +51,7 @@ bool invalidate_window(std::uint32_t rkey, const ProtectionDomain* qp_domain, st
 // If the request may access this range of a bound window, return the region of the window, and replace *address by the
 // address in the region. Else return nullptr.
 std::shared_ptr<Region> find_by_window(std::uint32_t rkey, const ProtectionDomain* domain, std::uint32_t qp_num,
-                                       unsigned required_access, std::uint64_t* address, std::uint64_t size);
+                                       unsigned required_access, std::uint64_t* address, std::uint64_t size_bytes);
 
 // Operations of a context's table.
 ibv_mw* alloc_window(ibv_pd* pd, ibv_mw_type type);

@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin::verbs::wire {
 
-std::string socket_name_of(const ibv_gid& gid, std::uint32_t qp_num) {
+std::string make_socket_name(const ibv_gid& gid, std::uint32_t qp_num) {
     char digits[3];
     std::string name = "qp.";
     for (const std::uint8_t byte : gid.raw) {

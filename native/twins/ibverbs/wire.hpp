@@ -98,7 +98,7 @@ static_assert(sizeof(Response) == 24);
 Response make_response(Status status);
 
 // Return the name of the socket on which a queue pair listens.
-std::string socket_name_of(const ibv_gid& gid, std::uint32_t qp_num);
+std::string make_socket_name(const ibv_gid& gid, std::uint32_t qp_num);
 
 // Return whether the sizes are consistent and within bounds, and no unknown flag is set.
 bool is_well_formed(const ConnectRequest& connect_request);

@@ -37,7 +37,7 @@ bool changes_keys(ibv_wr_opcode opcode) {
     return opcode == IBV_WR_BIND_MW || opcode == IBV_WR_LOCAL_INV;
 }
 
-std::uint64_t total_length_bytes(const ibv_sge* sges, int count) {
+std::uint64_t count_total_bytes(const ibv_sge* sges, int count) {
     std::uint64_t length_bytes = 0;
     for (int index = 0; index < count; ++index) {
         length_bytes += sges[index].length;
@@ -85,7 +85,7 @@ SendWork to_send_work(const ibv_send_wr& wr, bool all_signaled, std::uint64_t le
 ReceiveWork to_receive_work(const ibv_recv_wr& wr) {
     ReceiveWork work;
     work.wr_id = wr.wr_id;
-    work.length_bytes = total_length_bytes(wr.sg_list, wr.num_sge);
+    work.length_bytes = count_total_bytes(wr.sg_list, wr.num_sge);
     work.sges.assign(wr.sg_list, wr.sg_list + wr.num_sge);
     return work;
 }

@@ -65,7 +65,7 @@ struct ReceiveWork {
 
 // Return whether an entry count is within `max_count`, and the list exists if it has entries.
 bool is_valid_sge_list(const ibv_sge* sges, int count, std::uint32_t max_count);
-std::uint64_t total_length_bytes(const ibv_sge* sges, int count);
+std::uint64_t count_total_bytes(const ibv_sge* sges, int count);
 // Return whether the request's opcode is one of the two atomic operations, or one that sends the client's data.
 bool is_atomic(ibv_wr_opcode opcode);
 bool carries_data(ibv_wr_opcode opcode);

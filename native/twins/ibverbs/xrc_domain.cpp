@@ -107,20 +107,20 @@ void XrcDomain::raise(std::uint32_t qp_num, ibv_event_type type) {
     const auto pair = pairs_.find(qp_num);
     if (pair != pairs_.end()) {
         for (ibv_qp* const structure : pair->second.structures) {
-            context_of(structure->context)->raise(structure, type, qp_handle_of(structure)->async_event_counter);
+            get_context(structure->context)->raise(structure, type, get_qp_handle(structure)->async_event_counter);
         }
     }
 }
 
 ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr) {
-    if (const auto fault = injected_fault("ibv_open_xrcd")) {
+    if (const auto fault = find_injected_fault("ibv_open_xrcd")) {
         return fail_null(*fault);
     }
     constexpr std::uint32_t required = IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS;
     if (init_attr->comp_mask >= IBV_XRCD_INIT_ATTR_RESERVED) {
         return fail_null(EOPNOTSUPP);
     }
-    if (!is_alive("ibv_context", context_of(context)) || (init_attr->comp_mask & required) != required) {
+    if (!is_alive("ibv_context", get_context(context)) || (init_attr->comp_mask & required) != required) {
         return fail_null(EINVAL);
     }
     auto handle = std::make_unique<XrcDomainHandle>();
@@ -129,20 +129,20 @@ ibv_xrcd* open_xrc_domain(ibv_context* context, ibv_xrcd_init_attr* init_attr) {
     if (init_attr->fd == -1) {
         handle->impl = std::make_shared<XrcDomain>();
     } else if (const int error =
-                   open_file_domain(context_of(context)->device, init_attr->fd, init_attr->oflags, &handle->impl);
+                   open_file_domain(get_context(context)->device, init_attr->fd, init_attr->oflags, &handle->impl);
                error != 0) {
         return fail_null(error);
     }
-    ++context_of(context)->child_count;
+    ++get_context(context)->child_count;
     track("ibv_xrcd", handle.get());
     return &handle.release()->public_xrcd;
 }
 
 int close_xrc_domain(ibv_xrcd* xrcd) {
-    if (const auto fault = injected_fault("ibv_close_xrcd")) {
+    if (const auto fault = find_injected_fault("ibv_close_xrcd")) {
         return *fault;
     }
-    XrcDomainHandle* const handle = xrcd_handle_of(xrcd);
+    XrcDomainHandle* const handle = get_xrcd_handle(xrcd);
     if (!is_alive("ibv_xrcd", handle)) {
         return EINVAL;
     }
@@ -154,7 +154,7 @@ int close_xrc_domain(ibv_xrcd* xrcd) {
         return EINVAL;
     }
     handle->impl.reset();
-    --context_of(xrcd->context)->child_count;
+    --get_context(xrcd->context)->child_count;
     return 0;
 }
 

@@ -53,7 +53,7 @@ struct XrcDomainHandle {
     std::atomic<int> user_count{0};
 };
 
-inline XrcDomainHandle* xrcd_handle_of(ibv_xrcd* xrcd) {
+inline XrcDomainHandle* get_xrcd_handle(ibv_xrcd* xrcd) {
     return reinterpret_cast<XrcDomainHandle*>(xrcd);
 }
 

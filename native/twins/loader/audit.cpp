@@ -27,7 +27,7 @@ constexpr bool is_hash(std::string_view text) {
 
 // Return the name of a library without folder, version and auditwheel's hash: "libcuda" for "/a/libcuda.so.1" and for
 // "libcuda-0123abcd.so.1.2". Return an empty text for the path of another file.
-constexpr std::string_view stem_of(std::string_view path) {
+constexpr std::string_view get_stem(std::string_view path) {
     if (const auto slash = path.rfind('/'); slash != std::string_view::npos) {
         path.remove_prefix(slash + 1);
     }
@@ -43,14 +43,14 @@ constexpr std::string_view stem_of(std::string_view path) {
     }
     return path;
 }
-static_assert(stem_of("/usr/lib/libibverbs.so.1") == "libibverbs" && stem_of("libcuda.so") == "libcuda");
-static_assert(stem_of("/w/nixl.libs/libibverbs-9f2c01ab.so.1.14.48.0") == "libibverbs");
-static_assert(stem_of("libhl-thunk.so") == "libhl-thunk" && stem_of("libcufile_rdma.so.1") == "libcufile_rdma");
-static_assert(stem_of("libcuda.sock").empty() && stem_of("/usr/bin/env").empty());
+static_assert(get_stem("/usr/lib/libibverbs.so.1") == "libibverbs" && get_stem("libcuda.so") == "libcuda");
+static_assert(get_stem("/w/nixl.libs/libibverbs-9f2c01ab.so.1.14.48.0") == "libibverbs");
+static_assert(get_stem("libhl-thunk.so") == "libhl-thunk" && get_stem("libcufile_rdma.so.1") == "libcufile_rdma");
+static_assert(get_stem("libcuda.sock").empty() && get_stem("/usr/bin/env").empty());
 
 // Return the first number of the version in the name of a library: "12" for "/a/libcudart.so.12.9.79". Return an empty
 // text if the name has no version.
-constexpr std::string_view major_of(std::string_view path) {
+constexpr std::string_view get_major_version(std::string_view path) {
     const auto suffix = path.rfind(".so.");
     if (suffix == std::string_view::npos) {
         return {};
@@ -61,23 +61,24 @@ constexpr std::string_view major_of(std::string_view path) {
     }
     return path;
 }
-static_assert(major_of("/a/libcudart.so.12") == "12" && major_of("libcudart-c3a75b33.so.12.9.79") == "12");
-static_assert(major_of("libcudart.so").empty());
+static_assert(get_major_version("/a/libcudart.so.12") == "12" &&
+              get_major_version("libcudart-c3a75b33.so.12.9.79") == "12");
+static_assert(get_major_version("libcudart.so").empty());
 
 // The CUDA runtime has a twin for each of several versions, which differ in their structures.
 constexpr bool has_versions(std::string_view library) {
-    return stem_of(library) == "libcudart";
+    return get_stem(library) == "libcudart";
 }
 
 // Return whether the twin replaces a library of this name and this version. If the version is unknown, the first of
 // several twins replaces the library.
 constexpr bool replaces(std::string_view twin, std::string_view library, std::string_view major) {
-    const std::string_view stem = stem_of(library);
-    const bool has_other_version = !major.empty() && major != major_of(twin);
-    return !stem.empty() && stem == stem_of(twin) && !(has_versions(library) && has_other_version);
+    const std::string_view stem = get_stem(library);
+    const bool has_other_version = !major.empty() && major != get_major_version(twin);
+    return !stem.empty() && stem == get_stem(twin) && !(has_versions(library) && has_other_version);
 }
 constexpr bool replaces(std::string_view twin, std::string_view library) {
-    return replaces(twin, library, major_of(library));
+    return replaces(twin, library, get_major_version(library));
 }
 static_assert(replaces("/t/libcudart.so.13", "/a/libcudart.so.13.0.96") &&
               replaces("/t/libcudart.so.12", "libcudart.so"));
@@ -170,12 +171,12 @@ bool read_soname(const char* path, char (&buffer)[PATH_MAX]) {
 // Return the first number of the version of a library, from its name, else from the name of the file to which links
 // lead, else from its SONAME. The text may be in the buffer.
 std::string_view find_major(const char* library, char (&buffer)[PATH_MAX]) {
-    std::string_view major = major_of(library);
+    std::string_view major = get_major_version(library);
     if (major.empty() && realpath(library, buffer) != nullptr) {
-        major = major_of(buffer);
+        major = get_major_version(buffer);
     }
     if (major.empty() && read_soname(library, buffer)) {
-        major = major_of(buffer);
+        major = get_major_version(buffer);
     }
     return major;
 }
@@ -223,7 +224,7 @@ extern "C" {
     }
     // Another path of the search may have the file that tells the version. The loader searches its own folders last.
     const bool is_searched = (flag & (LA_SER_LIBPATH | LA_SER_RUNPATH)) != 0;
-    if (is_searched && has_versions(name) && major_of(name).empty() && access(name, F_OK) != 0) {
+    if (is_searched && has_versions(name) && get_major_version(name).empty() && access(name, F_OK) != 0) {
         return const_cast<char*>(name);
     }
     char* const twin = find_twin(name);

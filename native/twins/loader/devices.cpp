@@ -20,14 +20,14 @@
 #include "loader/paths.hpp"
 
 using gdrkit::twin::open_counter;
-using gdrkit::twin::outside_path;
 using gdrkit::twin::Path;
+using gdrkit::twin::strip_tree_folder;
 
 namespace {
 
 // Return the definition of a function that follows the definition in this library: the definition in libc. Several
 // threads may fill `cache` at once.
-void* next_definition(const char* name, void** cache) {
+void* find_next_definition(const char* name, void** cache) {
     void* function = __atomic_load_n(cache, __ATOMIC_RELAXED);
     if (function == nullptr) {
         function = dlsym(RTLD_NEXT, name);
@@ -36,7 +36,7 @@ void* next_definition(const char* name, void** cache) {
     return function;
 }
 
-mode_t mode_argument(int flags, va_list arguments) {
+mode_t get_mode_argument(int flags, va_list arguments) {
     return (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE ? va_arg(arguments, mode_t) : 0;
 }
 
@@ -46,7 +46,7 @@ mode_t mode_argument(int flags, va_list arguments) {
 #define NEXT(name, ...)                                                                                                \
     static void* cache_##name = nullptr;                                                                               \
     using Type_##name = __VA_ARGS__;                                                                                   \
-    const auto next = reinterpret_cast<Type_##name*>(next_definition(#name, &cache_##name));                           \
+    const auto next = reinterpret_cast<Type_##name*>(find_next_definition(#name, &cache_##name));                      \
     if (next == nullptr) {                                                                                             \
         return fail<Type_##name>();                                                                                    \
     }
@@ -75,7 +75,7 @@ extern "C" {
     int name(const char* file, int flags, ...) {                                                                       \
         va_list arguments;                                                                                             \
         va_start(arguments, flags);                                                                                    \
-        const mode_t mode = mode_argument(flags, arguments);                                                           \
+        const mode_t mode = get_mode_argument(flags, arguments);                                                       \
         va_end(arguments);                                                                                             \
         const Path path(AT_FDCWD, file);                                                                               \
         if (path.is_counter()) {                                                                                       \
@@ -91,7 +91,7 @@ OPEN(open64)
     int name(int folder, const char* file, int flags, ...) {                                                           \
         va_list arguments;                                                                                             \
         va_start(arguments, flags);                                                                                    \
-        const mode_t mode = mode_argument(flags, arguments);                                                           \
+        const mode_t mode = get_mode_argument(flags, arguments);                                                       \
         va_end(arguments);                                                                                             \
         const Path path(folder, file);                                                                                 \
         if (path.is_counter()) {                                                                                       \
@@ -267,24 +267,24 @@ ssize_t __readlinkat_chk(int folder, const char* file, char* target, size_t size
 char* realpath(const char* file, char* resolved) noexcept {
     const Path path(AT_FDCWD, file);
     NEXT(realpath, char*(const char*, char*))
-    return outside_path(next(path.get(), resolved));
+    return strip_tree_folder(next(path.get(), resolved));
 }
 
 char* __realpath_chk(const char* file, char* resolved, size_t size) noexcept {
     const Path path(AT_FDCWD, file);
     NEXT(__realpath_chk, char*(const char*, char*, size_t))
-    return outside_path(next(path.get(), resolved, size));
+    return strip_tree_folder(next(path.get(), resolved, size));
 }
 
 char* canonicalize_file_name(const char* file) noexcept {
     const Path path(AT_FDCWD, file);
     NEXT(canonicalize_file_name, char*(const char*))
-    return outside_path(next(path.get()));
+    return strip_tree_folder(next(path.get()));
 }
 
 char* getcwd(char* folder, size_t size) noexcept {
     NEXT(getcwd, char*(char*, size_t))
-    return outside_path(next(folder, size));
+    return strip_tree_folder(next(folder, size));
 }
 
 } // extern "C"

@@ -28,7 +28,7 @@ bool exists(const char* path) {
 
 // Return the folder of the tree, or an empty text if there is none. The variable is read once, because a program may
 // change its environment.
-std::string_view tree_folder() {
+std::string_view get_tree_folder() {
     static char folder[max_path_bytes];
     static int length = -1;
     int known_length = __atomic_load_n(&length, __ATOMIC_ACQUIRE);
@@ -104,7 +104,7 @@ bool is_counter_name(const char* name) {
 }
 
 // sysfs shows the data counters in units of four bytes (InfiniBand Architecture, PortXmitData).
-std::uint64_t value_of(const PortCounters& counters, std::string_view name) {
+std::uint64_t get_counter_value(const PortCounters& counters, std::string_view name) {
     return name == "port_xmit_data"      ? counters.sent_bytes / 4
            : name == "port_rcv_data"     ? counters.received_bytes / 4
            : name == "port_xmit_packets" ? counters.sent_packets
@@ -113,7 +113,7 @@ std::uint64_t value_of(const PortCounters& counters, std::string_view name) {
 
 bool read_counters(int device, PortCounters* counters) {
     char path[max_path_bytes];
-    const std::string_view tree = tree_folder();
+    const std::string_view tree = get_tree_folder();
     const auto state_length = static_cast<int>(tree.size() - std::strlen(tree_name));
     std::snprintf(path, sizeof path, "%.*s%s", state_length, tree.data(), counters_name);
     const int fd = open_directly(path, O_RDONLY);
@@ -129,7 +129,7 @@ bool read_counters(int device, PortCounters* counters) {
 } // namespace
 
 Path::Path(int folder, const char* file) : file_(file) {
-    const std::string_view tree = tree_folder();
+    const std::string_view tree = get_tree_folder();
     if (file == nullptr || tree.empty()) {
         return;
     }
@@ -177,16 +177,17 @@ int open_counter(const Path& path, int flags) {
         return -1;
     }
     char text[32];
-    const int length = std::snprintf(text, sizeof text, "%" PRIu64 "\n", value_of(counters, path.counter_name()));
-    const int fd = static_cast<int>(syscall(SYS_memfd_create, path.counter_name(), MFD_CLOEXEC));
+    const int length =
+        std::snprintf(text, sizeof text, "%" PRIu64 "\n", get_counter_value(counters, path.get_counter_name()));
+    const int fd = static_cast<int>(syscall(SYS_memfd_create, path.get_counter_name(), MFD_CLOEXEC));
     if (fd >= 0) {
         syscall(SYS_pwrite64, fd, text, static_cast<std::size_t>(length), 0L);
     }
     return fd;
 }
 
-char* outside_path(char* path) {
-    const std::string_view tree = tree_folder();
+char* strip_tree_folder(char* path) {
+    const std::string_view tree = get_tree_folder();
     if (path != nullptr && !tree.empty() && std::string_view(path).starts_with(tree) && path[tree.size()] == '/') {
         std::memmove(path, path + tree.size(), std::strlen(path + tree.size()) + 1);
     }

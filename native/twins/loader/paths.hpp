@@ -20,7 +20,7 @@ public:
     // Return whether the path names a port counter. Its file must be opened by open_counter.
     [[nodiscard]] bool is_counter() const { return device_ >= 0; }
     [[nodiscard]] int device() const { return device_; }
-    [[nodiscard]] const char* counter_name() const { return counter_name_; }
+    [[nodiscard]] const char* get_counter_name() const { return counter_name_; }
 
 private:
     void find_counter(const char* tree_path);
@@ -36,6 +36,6 @@ private:
 int open_counter(const Path& path, int flags);
 
 // Remove the prefix of the tree from a path in place and return the path. `path` may be NULL.
-char* outside_path(char* path);
+char* strip_tree_folder(char* path);
 
 } // namespace gdrkit::twin

@@ -50,7 +50,7 @@ void write_device_node(const fs::path& path) {
     fs::create_symlink("/dev/full", path);
 }
 
-std::string first_line(const char* path, const char* fallback) {
+std::string read_first_line(const char* path, const char* fallback) {
     std::string line;
     std::ifstream file(path);
     return std::getline(file, line) && !line.empty() ? line : fallback;
@@ -75,8 +75,8 @@ void write_pci_function(const fs::path& tree, const fs::path& folder, const PciF
     write_file(folder / "class", function.device_class);
     write_file(folder / "revision", "0x01");
     write_file(folder / "numa_node", "0");
-    write_file(folder / "local_cpulist", first_line("/sys/devices/system/node/node0/cpulist", "0"));
-    write_file(folder / "local_cpus", first_line("/sys/devices/system/node/node0/cpumap", "1"));
+    write_file(folder / "local_cpulist", read_first_line("/sys/devices/system/node/node0/cpulist", "0"));
+    write_file(folder / "local_cpus", read_first_line("/sys/devices/system/node/node0/cpumap", "1"));
     for (const char* const kind : {"max", "current"}) {
         write_file(folder / (std::string(kind) + "_link_speed"), "16.0 GT/s PCIe");
         write_file(folder / (std::string(kind) + "_link_width"), "16");
@@ -102,14 +102,14 @@ std::pair<fs::path, fs::path> write_switch(const fs::path& tree, unsigned index)
     return {bridge / port / upstream / nic_port, bridge / port / upstream / gpu_port};
 }
 
-std::string guid_text(const void* guid) {
+std::string format_guid(const void* guid) {
     const auto* const bytes = static_cast<const std::uint8_t*>(guid);
     return format("%02x%02x:%02x%02x:%02x%02x:%02x%02x", bytes[0], bytes[1], bytes[2], bytes[3], bytes[4], bytes[5],
                   bytes[6], bytes[7]);
 }
 
 // Return the rate of the port in the form of the kernel's file (drivers/infiniband/core/sysfs.c).
-std::string rate_text(const ibv_port_attr& port) {
+std::string format_rate(const ibv_port_attr& port) {
     const int lanes = port.active_width == 1 ? 1 : port.active_width == 2 ? 4 : port.active_width == 4 ? 8 : 12;
     struct Speed {
         std::uint8_t code;
@@ -125,7 +125,7 @@ std::string rate_text(const ibv_port_attr& port) {
     return "0 Gb/sec";
 }
 
-const char* state_text(ibv_port_state state) {
+const char* get_state_text(ibv_port_state state) {
     return state == IBV_PORT_ACTIVE ? "4: ACTIVE" : state == IBV_PORT_INIT ? "2: INIT" : "1: DOWN";
 }
 
@@ -160,9 +160,9 @@ void write_port(const fs::path& folder, ibv_context* context) {
     if (ibv_query_port(context, 1, &port) != 0) {
         throw std::runtime_error("ibv_query_port failed");
     }
-    write_file(folder / "state", state_text(port.state));
+    write_file(folder / "state", get_state_text(port.state));
     write_file(folder / "phys_state", port.phys_state == 5 ? "5: LinkUp" : "3: Disabled");
-    write_file(folder / "rate", rate_text(port));
+    write_file(folder / "rate", format_rate(port));
     write_file(folder / "lid", format("0x%x", port.lid));
     write_file(folder / "lid_mask_count", std::to_string(port.lmc));
     write_file(folder / "sm_lid", format("0x%x", port.sm_lid));
@@ -201,8 +201,8 @@ void write_nic(const fs::path& tree, const fs::path& port_folder, unsigned index
     const std::string name = ibv_get_device_name(device);
     const fs::path folder = pci / "infiniband" / name;
     write_file(folder / "node_type", "1: CA");
-    write_file(folder / "node_guid", guid_text(&attributes.node_guid));
-    write_file(folder / "sys_image_guid", guid_text(&attributes.sys_image_guid));
+    write_file(folder / "node_guid", format_guid(&attributes.node_guid));
+    write_file(folder / "sys_image_guid", format_guid(&attributes.sys_image_guid));
     write_file(folder / "node_desc", "software twin " + name);
     write_file(folder / "fw_ver", attributes.fw_ver);
     write_file(folder / "hca_type", "twin");

@@ -43,12 +43,12 @@ FdName read_fd_name(int fd) {
     FdName fd_name;
     char link[64], target[256];
     std::snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    const ssize_t size = readlink(link, target, sizeof target - 1);
-    if (size < 0) {
+    const ssize_t size_bytes = readlink(link, target, sizeof target - 1);
+    if (size_bytes < 0) {
         return fd_name;
     }
     fd_name.is_open = true;
-    std::string_view text(target, static_cast<std::size_t>(size));
+    std::string_view text(target, static_cast<std::size_t>(size_bytes));
     constexpr std::string_view prefix = "/memfd:", suffix = " (deleted)";
     if (text.starts_with(prefix) && text.ends_with(suffix)) {
         fd_name.is_memfd = true;
@@ -80,7 +80,7 @@ int reopen(int fd, int flags) {
     return reopened_fd < 0 ? -errno : reopened_fd;
 }
 
-std::uint64_t file_size_of(int fd) {
+std::uint64_t get_file_size(int fd) {
     struct stat status {};
     return fstat(fd, &status) == 0 ? static_cast<std::uint64_t>(status.st_size) : 0;
 }
@@ -129,11 +129,11 @@ void serve_extents(std::span<const std::byte> request, std::vector<std::byte>* r
     std::memcpy(&id, request.data(), sizeof id);
     Exports& state = exports();
     std::lock_guard lock(state.mutex);
-    const auto found = state.descriptors.find(id);
-    if (found == state.descriptors.end()) {
+    const auto entry = state.descriptors.find(id);
+    if (entry == state.descriptors.end()) {
         return;
     }
-    for (const ImportedDmabuf::OwnedExtent& extent : found->second.extents) {
+    for (const ImportedDmabuf::OwnedExtent& extent : entry->second.extents) {
         const ExtentMessage message{extent.offset_bytes, extent.length_bytes};
         const auto* bytes = reinterpret_cast<const std::byte*>(&message);
         reply->insert(reply->end(), bytes, bytes + sizeof message);
@@ -158,7 +158,7 @@ int export_descriptor(std::string_view prefix, std::span<const Extent> extents, 
     const std::uint64_t id = random_u64();
     char name[64];
     std::snprintf(name, sizeof name, "%s%016llx:%016llx", prefix.data(),
-                  static_cast<unsigned long long>(control_service_id()), static_cast<unsigned long long>(id));
+                  static_cast<unsigned long long>(read_control_service_id()), static_cast<unsigned long long>(id));
     const int descriptor = make_memfd(name, length_bytes);
     if (descriptor < 0) {
         return descriptor;
@@ -206,8 +206,8 @@ int import_descriptor(std::string_view owner_and_id, std::uint64_t length_bytes,
     for (std::size_t index = 0; index < fds.size(); ++index) {
         ExtentMessage message{};
         std::memcpy(&message, reply.data() + index * sizeof message, sizeof message);
-        if (!is_device_memory(fds[index].get()) || message.offset_bytes > file_size_of(fds[index].get()) ||
-            message.length_bytes > file_size_of(fds[index].get()) - message.offset_bytes ||
+        if (!is_device_memory(fds[index].get()) || message.offset_bytes > get_file_size(fds[index].get()) ||
+            message.length_bytes > get_file_size(fds[index].get()) - message.offset_bytes ||
             message.length_bytes > length_bytes - received_bytes) {
             return -EINVAL;
         }
@@ -246,7 +246,8 @@ int export_dmabuf(std::span<const Extent> extents) {
     if (extents.empty() || extents.size() > max_extents) {
         return extents.empty() ? -EINVAL : -E2BIG;
     }
-    if (extents.size() == 1 && extents[0].offset_bytes == 0 && extents[0].length_bytes == file_size_of(extents[0].fd)) {
+    if (extents.size() == 1 && extents[0].offset_bytes == 0 &&
+        extents[0].length_bytes == get_file_size(extents[0].fd)) {
         return reopen(extents[0].fd, O_WRONLY);
     }
     return export_descriptor(dmabuf_name_prefix, extents);
@@ -262,21 +263,21 @@ int export_tracked_dmabuf(std::span<const Extent> extents, std::uint64_t* id) {
 bool is_dmabuf_alive(std::uint64_t id) {
     Exports& state = exports();
     std::lock_guard lock(state.mutex);
-    const auto found = state.descriptors.find(id);
-    if (found == state.descriptors.end()) {
+    const auto entry = state.descriptors.find(id);
+    if (entry == state.descriptors.end()) {
         return false;
     }
-    if (has_other_opens(found->second.descriptor.get())) {
+    if (has_other_opens(entry->second.descriptor.get())) {
         return true;
     }
-    state.descriptors.erase(found);
+    state.descriptors.erase(entry);
     return false;
 }
 
 int export_shareable(int memory_fd) {
     // A shareable handle must not be accepted as a dma-buf. So export a separate descriptor memfd over the whole
     // allocation.
-    const Extent entire_allocation{memory_fd, 0, file_size_of(memory_fd)};
+    const Extent entire_allocation{memory_fd, 0, get_file_size(memory_fd)};
     return export_descriptor(shareable_name_prefix, {&entire_allocation, 1});
 }
 
@@ -290,7 +291,7 @@ int import_shareable(int fd) {
     }
     ImportedDmabuf imported;
     const int result = import_descriptor(std::string_view(fd_name.name).substr(shareable_name_prefix.size()),
-                                         file_size_of(fd), &imported);
+                                         get_file_size(fd), &imported);
     if (result != 0 || imported.extents.size() != 1) {
         return result != 0 ? result : -EINVAL;
     }
@@ -316,7 +317,7 @@ int identify_dmabuf(int fd, DmabufOrigin* origin, std::uint64_t* length_bytes) {
     } else {
         return -EINVAL;
     }
-    *length_bytes = file_size_of(fd);
+    *length_bytes = get_file_size(fd);
     return 0;
 }
 

@@ -142,7 +142,7 @@ int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t
     return sent < 0 ? errno : 0;
 }
 
-int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size) {
+int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size_bytes) {
     HmacDigest digest{};
     iovec parts[] = {{digest.data(), digest.size()}, header, payload};
     msghdr message{};
@@ -161,7 +161,7 @@ int receive_fabric_datagram(int socket, const iovec& header, const iovec& payloa
         !is_equal_digest(digest, make_datagram_digest(header, payload, received_bytes - min_bytes))) {
         return EPERM;
     }
-    *size = received_bytes - digest.size();
+    *size_bytes = received_bytes - digest.size();
     return 0;
 }
 

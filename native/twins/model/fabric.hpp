@@ -36,7 +36,7 @@ int send_fabric_datagram(int socket, const FabricAddress& address, std::uint16_t
 
 // Receive a datagram without waiting. *size is the size of header and payload. Return 0 or an errno: EAGAIN if there is
 // no datagram, EPERM if the sender does not have the secret or the datagram is too short or too long.
-int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size);
+int receive_fabric_datagram(int socket, const iovec& header, const iovec& payload, std::size_t* size_bytes);
 
 // Exchange the proofs on an accepted connection. Return false if the client does not have the secret.
 bool authenticate_client(int socket);

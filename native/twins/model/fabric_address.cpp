@@ -131,10 +131,11 @@ std::optional<std::vector<FabricAddress>> find_fabric_addresses(std::string_view
         return std::nullopt;
     }
     text.remove_prefix(scheme.size());
-    std::vector<FabricAddress> found;
+    std::vector<FabricAddress> addresses;
     const auto add = [&](const FabricAddress& address) {
-        if (std::find(found.begin(), found.end(), address) == found.end() && found.size() < max_nic_count) {
-            found.push_back(address);
+        if (std::find(addresses.begin(), addresses.end(), address) == addresses.end() &&
+            addresses.size() < max_nic_count) {
+            addresses.push_back(address);
         }
     };
     for (;;) {
@@ -143,7 +144,7 @@ std::optional<std::vector<FabricAddress>> find_fabric_addresses(std::string_view
         if (!network) {
             return std::nullopt;
         }
-        const std::size_t count_before = found.size();
+        const std::size_t count_before = addresses.size();
         if (network->prefix_bits == address_bits && is_local(network->address)) {
             add(network->address);
         }
@@ -152,11 +153,11 @@ std::optional<std::vector<FabricAddress>> find_fabric_addresses(std::string_view
                 add(address);
             }
         }
-        if (found.size() == count_before) {
+        if (addresses.size() == count_before) {
             return std::nullopt;
         }
         if (end == std::string_view::npos) {
-            return found;
+            return addresses;
         }
         text.remove_prefix(end + 1);
     }

@@ -132,11 +132,11 @@ bool parse_calls(std::string_view text, Rule* rule) {
 }
 
 bool find_code(std::span<const NamedCode> names, std::string_view text, int* code) {
-    const auto found = std::ranges::find(names, text, &NamedCode::name);
-    if (found != names.end()) {
-        *code = found->code;
+    const auto entry = std::ranges::find(names, text, &NamedCode::name);
+    if (entry != names.end()) {
+        *code = entry->code;
     }
-    return found != names.end();
+    return entry != names.end();
 }
 
 bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
@@ -151,7 +151,7 @@ bool parse_code(std::string_view text, const FaultPoint& point, int* code) {
 
 // Return the longest prefix in all_prefixes with which `name` starts, or an empty text. The longest one decides,
 // because "cuFile" also starts with CUDA's "cu".
-std::string_view prefix_of(std::string_view name) {
+std::string_view get_prefix(std::string_view name) {
     std::string_view longest;
     for (const std::string_view prefix : all_prefixes) {
         if (name.starts_with(prefix) && prefix.size() > longest.size()) {
@@ -161,7 +161,7 @@ std::string_view prefix_of(std::string_view name) {
     return longest;
 }
 
-std::string_view code_key_of(FaultKind kind) {
+std::string_view get_code_key(FaultKind kind) {
     switch (kind) {
     case FaultKind::errno_value:
         return "errno=";
@@ -173,12 +173,12 @@ std::string_view code_key_of(FaultKind kind) {
     return "status=";
 }
 
-std::string expected_code(const FaultPoint& point) {
+std::string describe_expected_code(const FaultPoint& point) {
     if (point.kind == FaultKind::route) {
         return "p2p, nvfs or posix after route=";
     }
     return "a name or number from " + std::to_string(point.code_min) + " to " + std::to_string(point.code_max) +
-           " after " + std::string(code_key_of(point.kind));
+           " after " + std::string(get_code_key(point.kind));
 }
 
 // Parse one rule and add it to the plan. Return an error text or an empty string. Rules of other libraries are skipped.
@@ -186,12 +186,12 @@ std::string parse_rule(const Faults& state, const std::vector<std::string>& word
     const std::string& name = words[0];
     const auto point = state.points.find(name);
     if (point == state.points.end()) {
-        const std::string_view prefix = prefix_of(name);
+        const std::string_view prefix = get_prefix(name);
         const bool is_own_prefix = std::ranges::find(state.prefixes, prefix) != state.prefixes.end();
         return !prefix.empty() && !is_own_prefix ? ""
                                                  : "'" + name + "' is not the name of a fault point of this library";
     }
-    const std::string_view code_key = code_key_of(point->second.kind);
+    const std::string_view code_key = get_code_key(point->second.kind);
     Rule rule;
     bool has_call = false;
     for (std::size_t index = 1; index < words.size(); ++index) {
@@ -204,7 +204,7 @@ std::string parse_rule(const Faults& state, const std::vector<std::string>& word
         } else if (word.starts_with(code_key) && !rule.code) {
             int code = 0;
             if (!parse_code(word.substr(code_key.size()), point->second, &code)) {
-                return "'" + words[index] + "': expected " + expected_code(point->second);
+                return "'" + words[index] + "': expected " + describe_expected_code(point->second);
             }
             rule.code = code;
         } else if (word.starts_with("delay_us=") && rule.delay.count() == 0) {
@@ -279,12 +279,12 @@ std::string set_plan(Faults* state, std::string_view text) {
 }
 
 FaultCount& find_or_add_count(Faults* state, std::string_view point) {
-    auto found = state->counts.find(point);
-    if (found == state->counts.end()) {
-        found = state->counts.try_emplace(std::string(point)).first;
-        found->second.has_rule = state->plan.rules.contains(found->first);
+    auto entry = state->counts.find(point);
+    if (entry == state->counts.end()) {
+        entry = state->counts.try_emplace(std::string(point)).first;
+        entry->second.has_rule = state->plan.rules.contains(entry->first);
     }
-    return found->second;
+    return entry->second;
 }
 
 // Stop this process if the trigger file exists. rename() is atomic, so exactly one of several concurrent calls renames
@@ -328,9 +328,9 @@ std::optional<int> apply_rule(Faults* state, std::unique_lock<std::mutex>* lock,
         wait_while_file_exists(rule_copy.hold_file);
     }
     lock->lock();
-    if (const auto found = state->delayed_calls.find(name);
-        found != state->delayed_calls.end() && found->second.current_count > 0) {
-        --found->second.current_count;
+    if (const auto entry = state->delayed_calls.find(name);
+        entry != state->delayed_calls.end() && entry->second.current_count > 0) {
+        --entry->second.current_count;
     }
     return rule_copy.code;
 }
@@ -369,7 +369,7 @@ std::string replace_faults(std::string_view plan) {
     return set_plan(&state, plan);
 }
 
-std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics) {
+std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics) {
     Faults& state = faults();
     std::unique_lock lock(state.mutex);
     FaultCount& count = find_or_add_count(&state, point);
@@ -390,9 +390,9 @@ FaultSite::FaultSite(std::string_view point) : point_(point) {
     count_ = &find_or_add_count(&state, point);
 }
 
-std::optional<int> FaultSite::injected_fault(std::span<const std::string_view> nics) {
+std::optional<int> FaultSite::find_injected_fault(std::span<const std::string_view> nics) {
     if (has_rule()) {
-        return twin::injected_fault(point_, nics);
+        return twin::find_injected_fault(point_, nics);
     }
     ++count_->call_count;
     return std::nullopt;
@@ -402,7 +402,7 @@ bool FaultSite::has_rule() const {
     return count_->has_rule.load(std::memory_order_relaxed);
 }
 
-std::string delayed_calls_json() {
+std::string format_delayed_calls_json() {
     Faults& state = faults();
     std::lock_guard lock(state.mutex);
     std::string json = "{";
@@ -412,7 +412,7 @@ std::string delayed_calls_json() {
     return json + "}";
 }
 
-std::string calls_json() {
+std::string format_calls_json() {
     Faults& state = faults();
     std::lock_guard lock(state.mutex);
     std::string json = "{";

@@ -23,8 +23,8 @@ struct FaultPoint {
 };
 
 // Declare the fault points of this library and the name prefixes that it owns, and read the plan named by the
-// configuration. The library calls this before its first injected_fault. Return an error text, or an empty string if
-// the plan is valid.
+// configuration. The library calls this before its first find_injected_fault. Return an error text, or an empty string
+// if the plan is valid.
 std::string load_faults(std::span<const FaultPoint> points, std::span<const std::string_view> prefixes);
 
 // Replace the plan by this text (DESIGN.md describes the format) and restart the call counts at 1. Return an error
@@ -34,7 +34,7 @@ std::string replace_faults(std::string_view plan);
 // Count a call of `point`, and delay it if the plan says so. Return the result that the plan injects, or nullopt if the
 // call shall be carried out. `nics` are the names of the NICs to which the call belongs: a rule with nic= applies only
 // to calls of that NIC.
-std::optional<int> injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
+std::optional<int> find_injected_fault(std::string_view point, std::span<const std::string_view> nics = {});
 
 // The counter of one fault point. It is never destroyed.
 struct FaultCount;
@@ -43,8 +43,8 @@ struct FaultCount;
 class FaultSite {
 public:
     explicit FaultSite(std::string_view point);
-    // Like the function injected_fault of this point.
-    std::optional<int> injected_fault(std::span<const std::string_view> nics = {});
+    // Like the function find_injected_fault for this point.
+    std::optional<int> find_injected_fault(std::span<const std::string_view> nics = {});
     // Return whether the current plan has a rule for this point.
     [[nodiscard]] bool has_rule() const;
 
@@ -54,9 +54,9 @@ private:
 };
 
 // Return the number of calls of each point in this process as JSON, for example {"ibv_reg_mr": 3}.
-std::string calls_json();
+std::string format_calls_json();
 
 // Return, as JSON, for each delayed point the largest number of its calls that were delayed at the same time.
-std::string delayed_calls_json();
+std::string format_delayed_calls_json();
 
 } // namespace gdrkit::twin

@@ -26,7 +26,7 @@ bool parse_hex_field(std::string_view* text, char separator, int* value) {
 
 } // namespace
 
-GpuUuid gpu_uuid(int number) {
+GpuUuid make_gpu_uuid(int number) {
     const std::string text = config().domain + "/" + std::to_string(number);
     GpuUuid uuid{};
     std::uint64_t hash = 0xcbf29ce484222325; // FNV-1a
@@ -39,7 +39,7 @@ GpuUuid gpu_uuid(int number) {
     return uuid;
 }
 
-std::optional<int> bus_of_pci_address(std::string_view text) {
+std::optional<int> parse_pci_bus(std::string_view text) {
     int domain = 0, bus = 0, slot = 0, function = 0;
     const bool has_domain = std::ranges::count(text, ':') == 2;
     if (has_domain && !parse_hex_field(&text, ':', &domain)) {

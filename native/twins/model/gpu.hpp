@@ -22,13 +22,13 @@ using GpuUuid = std::array<char, 16>;
 
 // Return the UUID of a GPU by its number in the machine. It is the same in every process of a domain
 // (GDRKIT_TWINS_DOMAIN).
-GpuUuid gpu_uuid(int number);
+GpuUuid make_gpu_uuid(int number);
 
 inline constexpr int no_pci_bus = -1;
 
 // Return the PCI bus in an address with the form domain:bus:device.function, domain:bus:device or bus:device.function;
 // nothing if the text has another form. If the domain, device or function is not 0, no GPU has the address, and the
 // result is no_pci_bus.
-std::optional<int> bus_of_pci_address(std::string_view text);
+std::optional<int> parse_pci_bus(std::string_view text);
 
 } // namespace gdrkit::twin

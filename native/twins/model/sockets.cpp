@@ -39,7 +39,7 @@ struct MessageHeader {
 static_assert(sizeof(MessageHeader) == 16);
 
 // Fill the address with the abstract name and set *size to its length. Return false if it does not fit.
-bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) {
+bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size_bytes) {
     const std::string abstract_name =
         "gdrkit-twins/" + std::to_string(getuid()) + "/" + config().domain + "/" + std::string(name);
     if (abstract_name.size() + 1 > sizeof address->sun_path) {
@@ -48,7 +48,7 @@ bool make_address(std::string_view name, sockaddr_un* address, socklen_t* size) 
     std::memset(address, 0, sizeof *address);
     address->sun_family = AF_UNIX;
     std::memcpy(address->sun_path + 1, abstract_name.data(), abstract_name.size());
-    *size = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + abstract_name.size());
+    *size_bytes = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + abstract_name.size());
     return true;
 }
 
@@ -64,7 +64,7 @@ Service& service() {
     return *instance;
 }
 
-std::string service_socket_name(std::uint64_t service_id) {
+std::string make_service_socket_name(std::uint64_t service_id) {
     char text[32];
     std::snprintf(text, sizeof text, "control.%016llx", static_cast<unsigned long long>(service_id));
     return text;
@@ -73,19 +73,19 @@ std::string service_socket_name(std::uint64_t service_id) {
 Handler find_handler(std::uint32_t type) {
     Service& state = service();
     std::lock_guard lock(state.mutex);
-    const auto found = state.handlers.find(type);
-    return found == state.handlers.end() ? Handler() : found->second;
+    const auto entry = state.handlers.find(type);
+    return entry == state.handlers.end() ? Handler() : entry->second;
 }
 
 // Open a socket of this type and bind it to the name. Return the socket or -errno.
 int bind_socket(std::string_view name, int type) {
     sockaddr_un address{};
-    socklen_t size = 0;
-    if (!make_address(name, &address, &size)) {
+    socklen_t size_bytes = 0;
+    if (!make_address(name, &address, &size_bytes)) {
         return -ENAMETOOLONG;
     }
     Fd socket(::socket(AF_UNIX, type | SOCK_CLOEXEC, 0));
-    if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size) != 0) {
+    if (!socket || bind(socket.get(), reinterpret_cast<sockaddr*>(&address), size_bytes) != 0) {
         return -errno;
     }
     return socket.release();
@@ -115,8 +115,8 @@ void handle_connection(int socket) {
     }
     std::vector<Fd> fds;
     // Call a copy of the handler without holding the service's mutex. A handler may take other locks. A thread that
-    // holds one of these locks may call register_handler or control_service_id, which take the mutex, so holding the
-    // mutex here could cause a deadlock.
+    // holds one of these locks may call register_handler or read_control_service_id, which take the mutex, so holding
+    // the mutex here could cause a deadlock.
     if (const Handler handler = find_handler(header.type)) {
         handler(request, &reply, &fds);
     }
@@ -149,7 +149,7 @@ void start_control_service(Service* state) {
     int listener = -EADDRINUSE;
     while (listener == -EADDRINUSE) {
         state->id = random_u64();
-        listener = listen_on(service_socket_name(state->id));
+        listener = listen_on(make_service_socket_name(state->id));
     }
     if (listener < 0) {
         std::fprintf(stderr, "gdrkit twin: cannot listen on the control socket: %s\n", std::strerror(-listener));
@@ -222,7 +222,7 @@ int send_datagram(int socket, std::string_view name, std::span<const iovec> part
     return sent < 0 ? errno : 0;
 }
 
-int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size) {
+int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size_bytes) {
     alignas(cmsghdr) char control_buffer[CMSG_SPACE(sizeof(ucred))] = {};
     msghdr message{};
     message.msg_iov = const_cast<iovec*>(parts.data());
@@ -237,7 +237,7 @@ int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size
     if (received < 0) {
         return errno;
     }
-    *size = static_cast<std::size_t>(received);
+    *size_bytes = static_cast<std::size_t>(received);
     const cmsghdr* const control = CMSG_FIRSTHDR(&message);
     ucred sender{};
     if (control == nullptr || control->cmsg_level != SOL_SOCKET || control->cmsg_type != SCM_CREDENTIALS ||
@@ -250,8 +250,8 @@ int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size
 
 int connect_to(std::string_view name) {
     sockaddr_un address{};
-    socklen_t size = 0;
-    if (!make_address(name, &address, &size)) {
+    socklen_t size_bytes = 0;
+    if (!make_address(name, &address, &size_bytes)) {
         return -ENAMETOOLONG;
     }
     Fd socket(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0));
@@ -263,7 +263,7 @@ int connect_to(std::string_view name) {
     setsockopt(socket.get(), SOL_SOCKET, SO_SNDTIMEO, &connect_timeout, sizeof connect_timeout);
     int result = 0;
     do {
-        result = connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size);
+        result = connect(socket.get(), reinterpret_cast<sockaddr*>(&address), size_bytes);
     } while (result != 0 && errno == EINTR);
     if (result != 0) {
         return -errno;
@@ -274,8 +274,8 @@ int connect_to(std::string_view name) {
 namespace {
 
 bool get_peer(int socket, ucred* peer) {
-    socklen_t size = sizeof *peer;
-    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, peer, &size) == 0;
+    socklen_t size_bytes = sizeof *peer;
+    return getsockopt(socket, SOL_SOCKET, SO_PEERCRED, peer, &size_bytes) == 0;
 }
 
 } // namespace
@@ -285,7 +285,7 @@ bool is_same_user(int socket) {
     return get_peer(socket, &peer) && peer.uid == getuid();
 }
 
-int peer_process_id(int socket) {
+int get_peer_process_id(int socket) {
     ucred peer{};
     return get_peer(socket, &peer) ? peer.pid : 0;
 }
@@ -299,10 +299,10 @@ int accept_from(int listener) {
     }
 }
 
-bool send_all(int socket, const void* data, std::size_t size) {
+bool send_all(int socket, const void* data, std::size_t size_bytes) {
     const char* position = static_cast<const char*>(data);
-    while (size > 0) {
-        const ssize_t sent = send(socket, position, size, MSG_NOSIGNAL);
+    while (size_bytes > 0) {
+        const ssize_t sent = send(socket, position, size_bytes, MSG_NOSIGNAL);
         if (sent < 0 && errno == EINTR) {
             continue;
         }
@@ -310,15 +310,15 @@ bool send_all(int socket, const void* data, std::size_t size) {
             return false;
         }
         position += sent;
-        size -= static_cast<std::size_t>(sent);
+        size_bytes -= static_cast<std::size_t>(sent);
     }
     return true;
 }
 
-bool recv_all(int socket, void* data, std::size_t size) {
+bool recv_all(int socket, void* data, std::size_t size_bytes) {
     char* position = static_cast<char*>(data);
-    while (size > 0) {
-        const ssize_t received = recv(socket, position, size, 0);
+    while (size_bytes > 0) {
+        const ssize_t received = recv(socket, position, size_bytes, 0);
         if (received < 0 && errno == EINTR) {
             continue;
         }
@@ -327,7 +327,7 @@ bool recv_all(int socket, void* data, std::size_t size) {
             return false;
         }
         position += received;
-        size -= static_cast<std::size_t>(received);
+        size_bytes -= static_cast<std::size_t>(received);
     }
     return true;
 }
@@ -402,7 +402,7 @@ void register_handler(std::uint32_t type, Handler handler) {
     start_control_service(&state);
 }
 
-std::uint64_t control_service_id() {
+std::uint64_t read_control_service_id() {
     Service& state = service();
     std::lock_guard lock(state.mutex);
     start_control_service(&state);
@@ -411,7 +411,7 @@ std::uint64_t control_service_id() {
 
 bool send_control_request(std::uint64_t service_id, std::uint32_t type, std::span<const std::byte> request,
                           std::vector<std::byte>* reply, std::vector<Fd>* fds) {
-    const Fd socket(connect_to(service_socket_name(service_id)));
+    const Fd socket(connect_to(make_service_socket_name(service_id)));
     const MessageHeader header{message_magic, type, static_cast<std::uint32_t>(request.size()), 0};
     MessageHeader reply_header{};
     if (!socket || !send_all(socket.get(), &header, sizeof header) ||

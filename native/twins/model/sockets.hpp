@@ -63,7 +63,7 @@ int send_datagram(int socket, std::string_view name, std::span<const iovec> part
 
 // Receive one datagram without waiting. *size is its size, even if the datagram is larger than the parts. Return 0 or
 // an errno: EAGAIN if there is no datagram, EPERM if a process of another user sent the datagram, which is discarded.
-int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size);
+int receive_datagram(int socket, std::span<const iovec> parts, std::size_t* size_bytes);
 
 // Accept one connection. Return the socket or -errno.
 int accept_from(int listener);
@@ -72,12 +72,12 @@ int accept_from(int listener);
 bool is_same_user(int socket);
 
 // Return the number of the peer process in the PID namespace of this process; 0 if it is not visible there.
-int peer_process_id(int socket);
+int get_peer_process_id(int socket);
 
-// Send or receive exactly `size` bytes. Return false with errno set on error; EPIPE means end of file. SIGPIPE is never
-// raised.
-bool send_all(int socket, const void* data, std::size_t size);
-bool recv_all(int socket, void* data, std::size_t size);
+// Send or receive exactly `size_bytes` bytes. Return false with errno set on error; EPIPE means end of file. SIGPIPE is
+// never raised.
+bool send_all(int socket, const void* data, std::size_t size_bytes);
+bool recv_all(int socket, void* data, std::size_t size_bytes);
 
 // Send or receive one message that carries up to 64 file descriptors. Received descriptors are close-on-exec.
 bool send_fds(int socket, std::span<const int> fds);
@@ -92,7 +92,7 @@ using Handler =
     std::function<void(std::span<const std::byte> request, std::vector<std::byte>* reply, std::vector<Fd>* fds)>;
 void register_handler(std::uint32_t type, Handler handler);
 // Return the id of this process's control service, which is unique in the domain.
-std::uint64_t control_service_id();
+std::uint64_t read_control_service_id();
 
 // Send a request to the control service with this id, in this or another process, and wait for the reply. Return false
 // if the process of the service is gone or stopped, or has no handler for the type.

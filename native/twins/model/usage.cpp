@@ -115,7 +115,7 @@ Slot* slot() {
     return known_slot;
 }
 
-bool shows_use(std::string_view kind) {
+bool is_use_shown(std::string_view kind) {
     switch (used_api.load(std::memory_order_relaxed)) {
     case UsedApi::cuda:
         return kind != "cuda_context" && kind != "cuda_primary_context";
@@ -146,7 +146,7 @@ void record_use(UsedApi api) {
 }
 
 void record_object(std::string_view kind) {
-    if (shows_use(kind)) {
+    if (is_use_shown(kind)) {
         count_object();
     }
 }

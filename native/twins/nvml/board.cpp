@@ -16,7 +16,7 @@ constexpr unsigned affinity_scope_end = 2, word_bits = 64;
 
 // The GPUs of the twin are near to every processor that this thread may use.
 int store_cpus(const Gpu* gpu, unsigned word_count, unsigned long* words) {
-    return gpu_entry(gpu, words, [&](int) {
+    return run_gpu_entry(gpu, words, [&](int) {
         cpu_set_t allowed{};
         if (word_count == 0) {
             return invalid_argument;
@@ -36,9 +36,9 @@ int store_cpus(const Gpu* gpu, unsigned word_count, unsigned long* words) {
 }
 
 // The settings of the twin's GPUs are off, and cannot be switched on.
-int set_off(const Gpu* gpu, int state) {
-    return entry([&] {
-        if (number_of(gpu) < 0 || state < 0 || state > 1) {
+int accept_only_off(const Gpu* gpu, int state) {
+    return run_entry([&] {
+        if (find_gpu_number(gpu) < 0 || state < 0 || state > 1) {
             return invalid_argument;
         }
         return state == 0 ? success : unsupported;
@@ -56,7 +56,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPersistenceMode(const Gpu* gpu, int* state) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceSetPersistenceMode(const Gpu* gpu, int state) {
-    return set_off(gpu, state);
+    return accept_only_off(gpu, state);
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetDisplayMode(const Gpu* gpu, int* state) {
@@ -68,18 +68,18 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetDisplayActive(const Gpu* gpu, int* state) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetModuleId(const Gpu* gpu, unsigned* module_id) {
-    return gpu_entry(gpu, module_id, [&](int number) {
+    return run_gpu_entry(gpu, module_id, [&](int number) {
         *module_id = static_cast<unsigned>(number);
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPdi(const Gpu* gpu, Pdi* pdi) {
-    return gpu_entry(gpu, pdi, [&](int number) {
+    return run_gpu_entry(gpu, pdi, [&](int number) {
         if (pdi->version != pdi_version) {
             return argument_version_mismatch;
         }
-        const auto uuid = gpu_uuid(number);
+        const auto uuid = make_gpu_uuid(number);
         std::memcpy(&pdi->value, uuid.data(), sizeof pdi->value);
         return success;
     });
@@ -97,7 +97,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetCpuAffinityWithinScope(const Gpu* gpu, unsign
 // Node 0 exists on every machine.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryAffinity(const Gpu* gpu, unsigned word_count, unsigned long* words,
                                                   unsigned scope) {
-    return gpu_entry(gpu, words, [&](int) {
+    return run_gpu_entry(gpu, words, [&](int) {
         if (word_count == 0 || scope >= affinity_scope_end) {
             return invalid_argument;
         }

@@ -33,10 +33,10 @@ int gpu_count() {
     return static_cast<int>(config().gpu_count);
 }
 
-std::string uuid_text(int number) {
+std::string format_uuid(int number) {
     std::string text = "GPU-";
     int index = 0;
-    for (const char byte : gpu_uuid(number)) {
+    for (const char byte : make_gpu_uuid(number)) {
         char digits[3];
         std::snprintf(digits, sizeof digits, "%02x", static_cast<unsigned char>(byte));
         text += index == 4 || index == 6 || index == 8 || index == 10 ? "-" : "";
@@ -47,20 +47,20 @@ std::string uuid_text(int number) {
 }
 
 // Serial numbers of real boards have 13 digits.
-std::string serial_text(int number) {
+std::string format_serial(int number) {
     char text[16];
     std::snprintf(text, sizeof text, "%013d", number);
     return text;
 }
 
-std::string pci_address_text(int number) {
+std::string format_pci_address(int number) {
     char text[32];
     std::snprintf(text, sizeof text, "0000:%02X:00.0", static_cast<unsigned>(first_gpu_pci_bus + number));
     return text;
 }
 
 template <typename Predicate> int find_gpu(Gpu** gpu, Predicate&& matches) {
-    return entry([&] {
+    return run_entry([&] {
         if (gpu == nullptr) {
             return invalid_argument;
         }
@@ -75,7 +75,7 @@ template <typename Predicate> int find_gpu(Gpu** gpu, Predicate&& matches) {
 }
 
 int store_count(unsigned* count) {
-    return entry([&] {
+    return run_entry([&] {
         if (count == nullptr) {
             return invalid_argument;
         }
@@ -90,7 +90,7 @@ int find_by_index(unsigned index, Gpu** gpu) {
 }
 
 int find_by_pci_address(const char* text, Gpu** gpu) {
-    const auto bus = text == nullptr ? std::nullopt : bus_of_pci_address(text);
+    const auto bus = text == nullptr ? std::nullopt : parse_pci_bus(text);
     if (!bus && is_initialized()) {
         return invalid_argument;
     }
@@ -99,11 +99,11 @@ int find_by_pci_address(const char* text, Gpu** gpu) {
 
 // Store the first bytes of a PciInfo, as many as the caller's version of the structure has.
 int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
-    return gpu_entry(gpu, result, [&](int number) {
+    return run_gpu_entry(gpu, result, [&](int number) {
         PciInfo info{};
         info.bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
         info.pci_device_id = vendor_nvidia;
-        const std::string address = pci_address_text(number);
+        const std::string address = format_pci_address(number);
         address.copy(info.bus_id_legacy, sizeof info.bus_id_legacy - 1);
         if (length_bytes == sizeof info) {
             // Version 3 has a domain of eight digits.
@@ -116,7 +116,7 @@ int store_pci_info(const Gpu* gpu, void* result, std::size_t length_bytes) {
 
 // Return the bytes that this process uses on a GPU; nothing if the process has no context there or has not loaded the
 // CUDA twin. Each process can allocate all memory of a GPU, so other processes do not count.
-std::optional<std::uint64_t> bytes_of_this_process(int number) {
+std::optional<std::uint64_t> count_bytes_of_this_process(int number) {
     void* const cuda = dlopen("libcuda.so.1", RTLD_NOW | RTLD_NOLOAD);
     if (cuda == nullptr) {
         return std::nullopt;
@@ -129,14 +129,14 @@ std::optional<std::uint64_t> bytes_of_this_process(int number) {
     return has_context ? std::optional(std::uint64_t{used_bytes}) : std::nullopt;
 }
 
-Memory memory_of(int number) {
-    const std::uint64_t used_bytes = bytes_of_this_process(number).value_or(0);
+Memory query_memory(int number) {
+    const std::uint64_t used_bytes = count_bytes_of_this_process(number).value_or(0);
     return {gpu_memory_bytes, gpu_memory_bytes - used_bytes, used_bytes};
 }
 
 template <typename Info> int store_processes(const Gpu* gpu, unsigned* count, Info* processes) {
-    return gpu_entry(gpu, count, [&](int number) {
-        const auto used_bytes = bytes_of_this_process(number);
+    return run_gpu_entry(gpu, count, [&](int number) {
+        const auto used_bytes = count_bytes_of_this_process(number);
         const unsigned capacity = *count;
         *count = used_bytes ? 1 : 0;
         if (*count > capacity) {
@@ -165,7 +165,7 @@ int store_no_processes(const Gpu* gpu, unsigned* count) {
 
 } // namespace
 
-int number_of(const Gpu* gpu) {
+int find_gpu_number(const Gpu* gpu) {
     for (int number = 0; number < gpu_count(); ++number) {
         if (gpu == &gpus[static_cast<std::size_t>(number)]) {
             return number;
@@ -193,7 +193,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByIndex_v2(unsigned index, Gpu** gpu) {
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUID(const char* uuid, Gpu** gpu) {
     // The prefix "GPU-" may be left out.
     return find_gpu(gpu, [&](int number) {
-        const std::string text = uuid_text(number);
+        const std::string text = format_uuid(number);
         return uuid != nullptr && (text == uuid || text.substr(4) == uuid);
     });
 }
@@ -206,8 +206,8 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUIDV(const Uuid* uuid, Gpu** gpu) {
         if (uuid == nullptr) {
             return false;
         }
-        const auto bytes = gpu_uuid(number);
-        const std::string text = uuid_text(number);
+        const auto bytes = make_gpu_uuid(number);
+        const std::string text = format_uuid(number);
         return uuid->type == uuid_text_type    ? std::strncmp(uuid->text, text.c_str(), sizeof uuid->text) == 0
                : uuid->type == uuid_bytes_type ? std::memcmp(uuid->bytes, bytes.data(), sizeof uuid->bytes) == 0
                                                : false;
@@ -215,7 +215,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByUUIDV(const Uuid* uuid, Gpu** gpu) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleBySerial(const char* serial, Gpu** gpu) {
-    return find_gpu(gpu, [&](int number) { return serial != nullptr && serial_text(number) == serial; });
+    return find_gpu(gpu, [&](int number) { return serial != nullptr && format_serial(number) == serial; });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByPciBusId(const char* address, Gpu** gpu) {
@@ -227,33 +227,33 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetHandleByPciBusId_v2(const char* address, Gpu*
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetIndex(const Gpu* gpu, unsigned* index) {
-    return gpu_entry(gpu, index, [&](int number) {
+    return run_gpu_entry(gpu, index, [&](int number) {
         *index = static_cast<unsigned>(number);
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMinorNumber(const Gpu* gpu, unsigned* minor) {
-    return gpu_entry(gpu, minor, [&](int number) {
+    return run_gpu_entry(gpu, minor, [&](int number) {
         *minor = static_cast<unsigned>(number);
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetName(const Gpu* gpu, char* text, unsigned length_bytes) {
-    return gpu_entry(gpu, text, [&](int) { return store_text(gpu_name, text, length_bytes); });
+    return run_gpu_entry(gpu, text, [&](int) { return store_text(gpu_name, text, length_bytes); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetUUID(const Gpu* gpu, char* text, unsigned length_bytes) {
-    return gpu_entry(gpu, text, [&](int number) { return store_text(uuid_text(number), text, length_bytes); });
+    return run_gpu_entry(gpu, text, [&](int number) { return store_text(format_uuid(number), text, length_bytes); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSerial(const Gpu* gpu, char* text, unsigned length_bytes) {
-    return gpu_entry(gpu, text, [&](int number) { return store_text(serial_text(number), text, length_bytes); });
+    return run_gpu_entry(gpu, text, [&](int number) { return store_text(format_serial(number), text, length_bytes); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetCudaComputeCapability(const Gpu* gpu, int* major, int* minor) {
-    return gpu_entry(gpu, major, [&](int) {
+    return run_gpu_entry(gpu, major, [&](int) {
         if (minor == nullptr) {
             return invalid_argument;
         }
@@ -280,30 +280,30 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfo_v3(const Gpu* gpu, void* info) {
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPciInfoExt(const Gpu* gpu, PciInfoExt* info) {
-    return gpu_entry(gpu, info, [&](int number) {
+    return run_gpu_entry(gpu, info, [&](int number) {
         if (info->version != pci_info_ext_version) {
             return argument_version_mismatch;
         }
         const auto bus = static_cast<std::uint32_t>(first_gpu_pci_bus + number);
         *info = {pci_info_ext_version, 0, bus, 0, vendor_nvidia, 0, class_display, subclass_3d_controller, {}};
-        ("0000" + pci_address_text(number)).copy(info->bus_id, sizeof info->bus_id - 1);
+        ("0000" + format_pci_address(number)).copy(info->bus_id, sizeof info->bus_id - 1);
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo(const Gpu* gpu, Memory* memory) {
-    return gpu_entry(gpu, memory, [&](int number) {
-        *memory = memory_of(number);
+    return run_gpu_entry(gpu, memory, [&](int number) {
+        *memory = query_memory(number);
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMemoryInfo_v2(const Gpu* gpu, MemoryV2* memory) {
-    return gpu_entry(gpu, memory, [&](int number) {
+    return run_gpu_entry(gpu, memory, [&](int number) {
         if (memory->version != memory_v2_version) {
             return argument_version_mismatch;
         }
-        const Memory values = memory_of(number);
+        const Memory values = query_memory(number);
         *memory = {memory_v2_version, values.total, 0, values.free, values.used};
         return success;
     });
@@ -325,7 +325,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetComputeMode(const Gpu* gpu, int* mode) {
 
 // ECC is off, as the CUDA twin reports.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pending) {
-    return gpu_entry(gpu, current, [&](int) {
+    return run_gpu_entry(gpu, current, [&](int) {
         if (pending == nullptr) {
             return invalid_argument;
         }
@@ -336,7 +336,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetEccMode(const Gpu* gpu, int* current, int* pe
 
 // The GPUs are near to every processor that this thread may use.
 GDRKIT_NVML_ENTRY int nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned* count, Gpu** near_gpus) {
-    return entry([&] {
+    return run_entry([&] {
         cpu_set_t allowed{};
         if (count == nullptr || cpu >= CPU_SETSIZE) {
             return invalid_argument;
@@ -356,7 +356,7 @@ GDRKIT_NVML_ENTRY int nvmlSystemGetTopologyGpuSet(unsigned cpu, unsigned* count,
 
 // Every two GPUs have a host bridge in common, and nothing below it.
 GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyNearestGpus(const Gpu* gpu, int level, unsigned* count, Gpu** nearest) {
-    return gpu_entry(gpu, count, [&](int number) {
+    return run_gpu_entry(gpu, count, [&](int number) {
         const auto near_count = static_cast<unsigned>(level == topology_host_bridge ? gpu_count() - 1 : 0);
         if (nearest != nullptr && *count < near_count) {
             *count = near_count;

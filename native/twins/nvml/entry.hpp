@@ -16,10 +16,10 @@ namespace gdrkit::twin::nvml {
 bool is_initialized();
 
 // Return the number of a GPU in the machine, or -1 if the handle is not valid.
-int number_of(const Gpu* gpu);
+int find_gpu_number(const Gpu* gpu);
 
 // Run the body of an exported function, and convert its exceptions to error codes: none may reach a C caller.
-template <typename Body> int entry(Body&& body) {
+template <typename Body> int run_entry(Body&& body) {
     try {
         return is_initialized() ? static_cast<int>(std::forward<Body>(body)()) : uninitialized;
     } catch (const std::bad_alloc&) {
@@ -31,16 +31,16 @@ template <typename Body> int entry(Body&& body) {
 
 // Run the body of an exported function that queries one GPU and stores a result. The GPU's number is passed to the
 // body.
-template <typename Value, typename Body> int gpu_entry(const Gpu* gpu, Value* result, Body&& body) {
-    return entry([&] {
-        const int number = number_of(gpu);
+template <typename Value, typename Body> int run_gpu_entry(const Gpu* gpu, Value* result, Body&& body) {
+    return run_entry([&] {
+        const int number = find_gpu_number(gpu);
         return number < 0 || result == nullptr ? invalid_argument : std::forward<Body>(body)(number);
     });
 }
 
 // Store a value that is the same for every GPU.
 template <typename Value> int constant_of(const Gpu* gpu, Value* result, Value value) {
-    return gpu_entry(gpu, result, [&](int) {
+    return run_gpu_entry(gpu, result, [&](int) {
         *result = value;
         return success;
     });

@@ -52,11 +52,11 @@ bool set_exists(const EventSet* set) {
 int free_set(const EventSet* set) {
     EventSets& state = event_sets();
     std::lock_guard lock(state.mutex);
-    const auto found = state.find(set);
-    if (found == state.all.end()) {
+    const auto entry = state.find(set);
+    if (entry == state.all.end()) {
         return invalid_argument;
     }
-    state.all.erase(found);
+    state.all.erase(entry);
     return success;
 }
 
@@ -69,8 +69,8 @@ int wait_for_timeout(const EventSet* set, unsigned timeout_ms) {
 }
 
 // Run the body of a function of system events, whose request has a version.
-template <typename Request, typename Body> int system_entry(Request* request, Body&& body) {
-    return entry([&]() -> int {
+template <typename Request, typename Body> int run_system_entry(Request* request, Body&& body) {
+    return run_entry([&]() -> int {
         if (request == nullptr) {
             return invalid_argument;
         }
@@ -81,11 +81,11 @@ template <typename Request, typename Body> int system_entry(Request* request, Bo
 } // namespace
 
 GDRKIT_NVML_ENTRY int nvmlEventSetCreate(EventSet** set) {
-    return entry([&] { return create_set(set); });
+    return run_entry([&] { return create_set(set); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlEventSetFree(const EventSet* set) {
-    return entry([&] { return free_set(set); });
+    return run_entry([&] { return free_set(set); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint64_t* types) {
@@ -93,35 +93,35 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedEventTypes(const Gpu* gpu, std::uint
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceRegisterEvents(const Gpu* gpu, std::uint64_t types, const EventSet* set) {
-    return gpu_entry(gpu, set, [&](int) {
+    return run_gpu_entry(gpu, set, [&](int) {
         return !set_exists(set) ? invalid_argument : (types & ~xid_error) != 0 ? unsupported : success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlEventSetWait(const EventSet* set, void*, unsigned timeout_ms) {
-    return entry([&] { return wait_for_timeout(set, timeout_ms); });
+    return run_entry([&] { return wait_for_timeout(set, timeout_ms); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlEventSetWait_v2(const EventSet* set, void*, unsigned timeout_ms) {
-    return entry([&] { return wait_for_timeout(set, timeout_ms); });
+    return run_entry([&] { return wait_for_timeout(set, timeout_ms); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemEventSetCreate(SystemEventSetRequest* request) {
-    return system_entry(request, [&] { return create_set(&request->set); });
+    return run_system_entry(request, [&] { return create_set(&request->set); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemEventSetFree(SystemEventSetRequest* request) {
-    return system_entry(request, [&] { return free_set(request->set); });
+    return run_system_entry(request, [&] { return free_set(request->set); });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemRegisterEvents(SystemEventRegistration* request) {
-    return system_entry(request, [&]() -> int {
+    return run_system_entry(request, [&]() -> int {
         return set_exists(request->set) && (request->types & ~known_system_events) == 0 ? success : invalid_argument;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlSystemEventSetWait(SystemEventWait* request) {
-    return system_entry(request, [&] {
+    return run_system_entry(request, [&] {
         request->event_count = 0;
         return wait_for_timeout(request->set, request->timeout_ms);
     });

@@ -9,29 +9,29 @@ namespace gdrkit::twin::nvml {
 namespace {
 
 template <typename Value, typename Body>
-int pair_entry(const Gpu* first, const Gpu* second, Value* result, Body&& body) {
-    return gpu_entry(first, result,
-                     [&](int) { return number_of(second) < 0 ? invalid_argument : body(first == second); });
+int run_pair_entry(const Gpu* first, const Gpu* second, Value* result, Body&& body) {
+    return run_gpu_entry(first, result,
+                         [&](int) { return find_gpu_number(second) < 0 ? invalid_argument : body(first == second); });
 }
 
 } // namespace
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetTopologyCommonAncestor(const Gpu* first, const Gpu* second, int* level) {
-    return pair_entry(first, second, level, [&](bool is_same) {
+    return run_pair_entry(first, second, level, [&](bool is_same) {
         *level = is_same ? 0 : topology_host_bridge; // 0: NVML_TOPOLOGY_INTERNAL
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceOnSameBoard(const Gpu* first, const Gpu* second, int* is_same_board) {
-    return pair_entry(first, second, is_same_board, [&](bool is_same) {
+    return run_pair_entry(first, second, is_same_board, [&](bool is_same) {
         *is_same_board = is_same ? 1 : 0;
         return success;
     });
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetP2PStatus(const Gpu* first, const Gpu* second, int capability, int* status) {
-    return pair_entry(first, second, status, [&](bool is_same) {
+    return run_pair_entry(first, second, status, [&](bool is_same) {
         if (is_same || capability < p2p_read || capability >= p2p_end) {
             return invalid_argument;
         }
@@ -46,7 +46,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfo(const Gpu* gpu, FabricInfo* inf
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* info) {
-    return gpu_entry(gpu, info, [&](int) {
+    return run_gpu_entry(gpu, info, [&](int) {
         const std::uint32_t version = info->version;
         if (version != fabric_v2_version && version != fabric_v3_version) {
             return argument_version_mismatch;
@@ -59,7 +59,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetGpuFabricInfoV(const Gpu* gpu, FabricInfoV2* 
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetFieldValues(const Gpu* gpu, int count, FieldValue* values) {
-    return gpu_entry(gpu, values, [&](int) {
+    return run_gpu_entry(gpu, values, [&](int) {
         if (count < 0) {
             return invalid_argument;
         }

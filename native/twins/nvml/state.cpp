@@ -15,7 +15,7 @@ constexpr unsigned pcie_generation = 5, pcie_width = 16, pcie_counter_end = 2;
 
 // Store the value of a structure that begins with its version.
 template <typename Value> int store_versioned(const Gpu* gpu, Value* result, const Value& value) {
-    return gpu_entry(gpu, result, [&](int) {
+    return run_gpu_entry(gpu, result, [&](int) {
         if (result->version != value.version) {
             return argument_version_mismatch;
         }
@@ -31,7 +31,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetVirtualizationMode(const Gpu* gpu, int* mode)
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetMigMode(const Gpu* gpu, unsigned* current, unsigned* pending) {
-    return gpu_entry(gpu, current, [&](int) {
+    return run_gpu_entry(gpu, current, [&](int) {
         if (pending == nullptr) {
             return invalid_argument;
         }
@@ -78,7 +78,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPerformanceState(const Gpu* gpu, int* state) 
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetSupportedPerformanceStates(const Gpu* gpu, int* states, unsigned length_bytes) {
-    return gpu_entry(gpu, states, [&](int) {
+    return run_gpu_entry(gpu, states, [&](int) {
         if (length_bytes < sizeof *states) {
             return insufficient_size;
         }
@@ -97,7 +97,7 @@ GDRKIT_NVML_ENTRY int nvmlDeviceGetPowerUsage(const Gpu* gpu, unsigned* power_mw
 }
 
 GDRKIT_NVML_ENTRY int nvmlDeviceGetPcieThroughput(const Gpu* gpu, unsigned counter, unsigned* kilobytes_per_s) {
-    return gpu_entry(gpu, kilobytes_per_s, [&](int) {
+    return run_gpu_entry(gpu, kilobytes_per_s, [&](int) {
         if (counter >= pcie_counter_end) {
             return invalid_argument;
         }

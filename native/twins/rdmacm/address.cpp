@@ -35,10 +35,10 @@ bool IpAddress::is_multicast() const {
 }
 
 bool IpAddress::operator==(const IpAddress& other) const {
-    return family == other.family && same_gid(bytes, other.bytes);
+    return family == other.family && is_same_gid(bytes, other.bytes);
 }
 
-socklen_t address_length(const sockaddr* address) {
+socklen_t get_address_length(const sockaddr* address) {
     if (address == nullptr) {
         return 0;
     }
@@ -46,7 +46,7 @@ socklen_t address_length(const sockaddr* address) {
                                          : (address->sa_family == AF_INET6 ? sizeof(sockaddr_in6) : 0);
 }
 
-IpAddress ip_of(const sockaddr* address) {
+IpAddress get_ip(const sockaddr* address) {
     IpAddress ip;
     if (address->sa_family == AF_INET6) {
         sockaddr_in6 ipv6;
@@ -63,7 +63,7 @@ IpAddress ip_of(const sockaddr* address) {
     return ip;
 }
 
-std::uint16_t port_of(const sockaddr* address) {
+std::uint16_t get_port(const sockaddr* address) {
     sockaddr_in ipv4; // the port is at the same offset in both families
     static_assert(offsetof(sockaddr_in, sin_port) == offsetof(sockaddr_in6, sin6_port));
     std::memcpy(&ipv4, address, sizeof ipv4);
@@ -88,22 +88,22 @@ void store_address(sockaddr_storage* storage, const IpAddress& address, std::uin
     std::memcpy(storage, &ipv4, sizeof ipv4);
 }
 
-std::vector<IpAddress> host_addresses() {
+std::vector<IpAddress> list_host_addresses() {
     std::vector<IpAddress> addresses;
     ifaddrs* interfaces = nullptr;
     if (getifaddrs(&interfaces) != 0) {
         return addresses;
     }
     for (const ifaddrs* interface = interfaces; interface != nullptr; interface = interface->ifa_next) {
-        if (address_length(interface->ifa_addr) != 0) {
-            addresses.push_back(ip_of(interface->ifa_addr));
+        if (get_address_length(interface->ifa_addr) != 0) {
+            addresses.push_back(get_ip(interface->ifa_addr));
         }
     }
     freeifaddrs(interfaces);
     return addresses;
 }
 
-IpAddress loopback_address(int family) {
+IpAddress make_loopback_address(int family) {
     sockaddr_storage storage{};
     if (family == AF_INET6) {
         sockaddr_in6 ipv6{};
@@ -116,15 +116,15 @@ IpAddress loopback_address(int family) {
         ipv4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
         std::memcpy(&storage, &ipv4, sizeof ipv4);
     }
-    return ip_of(reinterpret_cast<const sockaddr*>(&storage));
+    return get_ip(reinterpret_cast<const sockaddr*>(&storage));
 }
 
 bool is_host_address(const IpAddress& address) {
-    const auto addresses = host_addresses();
+    const auto addresses = list_host_addresses();
     return address.is_loopback() || std::find(addresses.begin(), addresses.end(), address) != addresses.end();
 }
 
-int source_address_for(const IpAddress& destination, IpAddress* source) {
+int choose_source_address(const IpAddress& destination, IpAddress* source) {
     const Fd socket(::socket(destination.family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
     if (!socket) {
         return errno;
@@ -135,19 +135,19 @@ int source_address_for(const IpAddress& destination, IpAddress* source) {
     store_address(&address, destination, 1);
     auto* const generic_address = reinterpret_cast<sockaddr*>(&address);
     socklen_t length = sizeof address;
-    if (connect(socket.get(), generic_address, address_length(generic_address)) != 0 ||
+    if (connect(socket.get(), generic_address, get_address_length(generic_address)) != 0 ||
         getsockname(socket.get(), generic_address, &length) != 0) {
         return errno;
     }
-    *source = ip_of(generic_address);
+    *source = get_ip(generic_address);
     return 0;
 }
 
-bool same_gid(const ibv_gid& left, const ibv_gid& right) {
+bool is_same_gid(const ibv_gid& left, const ibv_gid& right) {
     return std::memcmp(left.raw, right.raw, sizeof left.raw) == 0;
 }
 
-std::string gid_text(const ibv_gid& gid) {
+std::string format_gid(const ibv_gid& gid) {
     constexpr char digits[] = "0123456789abcdef";
     std::string text;
     for (const std::uint8_t byte : gid.raw) {

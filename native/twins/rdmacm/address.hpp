@@ -22,21 +22,21 @@ struct IpAddress {
 };
 
 // Return the length of an AF_INET or AF_INET6 address in bytes, or 0 if it is neither.
-socklen_t address_length(const sockaddr* address);
-IpAddress ip_of(const sockaddr* address);
-std::uint16_t port_of(const sockaddr* address); // host byte order
+socklen_t get_address_length(const sockaddr* address);
+IpAddress get_ip(const sockaddr* address);
+std::uint16_t get_port(const sockaddr* address); // host byte order
 void store_address(sockaddr_storage* storage, const IpAddress& address, std::uint16_t port);
 
-IpAddress loopback_address(int family);
+IpAddress make_loopback_address(int family);
 // Return whether an interface of this host has the address. The loopback networks are local too.
 bool is_host_address(const IpAddress& address);
 // Return the addresses of the interfaces of this host, of both families.
-std::vector<IpAddress> host_addresses();
+std::vector<IpAddress> list_host_addresses();
 // Store the source address of the packets that this host sends to `destination`. Return 0 or an errno of the routing
 // (ENETUNREACH ...).
-int source_address_for(const IpAddress& destination, IpAddress* source);
+int choose_source_address(const IpAddress& destination, IpAddress* source);
 
-bool same_gid(const ibv_gid& left, const ibv_gid& right);
-std::string gid_text(const ibv_gid& gid); // 32 hexadecimal digits
+bool is_same_gid(const ibv_gid& left, const ibv_gid& right);
+std::string format_gid(const ibv_gid& gid); // 32 hexadecimal digits
 
 } // namespace gdrkit::twin::rdmacm

@@ -110,7 +110,7 @@ int look_up(const char* node, const char* service, const rdma_addrinfo* hints, r
 extern "C" {
 
 int rdma_getaddrinfo(const char* node, const char* service, const rdma_addrinfo* hints, rdma_addrinfo** res) {
-    if (const int fault = injected_error("rdma_getaddrinfo"); fault != 0) {
+    if (const int fault = find_injected_error("rdma_getaddrinfo"); fault != 0) {
         errno = fault;
         return EAI_SYSTEM;
     }

@@ -38,7 +38,7 @@ int bind_identifier(Identifier* id, const IpAddress& address, std::uint16_t port
 
 // Choose the source address for a destination. Return 0 or an errno, which an ADDR_ERROR event reports.
 int choose_source(const Identifier& id, const IpAddress& destination, IpAddress* source) {
-    *source = ip_of(&id.abi.route.addr.src_addr);
+    *source = get_ip(&id.abi.route.addr.src_addr);
     if (!source->is_any()) {
         return source->family == destination.family ? 0 : EINVAL;
     }
@@ -46,13 +46,13 @@ int choose_source(const Identifier& id, const IpAddress& destination, IpAddress*
         *source = destination; // a packet of this host to itself
         return 0;
     }
-    return source_address_for(destination, source);
+    return choose_source_address(destination, source);
 }
 
 // Resolve the destination of the identifier. Return 0 or an errno, which an ADDR_ERROR event reports.
 int resolve(Identifier* id, IpAddress destination) {
     if (destination.is_any()) {
-        destination = loopback_address(destination.family); // as the kernel does
+        destination = make_loopback_address(destination.family); // as the kernel does
     }
     IpAddress source;
     if (const int error = choose_source(*id, destination, &source); error != 0) {
@@ -66,7 +66,7 @@ int resolve(Identifier* id, IpAddress destination) {
     id->remote_gid = remote ? remote->gid() : destination.bytes;
     set_local(id, *local);
     set_source(id, source, id->claim.port);
-    store_address(&id->abi.route.addr.dst_storage, destination, port_of(&id->abi.route.addr.dst_addr));
+    store_address(&id->abi.route.addr.dst_storage, destination, get_port(&id->abi.route.addr.dst_addr));
     id->abi.route.addr.addr.ibaddr.dgid = id->remote_gid;
     return 0;
 }
@@ -113,28 +113,29 @@ int bind_to_any(Identifier* id, int family) {
 extern "C" {
 
 int rdma_bind_addr(rdma_cm_id* id, sockaddr* addr) {
-    return entry("rdma_bind_addr", [&] {
-        Identifier* const identifier = id_of(id);
-        if (identifier == nullptr || address_length(addr) == 0) {
+    return run_entry("rdma_bind_addr", [&] {
+        Identifier* const identifier = get_id(id);
+        if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;
         }
         std::lock_guard lock(manager_mutex());
-        return identifier->state != State::idle ? EINVAL : bind_identifier(identifier, ip_of(addr), port_of(addr));
+        return identifier->state != State::idle ? EINVAL : bind_identifier(identifier, get_ip(addr), get_port(addr));
     });
 }
 
 int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, int) {
-    return entry("rdma_resolve_addr", [&] {
-        Identifier* const identifier = id_of(id);
-        if (identifier == nullptr || address_length(dst_addr) == 0 ||
-            (src_addr != nullptr && address_length(src_addr) == 0)) {
+    return run_entry("rdma_resolve_addr", [&] {
+        Identifier* const identifier = get_id(id);
+        if (identifier == nullptr || get_address_length(dst_addr) == 0 ||
+            (src_addr != nullptr && get_address_length(src_addr) == 0)) {
             return EINVAL;
         }
         {
             std::lock_guard lock(manager_mutex());
             if (identifier->state == State::idle) {
-                const int error = src_addr != nullptr ? bind_identifier(identifier, ip_of(src_addr), port_of(src_addr))
-                                                      : bind_to_any(identifier, dst_addr->sa_family);
+                const int error = src_addr != nullptr
+                                      ? bind_identifier(identifier, get_ip(src_addr), get_port(src_addr))
+                                      : bind_to_any(identifier, dst_addr->sa_family);
                 if (error != 0) {
                     return error;
                 }
@@ -142,8 +143,8 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
             if (identifier->state != State::bound) {
                 return EINVAL;
             }
-            std::memcpy(&id->route.addr.dst_storage, dst_addr, address_length(dst_addr));
-            const int error = resolve(identifier, ip_of(dst_addr));
+            std::memcpy(&id->route.addr.dst_storage, dst_addr, get_address_length(dst_addr));
+            const int error = resolve(identifier, get_ip(dst_addr));
             identifier->state = error == 0 ? State::addr_resolved : State::bound;
             report(identifier, error == 0 ? RDMA_CM_EVENT_ADDR_RESOLVED : RDMA_CM_EVENT_ADDR_ERROR, -error);
         }
@@ -152,8 +153,8 @@ int rdma_resolve_addr(rdma_cm_id* id, sockaddr* src_addr, sockaddr* dst_addr, in
 }
 
 int rdma_resolve_route(rdma_cm_id* id, int) {
-    return entry("rdma_resolve_route", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_resolve_route", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }

@@ -51,7 +51,7 @@ void add_parameters(const Identifier& id, const rdma_conn_param& parameters, wir
     message->srq = id.abi.qp != nullptr ? id.abi.qp->srq != nullptr : parameters.srq != 0;
 }
 
-rdma_conn_param default_parameters() {
+rdma_conn_param make_default_parameters() {
     rdma_conn_param parameters{};
     parameters.responder_resources = max_responder_resources;
     parameters.initiator_depth = max_initiator_depth;
@@ -67,7 +67,7 @@ void report_unreachable(Identifier* id, int error) {
     const auto& devices = cm_devices(&unused);
     const bool is_local_host = std::any_of(devices.begin(), devices.end(), [&](const auto& device) {
         return std::any_of(device->gids.begin(), device->gids.end(),
-                           [&](const ibv_gid_entry& entry) { return same_gid(entry.gid, id->remote_gid); });
+                           [&](const ibv_gid_entry& entry) { return is_same_gid(entry.gid, id->remote_gid); });
     });
     if (error != ECONNREFUSED || !is_local_host) {
         report(id, RDMA_CM_EVENT_UNREACHABLE, -ETIMEDOUT); // no connection manager answers
@@ -132,7 +132,7 @@ int send_request(Identifier* id, const wire::Message& request) {
 }
 
 int connect_identifier(Identifier* id, const rdma_conn_param* given) {
-    const rdma_conn_param parameters = given != nullptr ? *given : default_parameters();
+    const rdma_conn_param parameters = given != nullptr ? *given : make_default_parameters();
     wire::Message request{};
     {
         std::lock_guard lock(manager_mutex());
@@ -206,7 +206,7 @@ int accept_identifier(Identifier* id, const rdma_conn_param* given) {
     if (const int error = check_parameters(*id, given); error != 0) {
         return error;
     }
-    rdma_conn_param parameters = given != nullptr ? *given : default_parameters();
+    rdma_conn_param parameters = given != nullptr ? *given : make_default_parameters();
     // Without a number of its own, the accepting side takes what the peer requested.
     const auto choose = [](std::uint8_t chosen, std::uint8_t requested) {
         return chosen == max_responder_resources ? requested : chosen;
@@ -255,23 +255,23 @@ int reject_identifier(Identifier* id, const void* private_data, std::uint8_t pri
 extern "C" {
 
 int rdma_connect(rdma_cm_id* id, rdma_conn_param* conn_param) {
-    return entry("rdma_connect", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_connect", [&] {
+        Identifier* const identifier = get_id(id);
         const int error = identifier == nullptr ? EINVAL : connect_identifier(identifier, conn_param);
         return error != 0 ? error : complete(identifier);
     });
 }
 
 int rdma_listen(rdma_cm_id* id, int backlog) {
-    return entry("rdma_listen", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_listen", [&] {
+        Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : listen_identifier(identifier, backlog);
     });
 }
 
 int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
-    return entry("rdma_accept", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_accept", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -284,22 +284,22 @@ int rdma_accept(rdma_cm_id* id, rdma_conn_param* conn_param) {
 }
 
 int rdma_reject(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
-    return entry("rdma_reject", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_reject", [&] {
+        Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_reject_ece(rdma_cm_id* id, const void* private_data, std::uint8_t private_data_len) {
-    return entry("rdma_reject_ece", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_reject_ece", [&] {
+        Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : reject_identifier(identifier, private_data, private_data_len);
     });
 }
 
 int rdma_establish(rdma_cm_id* id) {
-    return entry("rdma_establish", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_establish", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr || id->qp != nullptr) { // rdma_get_cm_event establishes identifiers with a queue pair
             return EINVAL;
         }
@@ -315,8 +315,8 @@ int rdma_establish(rdma_cm_id* id) {
 }
 
 int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
-    return entry("rdma_notify", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_notify", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr || event != IBV_EVENT_COMM_EST) {
             return EINVAL;
         }
@@ -336,8 +336,8 @@ int rdma_notify(rdma_cm_id* id, ibv_event_type event) {
 }
 
 int rdma_disconnect(rdma_cm_id* id) {
-    return entry("rdma_disconnect", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_disconnect", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -355,12 +355,12 @@ int rdma_disconnect(rdma_cm_id* id) {
 // Enhanced connection establishment (ECE): vendor options that the two sides negotiate. The twin has no such options.
 // It ignores the options of the program and reports empty options.
 int rdma_set_local_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return entry("rdma_set_local_ece", [&] { return id_of(id) == nullptr || ece == nullptr ? EINVAL : 0; });
+    return run_entry("rdma_set_local_ece", [&] { return get_id(id) == nullptr || ece == nullptr ? EINVAL : 0; });
 }
 
 int rdma_get_remote_ece(rdma_cm_id* id, ibv_ece* ece) {
-    return entry("rdma_get_remote_ece", [&] {
-        if (id_of(id) == nullptr || ece == nullptr) {
+    return run_entry("rdma_get_remote_ece", [&] {
+        if (get_id(id) == nullptr || ece == nullptr) {
             return EINVAL;
         }
         *ece = {};

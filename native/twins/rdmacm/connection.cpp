@@ -56,7 +56,7 @@ QueuedEvent make_event(rdma_cm_event_type type, const wire::Message& message) {
     QueuedEvent event;
     event.type = type;
     std::copy(message.private_data.begin(), message.private_data.end(), event.private_data.begin());
-    event.private_bytes = static_cast<std::uint8_t>(wire::private_bytes_of(message.type));
+    event.private_bytes = static_cast<std::uint8_t>(wire::count_private_bytes(message.type));
     event.conn.responder_resources = message.initiator_depth; // what the peer initiates, this side responds to
     event.conn.initiator_depth = message.responder_resources;
     event.conn.flow_control = message.flow_control;
@@ -117,13 +117,13 @@ void on_reply_timeout(Connection* connection) {
 }
 
 // Return whether a listener bound to this address accepts requests for `address`.
-bool accepts(const Identifier& listener, const IpAddress& address) {
-    const IpAddress bound = ip_of(&listener.abi.route.addr.src_addr);
+bool accepts_address(const Identifier& listener, const IpAddress& address) {
+    const IpAddress bound = get_ip(&listener.abi.route.addr.src_addr);
     return bound == address ||
            (bound.is_any() && (bound.family == address.family || (bound.family == AF_INET6 && !listener.ipv6_only)));
 }
 
-IpAddress address_from(std::uint16_t family, const std::array<std::uint8_t, 16>& bytes) {
+IpAddress make_address(std::uint16_t family, const std::array<std::uint8_t, 16>& bytes) {
     IpAddress address;
     address.family = family;
     std::memcpy(address.bytes.raw, bytes.data(), bytes.size());
@@ -142,8 +142,8 @@ void reject(Connection* connection, wire::Type type, std::uint32_t reason) {
 
 // Make the identifier of a request. Return nullptr if the request names an address that this host does not have.
 Identifier* make_requested_identifier(const Identifier& listener, const wire::Message& request) {
-    const IpAddress destination = address_from(request.family, request.dst_ip);
-    const IpAddress source = address_from(request.family, request.src_ip);
+    const IpAddress destination = make_address(request.family, request.dst_ip);
+    const IpAddress source = make_address(request.family, request.src_ip);
     const auto local = find_local_port(destination);
     Identifier* id = nullptr;
     if (!local ||
@@ -187,7 +187,7 @@ void on_request(Connection* connection, const wire::Message& request) {
     const int no_listener = is_for_datagrams ? datagram_unsupported : rejected_no_listener;
     if (listener == nullptr || listener->abi.ps != static_cast<rdma_port_space>(request.port_space) ||
         is_datagram(*listener) != is_for_datagrams || request.dst_port != listener->claim.port ||
-        !accepts(*listener, address_from(request.family, request.dst_ip))) {
+        !accepts_address(*listener, make_address(request.family, request.dst_ip))) {
         reject(connection, reject_type, static_cast<std::uint32_t>(no_listener));
         return;
     }
@@ -238,7 +238,7 @@ void on_datagram_reply(Connection* connection, const wire::Message& reply) {
     } else {
         event.ud.qp_num = reply.qp_num;
         event.ud.qkey = reply.qkey;
-        event.ud.ah_attr = path_to_remote(*id);
+        event.ud.ah_attr = make_path_to_remote(*id);
     }
     report_to_program(connection, event);
     close_connection(connection);
@@ -367,7 +367,7 @@ void send_message(Connection* connection, const wire::Message& message) {
 
 std::optional<wire::Message> make_message(const Identifier& id, wire::Type type, const void* private_data,
                                           std::size_t private_bytes) {
-    if (private_bytes > wire::private_bytes_of(type)) {
+    if (private_bytes > wire::count_private_bytes(type)) {
         return std::nullopt;
     }
     wire::Message message{};
@@ -376,11 +376,11 @@ std::optional<wire::Message> make_message(const Identifier& id, wire::Type type,
     message.type = type;
     message.port_space = id.abi.ps;
     message.psn = id.psn;
-    const IpAddress source = ip_of(&id.abi.route.addr.src_addr);
-    const IpAddress destination = ip_of(&id.abi.route.addr.dst_addr);
+    const IpAddress source = get_ip(&id.abi.route.addr.src_addr);
+    const IpAddress destination = get_ip(&id.abi.route.addr.dst_addr);
     message.family = static_cast<std::uint16_t>(source.family);
-    message.src_port = port_of(&id.abi.route.addr.src_addr);
-    message.dst_port = port_of(&id.abi.route.addr.dst_addr);
+    message.src_port = get_port(&id.abi.route.addr.src_addr);
+    message.dst_port = get_port(&id.abi.route.addr.dst_addr);
     message.qp_type = static_cast<std::uint8_t>(id.abi.qp_type);
     std::memcpy(message.src_ip.data(), source.bytes.raw, message.src_ip.size());
     std::memcpy(message.dst_ip.data(), destination.bytes.raw, message.dst_ip.size());
@@ -445,7 +445,7 @@ void abandon(Identifier* id) {
 }
 
 int open_listeners(Identifier* id) {
-    for (const std::string& name : listener_names(*id)) {
+    for (const std::string& name : list_listener_names(*id)) {
         Fd socket(listen_on(name));
         if (!socket) {
             return EADDRINUSE;
@@ -460,7 +460,7 @@ int open_listeners(Identifier* id) {
 
 int connect_to_listener(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address, std::uint16_t port) {
     int result = -ECONNREFUSED;
-    for (const std::string& name : names_to_try(ps, gid, address, port)) {
+    for (const std::string& name : list_names_to_try(ps, gid, address, port)) {
         result = connect_to(name);
         if (result != -ECONNREFUSED) {
             break;

@@ -39,10 +39,11 @@ std::unique_ptr<CmDevice> open_device(ibv_device* device) {
 
 // Return the index of the GID from which a RoCE device sends if the source address is not one of its GIDs: the first
 // GID of type RoCE v2, the default of the kernel's connection manager.
-std::uint8_t default_gid_index(const CmDevice& device) {
-    const auto found = std::find_if(device.gids.begin(), device.gids.end(),
-                                    [](const ibv_gid_entry& entry) { return entry.gid_type == IBV_GID_TYPE_ROCE_V2; });
-    return found == device.gids.end() ? 0 : static_cast<std::uint8_t>(found->gid_index);
+std::uint8_t choose_gid_index(const CmDevice& device) {
+    const auto found_entry = std::find_if(device.gids.begin(), device.gids.end(), [](const ibv_gid_entry& entry) {
+        return entry.gid_type == IBV_GID_TYPE_ROCE_V2;
+    });
+    return found_entry == device.gids.end() ? 0 : static_cast<std::uint8_t>(found_entry->gid_index);
 }
 
 } // namespace
@@ -83,7 +84,7 @@ void release_default_pd(CmDevice* device) {
     }
 }
 
-ibv_xrcd* default_xrc_domain(CmDevice* device) {
+ibv_xrcd* get_default_xrc_domain(CmDevice* device) {
     if (device->xrc_domain == nullptr) {
         ibv_xrcd_init_attr attr{IBV_XRCD_INIT_ATTR_FD | IBV_XRCD_INIT_ATTR_OFLAGS, -1, O_CREAT};
         device->xrc_domain = ibv_open_xrcd(device->verbs, &attr);
@@ -94,22 +95,22 @@ ibv_xrcd* default_xrc_domain(CmDevice* device) {
 std::optional<LocalPort> find_local_port(const IpAddress& address) {
     int error = 0;
     const auto& devices = cm_devices(&error);
-    std::optional<LocalPort> found;
+    std::optional<LocalPort> local_port;
     for (const auto& device : devices) {
         for (const ibv_gid_entry& entry : device->gids) {
             // The address is in the table once for each type of GID. The GID of RoCE v2 is preferred.
-            if (same_gid(entry.gid, address.bytes) && (!found || entry.gid_type == IBV_GID_TYPE_ROCE_V2)) {
-                found = LocalPort{device.get(), static_cast<std::uint8_t>(entry.gid_index)};
+            if (is_same_gid(entry.gid, address.bytes) && (!local_port || entry.gid_type == IBV_GID_TYPE_ROCE_V2)) {
+                local_port = LocalPort{device.get(), static_cast<std::uint8_t>(entry.gid_index)};
             }
         }
-        if (found) {
-            return found;
+        if (local_port) {
+            return local_port;
         }
     }
     if (devices.empty() || !is_host_address(address)) {
         return std::nullopt;
     }
-    return LocalPort{devices.front().get(), default_gid_index(*devices.front())};
+    return LocalPort{devices.front().get(), choose_gid_index(*devices.front())};
 }
 
 extern "C" {
@@ -118,7 +119,7 @@ ibv_context** rdma_get_devices(int* num_devices) {
     if (num_devices != nullptr) {
         *num_devices = 0;
     }
-    if (const int fault = injected_error("rdma_get_devices"); fault != 0) {
+    if (const int fault = find_injected_error("rdma_get_devices"); fault != 0) {
         errno = fault;
         return nullptr;
     }

@@ -32,7 +32,7 @@ ibv_pd* take_default_pd(CmDevice* device);
 void release_default_pd(CmDevice* device);
 
 // Return the XRC domain of the device, or nullptr with errno set on failure.
-ibv_xrcd* default_xrc_domain(CmDevice* device);
+ibv_xrcd* get_default_xrc_domain(CmDevice* device);
 
 // A device together with the index of one of its GIDs.
 struct LocalPort {

@@ -11,17 +11,17 @@ namespace {
 
 constexpr int resolve_timeout_ms = 2000;
 
-int errno_of(int result) {
+int get_errno(int result) {
     return result == 0 ? 0 : errno;
 }
 
 int bind_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
-    return errno_of(rdma_bind_addr(id, info.ai_src_addr));
+    return get_errno(rdma_bind_addr(id, info.ai_src_addr));
 }
 
 int resolve_endpoint(rdma_cm_id* id, const rdma_addrinfo& info) {
-    const int error = errno_of(rdma_resolve_addr(id, info.ai_src_addr, info.ai_dst_addr, resolve_timeout_ms));
-    return error != 0 ? error : errno_of(rdma_resolve_route(id, resolve_timeout_ms));
+    const int error = get_errno(rdma_resolve_addr(id, info.ai_src_addr, info.ai_dst_addr, resolve_timeout_ms));
+    return error != 0 ? error : get_errno(rdma_resolve_route(id, resolve_timeout_ms));
 }
 
 // Give the endpoint its queue pair, or keep the attributes for the queue pairs of its requests.
@@ -31,7 +31,7 @@ int add_queue_pair(Identifier* id, bool is_passive, ibv_pd* pd, ibv_qp_init_attr
     }
     attributes->qp_type = id->abi.qp_type;
     if (!is_passive) {
-        return errno_of(rdma_create_qp(&id->abi, pd, attributes));
+        return get_errno(rdma_create_qp(&id->abi, pd, attributes));
     }
     id->endpoint_attributes = std::make_unique<ibv_qp_init_attr>(*attributes);
     id->abi.pd = pd;
@@ -43,7 +43,7 @@ int add_queue_pair(Identifier* id, bool is_passive, ibv_pd* pd, ibv_qp_init_attr
 extern "C" {
 
 int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
-    return entry("rdma_create_ep", [&] {
+    return run_entry("rdma_create_ep", [&] {
         if (id == nullptr || res == nullptr) {
             return EINVAL;
         }
@@ -70,7 +70,7 @@ int rdma_create_ep(rdma_cm_id** id, rdma_addrinfo* res, ibv_pd* pd, ibv_qp_init_
 }
 
 void rdma_destroy_ep(rdma_cm_id* id) {
-    if (id_of(id) == nullptr) {
+    if (get_id(id) == nullptr) {
         return;
     }
     rdma_destroy_qp(id);
@@ -79,8 +79,8 @@ void rdma_destroy_ep(rdma_cm_id* id) {
 }
 
 int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
-    return entry("rdma_get_request", [&] {
-        Identifier* const listener = id_of(listen);
+    return run_entry("rdma_get_request", [&] {
+        Identifier* const listener = get_id(listen);
         if (listener == nullptr || !listener->is_synchronous) {
             return EINVAL;
         }
@@ -97,7 +97,7 @@ int rdma_get_request(rdma_cm_id* listen, rdma_cm_id** id) {
         if (error == 0 && listener->endpoint_attributes != nullptr) {
             // A copy, because rdma_create_qp changes the attributes, and the next request needs them unchanged.
             ibv_qp_init_attr attributes = *listener->endpoint_attributes;
-            error = errno_of(rdma_create_qp(event->id, listen->pd, &attributes));
+            error = get_errno(rdma_create_qp(event->id, listen->pd, &attributes));
             if (error != 0) {
                 rdma_reject(event->id, nullptr, 0);
             }

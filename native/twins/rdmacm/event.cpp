@@ -131,7 +131,7 @@ extern "C" {
 
 rdma_event_channel* rdma_create_event_channel(void) {
     auto channel = std::make_unique<Channel>();
-    int error = injected_error("rdma_create_event_channel");
+    int error = find_injected_error("rdma_create_event_channel");
     error = error != 0 ? error : channel->events.open();
     if (error != 0) {
         errno = error;
@@ -143,30 +143,30 @@ rdma_event_channel* rdma_create_event_channel(void) {
 }
 
 void rdma_destroy_event_channel(rdma_event_channel* channel) {
-    Channel* const object = channel_of(channel);
+    Channel* const object = get_channel(channel);
     if (object != nullptr && ledger_remove("rdma_event_channel", reinterpret_cast<std::uint64_t>(object))) {
         delete object;
     }
 }
 
 int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
-    return entry("rdma_get_cm_event", [&] {
-        Channel* const object = channel_of(channel);
+    return run_entry("rdma_get_cm_event", [&] {
+        Channel* const object = get_channel(channel);
         if (object == nullptr || event == nullptr) {
             return EINVAL;
         }
         for (;;) {
-            auto taken = std::make_unique<ProgramEvent>();
+            auto program_event = std::make_unique<ProgramEvent>();
             QueuedEvent queued;
             const int error = object->events.take(
                 &queued, [](const QueuedEvent& taken_event) { taken_event.counter->count_taken(); });
             if (error != 0) {
                 return error;
             }
-            taken->counter = queued.counter;
-            if (present(queued, taken.get())) {
-                ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(taken.get()));
-                *event = &taken.release()->abi;
+            program_event->counter = queued.counter;
+            if (present(queued, program_event.get())) {
+                ledger_add("rdma_cm_event", reinterpret_cast<std::uint64_t>(program_event.get()));
+                *event = &program_event.release()->abi;
                 return 0;
             }
             queued.counter->acknowledge(1);
@@ -175,7 +175,7 @@ int rdma_get_cm_event(rdma_event_channel* channel, rdma_cm_event** event) {
 }
 
 int rdma_ack_cm_event(rdma_cm_event* event) {
-    return entry("rdma_ack_cm_event", [&] {
+    return run_entry("rdma_ack_cm_event", [&] {
         auto* const taken = reinterpret_cast<ProgramEvent*>(event);
         if (taken == nullptr || !ledger_remove("rdma_cm_event", reinterpret_cast<std::uint64_t>(taken))) {
             return EINVAL;

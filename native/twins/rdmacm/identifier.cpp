@@ -47,12 +47,12 @@ void destroy_unreported_requests(Identifier* listener) {
 
 } // namespace
 
-Identifier* id_of(rdma_cm_id* id) {
+Identifier* get_id(rdma_cm_id* id) {
     auto* const identifier = reinterpret_cast<Identifier*>(id);
     return is_alive("rdma_cm_id", identifier) ? identifier : nullptr;
 }
 
-Channel* channel_of(rdma_event_channel* channel) {
+Channel* get_channel(rdma_event_channel* channel) {
     auto* const object = reinterpret_cast<Channel*>(channel);
     return is_alive("rdma_event_channel", object) ? object : nullptr;
 }
@@ -101,11 +101,11 @@ void set_source(Identifier* id, const IpAddress& address, std::uint16_t port) {
 extern "C" {
 
 int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, rdma_port_space ps) {
-    return entry("rdma_create_id", [&] {
+    return run_entry("rdma_create_id", [&] {
         if (ps != RDMA_PS_TCP && ps != RDMA_PS_UDP && ps != RDMA_PS_IB && ps != RDMA_PS_IPOIB) {
             return EINVAL;
         }
-        if (channel != nullptr && channel_of(channel) == nullptr) {
+        if (channel != nullptr && get_channel(channel) == nullptr) {
             return EBADF;
         }
         int error = 0;
@@ -124,8 +124,8 @@ int rdma_create_id(rdma_event_channel* channel, rdma_cm_id** id, void* context, 
 }
 
 int rdma_destroy_id(rdma_cm_id* id) {
-    return entry("rdma_destroy_id", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_destroy_id", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -157,8 +157,8 @@ int rdma_destroy_id(rdma_cm_id* id) {
 }
 
 int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
-    return entry("rdma_migrate_id", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_migrate_id", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr || (identifier->is_synchronous && channel == nullptr)) {
             return EINVAL;
         }
@@ -167,7 +167,7 @@ int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
         if (new_channel == nullptr) {
             return errno;
         }
-        if (channel_of(new_channel) == nullptr) {
+        if (get_channel(new_channel) == nullptr) {
             return EBADF;
         }
         rdma_event_channel* const old_channel = id->channel;
@@ -203,11 +203,11 @@ int rdma_migrate_id(rdma_cm_id* id, rdma_event_channel* channel) {
 }
 
 __be16 rdma_get_src_port(rdma_cm_id* id) {
-    return address_length(&id->route.addr.src_addr) == 0 ? 0 : htons(port_of(&id->route.addr.src_addr));
+    return get_address_length(&id->route.addr.src_addr) == 0 ? 0 : htons(get_port(&id->route.addr.src_addr));
 }
 
 __be16 rdma_get_dst_port(rdma_cm_id* id) {
-    return address_length(&id->route.addr.dst_addr) == 0 ? 0 : htons(port_of(&id->route.addr.dst_addr));
+    return get_address_length(&id->route.addr.dst_addr) == 0 ? 0 : htons(get_port(&id->route.addr.dst_addr));
 }
 
 } // extern "C"

@@ -103,8 +103,8 @@ struct Identifier {
 
 // Return the identifier of a public structure, or nullptr if the structure never was one. If the identifier was
 // destroyed, end the process and print the stacks of its destruction and of this call.
-Identifier* id_of(rdma_cm_id* id);
-Channel* channel_of(rdma_event_channel* channel);
+Identifier* get_id(rdma_cm_id* id);
+Channel* get_channel(rdma_event_channel* channel);
 
 // Create an identifier. Without a channel it is synchronous and gets its own one. Return 0 or an errno.
 int make_identifier(rdma_event_channel* channel, void* context, rdma_port_space ps, ibv_qp_type qp_type,

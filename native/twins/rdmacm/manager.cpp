@@ -96,9 +96,9 @@ void run_manager() {
                 continue;
             }
             // An earlier event of this round may have removed the watch.
-            const auto found = state.watches.find(token);
-            if (found != state.watches.end()) {
-                const auto on_readable = found->second.on_readable;
+            const auto entry = state.watches.find(token);
+            if (entry != state.watches.end()) {
+                const auto on_readable = entry->second.on_readable;
                 on_readable();
             }
         }
@@ -136,10 +136,10 @@ Token watch(int fd, std::function<void()> on_readable) {
 
 void unwatch(Token token) {
     Manager& state = manager();
-    const auto found = state.watches.find(token);
-    if (found != state.watches.end()) {
-        epoll_ctl(state.epoll.get(), EPOLL_CTL_DEL, found->second.fd, nullptr);
-        state.watches.erase(found);
+    const auto entry = state.watches.find(token);
+    if (entry != state.watches.end()) {
+        epoll_ctl(state.epoll.get(), EPOLL_CTL_DEL, entry->second.fd, nullptr);
+        state.watches.erase(entry);
     }
 }
 

@@ -19,13 +19,13 @@ constexpr unsigned flag_full_member = 0, flag_send_only_full_member = 1;
 
 // Return the GID of the group, as the kernel forms it on RoCE v2: the IPv6 address, or the IPv4 address in its
 // IPv4-mapped form. IpAddress stores addresses in this form.
-ibv_gid group_gid(const IpAddress& address) {
+ibv_gid make_group_gid(const IpAddress& address) {
     return address.bytes;
 }
 
 int join(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* context) {
-    Identifier* const id = id_of(public_id);
-    if (id == nullptr || address_length(address) == 0 || !is_datagram(*id)) {
+    Identifier* const id = get_id(public_id);
+    if (id == nullptr || get_address_length(address) == 0 || !is_datagram(*id)) {
         return EINVAL;
     }
     if (flags == flag_send_only_full_member) {
@@ -34,18 +34,18 @@ int join(rdma_cm_id* public_id, const sockaddr* address, unsigned flags, void* c
     if (flags != flag_full_member) {
         return EINVAL;
     }
-    const IpAddress group = ip_of(address);
+    const IpAddress group = get_ip(address);
     std::lock_guard lock(manager_mutex());
     if ((id->state != State::bound && id->state != State::addr_resolved) || !id->local || !group.is_multicast()) {
         return EINVAL;
     }
-    id->multicasts.push_back({group, group_gid(group), context, false});
+    id->multicasts.push_back({group, make_group_gid(group), context, false});
     QueuedEvent event;
     event.type = RDMA_CM_EVENT_MULTICAST_JOIN;
     event.is_datagram = true;
     event.group = group;
-    event.ud.ah_attr = path_to_remote(*id);
-    event.ud.ah_attr.grh.dgid = group_gid(group);
+    event.ud.ah_attr = make_path_to_remote(*id);
+    event.ud.ah_attr.grh.dgid = make_group_gid(group);
     event.ud.qp_num = multicast_qp_num;
     event.ud.qkey = id->qkey;
     report(id, event);
@@ -58,14 +58,14 @@ int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
     ibv_gid gid{};
     {
         std::lock_guard lock(manager_mutex());
-        const auto found = std::find_if(id->multicasts.begin(), id->multicasts.end(),
+        const auto entry = std::find_if(id->multicasts.begin(), id->multicasts.end(),
                                         [&](const Multicast& joined) { return joined.address == address; });
-        if (found == id->multicasts.end()) {
+        if (entry == id->multicasts.end()) {
             return 0; // the program has left the group meanwhile
         }
-        *context = found->context;
-        gid = found->gid;
-        found->is_attached = id->abi.qp != nullptr;
+        *context = entry->context;
+        gid = entry->gid;
+        entry->is_attached = id->abi.qp != nullptr;
     }
     return id->abi.qp == nullptr ? 0 : ibv_attach_mcast(id->abi.qp, &gid, 0);
 }
@@ -73,42 +73,42 @@ int attach_to_group(Identifier* id, const IpAddress& address, void** context) {
 extern "C" {
 
 int rdma_join_multicast(rdma_cm_id* id, sockaddr* addr, void* context) {
-    return entry("rdma_join_multicast", [&] {
+    return run_entry("rdma_join_multicast", [&] {
         const int error = join(id, addr, flag_full_member, context);
-        return error != 0 ? error : complete(id_of(id));
+        return error != 0 ? error : complete(get_id(id));
     });
 }
 
 int rdma_join_multicast_ex(rdma_cm_id* id, rdma_cm_join_mc_attr_ex* attr, void* context) {
-    return entry("rdma_join_multicast_ex", [&] {
+    return run_entry("rdma_join_multicast_ex", [&] {
         if (attr == nullptr || (attr->comp_mask & ~(join_attr_address | join_attr_flags)) != 0 ||
             (attr->comp_mask & join_attr_address) == 0 || (attr->comp_mask & join_attr_flags) == 0) {
             return EINVAL;
         }
         const int error = join(id, attr->addr, attr->join_flags, context);
-        return error != 0 ? error : complete(id_of(id));
+        return error != 0 ? error : complete(get_id(id));
     });
 }
 
 int rdma_leave_multicast(rdma_cm_id* id, sockaddr* addr) {
-    return entry("rdma_leave_multicast", [&] {
-        Identifier* const identifier = id_of(id);
-        if (identifier == nullptr || address_length(addr) == 0) {
+    return run_entry("rdma_leave_multicast", [&] {
+        Identifier* const identifier = get_id(id);
+        if (identifier == nullptr || get_address_length(addr) == 0) {
             return EINVAL;
         }
-        const IpAddress group = ip_of(addr);
-        Multicast left;
+        const IpAddress group = get_ip(addr);
+        Multicast left_group;
         {
             std::lock_guard lock(manager_mutex());
-            const auto found = std::find_if(identifier->multicasts.begin(), identifier->multicasts.end(),
+            const auto entry = std::find_if(identifier->multicasts.begin(), identifier->multicasts.end(),
                                             [&](const Multicast& joined) { return joined.address == group; });
-            if (found == identifier->multicasts.end()) {
+            if (entry == identifier->multicasts.end()) {
                 return EADDRNOTAVAIL;
             }
-            left = *found;
-            identifier->multicasts.erase(found);
+            left_group = *entry;
+            identifier->multicasts.erase(entry);
         }
-        return left.is_attached && id->qp != nullptr ? ibv_detach_mcast(id->qp, &left.gid, 0) : 0;
+        return left_group.is_attached && id->qp != nullptr ? ibv_detach_mcast(id->qp, &left_group.gid, 0) : 0;
     });
 }
 

@@ -58,7 +58,7 @@ int set_path(Identifier* id, const void* value, std::size_t length) {
     }
     ibv_path_data path;
     std::memcpy(&path, value, sizeof path);
-    if (!same_gid(path.path.dgid, id->remote_gid) || !same_gid(path.path.sgid, id->local->gid())) {
+    if (!is_same_gid(path.path.dgid, id->remote_gid) || !is_same_gid(path.path.sgid, id->local->gid())) {
         return EINVAL;
     }
     if (const int error = resolve_route_now(id); error != 0) {
@@ -72,8 +72,8 @@ int set_path(Identifier* id, const void* value, std::size_t length) {
 } // namespace
 
 extern "C" int rdma_set_option(rdma_cm_id* id, int level, int optname, void* optval, std::size_t optlen) {
-    return entry("rdma_set_option", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_set_option", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }

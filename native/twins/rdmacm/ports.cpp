@@ -24,7 +24,7 @@ constexpr std::string_view any_ipv4 = "any4", any_ipv6 = "any6", any_of_both = "
 
 // A name has at most 50 bytes after the prefix of the domain. So it has short parts: a letter for the port space, the
 // port in hexadecimal, and a hash of the address.
-std::string port_text(rdma_port_space ps, std::uint16_t port) {
+std::string make_port_text(rdma_port_space ps, std::uint16_t port) {
     const char letter = ps == RDMA_PS_TCP ? 't' : (ps == RDMA_PS_UDP ? 'u' : (ps == RDMA_PS_IB ? 'b' : 'i'));
     char text[16];
     std::snprintf(text, sizeof text, "%c%04x", letter, static_cast<unsigned>(port));
@@ -44,7 +44,7 @@ std::string hash_text(const ibv_gid& address) {
 }
 
 // Return the last part of a name: the address, or one of the wildcards.
-std::string address_text(const Identifier& id, const IpAddress& address) {
+std::string make_address_text(const Identifier& id, const IpAddress& address) {
     if (!address.is_any()) {
         return hash_text(address.bytes);
     }
@@ -55,13 +55,13 @@ std::string address_text(const Identifier& id, const IpAddress& address) {
 }
 
 std::string claim_name(rdma_port_space ps, std::uint16_t port, std::string_view address) {
-    return "cmport." + port_text(ps, port) + "." + std::string(address);
+    return "cmport." + make_port_text(ps, port) + "." + std::string(address);
 }
 
 // Return all addresses that an identifier on this host can be bound to, each as the last part of a name.
-std::vector<std::string> specific_addresses(bool ipv4, bool ipv6) {
+std::vector<std::string> list_specific_addresses(bool ipv4, bool ipv6) {
     std::set<std::string> names;
-    for (const IpAddress& address : host_addresses()) {
+    for (const IpAddress& address : list_host_addresses()) {
         if ((address.family == AF_INET && ipv4) || (address.family == AF_INET6 && ipv6)) {
             names.insert(hash_text(address.bytes));
         }
@@ -76,12 +76,12 @@ std::vector<std::string> specific_addresses(bool ipv4, bool ipv6) {
 }
 
 // Return the last parts of the names of claims that conflict with a claim of this address.
-std::vector<std::string> conflicting_addresses(const IpAddress& address, std::string_view own) {
+std::vector<std::string> list_conflicting_addresses(const IpAddress& address, std::string_view own) {
     const bool ipv4 = own == any_ipv4 || own == any_of_both;
     const bool ipv6 = own == any_ipv6 || own == any_of_both;
     std::vector<std::string> others;
     if (address.is_any()) {
-        others = specific_addresses(ipv4, ipv6);
+        others = list_specific_addresses(ipv4, ipv6);
     }
     if (own != any_ipv4 && (ipv4 || address.family == AF_INET)) {
         others.emplace_back(any_ipv4);
@@ -98,7 +98,7 @@ std::vector<std::string> conflicting_addresses(const IpAddress& address, std::st
 // Lock a port against claims by other processes, because two concurrent claims would see each other's temporary names.
 // Wait for the lock at most one second, because a process that holds it may be stopped.
 Fd lock_port(rdma_port_space ps, std::uint16_t port) {
-    const std::string name = "cmlock." + port_text(ps, port);
+    const std::string name = "cmlock." + make_port_text(ps, port);
     for (int attempt = 0; attempt < 1000; ++attempt) {
         const int fd = listen_on(name);
         if (fd >= 0) {
@@ -111,12 +111,12 @@ Fd lock_port(rdma_port_space ps, std::uint16_t port) {
 
 int claim_one_port(Identifier* id, const IpAddress& address, std::uint16_t port) {
     const Fd lock = lock_port(id->abi.ps, port);
-    const std::string own = address_text(*id, address);
+    const std::string own = make_address_text(*id, address);
     Fd claim(listen_on(claim_name(id->abi.ps, port, own)));
     if (!claim) {
         return EADDRINUSE;
     }
-    for (const std::string& other : conflicting_addresses(address, own)) {
+    for (const std::string& other : list_conflicting_addresses(address, own)) {
         if (!Fd(listen_on(claim_name(id->abi.ps, port, other)))) {
             return EADDRINUSE;
         }
@@ -151,32 +151,33 @@ int claim_exclusively(Identifier* id) {
     if (!id->claim.names.empty()) {
         return 0;
     }
-    return claim_one_port(id, ip_of(&id->abi.route.addr.src_addr), id->claim.port);
+    return claim_one_port(id, get_ip(&id->abi.route.addr.src_addr), id->claim.port);
 }
 
-std::vector<std::string> listener_names(const Identifier& id) {
-    const IpAddress address = ip_of(&id.abi.route.addr.src_addr);
+std::vector<std::string> list_listener_names(const Identifier& id) {
+    const IpAddress address = get_ip(&id.abi.route.addr.src_addr);
     std::set<std::string> gids;
     int error = 0;
     if (address.is_any()) {
         for (const auto& device : cm_devices(&error)) {
             for (const ibv_gid_entry& entry : device->gids) {
-                gids.insert(gid_text(entry.gid));
+                gids.insert(format_gid(entry.gid));
             }
         }
     } else {
-        gids.insert(gid_text(id.local->gid()));
+        gids.insert(format_gid(id.local->gid()));
     }
     std::vector<std::string> names;
     for (const std::string& gid : gids) {
-        names.push_back("cm." + gid + "." + port_text(id.abi.ps, id.claim.port) + "." + address_text(id, address));
+        names.push_back("cm." + gid + "." + make_port_text(id.abi.ps, id.claim.port) + "." +
+                        make_address_text(id, address));
     }
     return names;
 }
 
-std::vector<std::string> names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
-                                      std::uint16_t port) {
-    const std::string begin = "cm." + gid_text(gid) + "." + port_text(ps, port) + ".";
+std::vector<std::string> list_names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
+                                           std::uint16_t port) {
+    const std::string begin = "cm." + format_gid(gid) + "." + make_port_text(ps, port) + ".";
     const std::string_view any_of_family = address.family == AF_INET ? any_ipv4 : any_ipv6;
     return {begin + hash_text(address.bytes), begin + std::string(any_of_family), begin + std::string(any_of_both)};
 }

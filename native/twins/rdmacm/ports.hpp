@@ -14,10 +14,10 @@ int claim_port(Identifier* id, const IpAddress& address, std::uint16_t port);
 int claim_exclusively(Identifier* id);
 
 // Return the socket names at which an identifier listens: one name for each GID that peers can use to reach it.
-std::vector<std::string> listener_names(const Identifier& id);
+std::vector<std::string> list_listener_names(const Identifier& id);
 // Return the socket names at which a listener for this destination can be, the most specific name first.
-std::vector<std::string> names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
-                                      std::uint16_t port);
+std::vector<std::string> list_names_to_try(rdma_port_space ps, const ibv_gid& gid, const IpAddress& address,
+                                           std::uint16_t port);
 
 // Bind the identifier to the wildcard address of the family and a free port. Return 0 or an errno. The caller holds the
 // lock.

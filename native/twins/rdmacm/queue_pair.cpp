@@ -94,7 +94,7 @@ ibv_pd* choose_pd(Identifier* id, ibv_pd* given) {
 
 ibv_xrcd* choose_xrc_domain(Identifier* id, ibv_xrcd* given) {
     std::lock_guard lock(manager_mutex());
-    return given != nullptr ? given : default_xrc_domain(id->local->device);
+    return given != nullptr ? given : get_default_xrc_domain(id->local->device);
 }
 
 int create_queue_pair(Identifier* id, ibv_qp_init_attr_ex* attr) {
@@ -188,7 +188,7 @@ int create_receive_queue(Identifier* id, ibv_srq_init_attr_ex* attr) {
 
 } // namespace
 
-ibv_ah_attr path_to_remote(const Identifier& id) {
+ibv_ah_attr make_path_to_remote(const Identifier& id) {
     ibv_ah_attr path{};
     path.is_global = 1;
     path.port_num = id.abi.port_num;
@@ -236,7 +236,7 @@ int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask) {
             return EINVAL;
         }
         *mask = IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN;
-        attr->ah_attr = path_to_remote(id);
+        attr->ah_attr = make_path_to_remote(id);
         attr->path_mtu = id.local->device->port.active_mtu;
         attr->dest_qp_num = id.remote_qp_num;
         attr->rq_psn = id.remote_psn;
@@ -306,15 +306,15 @@ void fail_queue_pair(Identifier* id) {
 extern "C" {
 
 int rdma_create_qp_ex(rdma_cm_id* id, ibv_qp_init_attr_ex* qp_init_attr) {
-    return entry("rdma_create_qp_ex", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_create_qp_ex", [&] {
+        Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : create_queue_pair(identifier, qp_init_attr);
     });
 }
 
 int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
-    return entry("rdma_create_qp", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_create_qp", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -335,7 +335,7 @@ int rdma_create_qp(rdma_cm_id* id, ibv_pd* pd, ibv_qp_init_attr* qp_init_attr) {
 }
 
 void rdma_destroy_qp(rdma_cm_id* id) {
-    if (id_of(id) != nullptr && id->qp != nullptr) {
+    if (get_id(id) != nullptr && id->qp != nullptr) {
         ibv_destroy_qp(id->qp);
         id->qp = nullptr;
         destroy_queues(id);
@@ -343,15 +343,15 @@ void rdma_destroy_qp(rdma_cm_id* id) {
 }
 
 int rdma_create_srq_ex(rdma_cm_id* id, ibv_srq_init_attr_ex* attr) {
-    return entry("rdma_create_srq_ex", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_create_srq_ex", [&] {
+        Identifier* const identifier = get_id(id);
         return identifier == nullptr ? EINVAL : create_receive_queue(identifier, attr);
     });
 }
 
 int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
-    return entry("rdma_create_srq", [&] {
-        Identifier* const identifier = id_of(id);
+    return run_entry("rdma_create_srq", [&] {
+        Identifier* const identifier = get_id(id);
         if (identifier == nullptr) {
             return EINVAL;
         }
@@ -370,7 +370,7 @@ int rdma_create_srq(rdma_cm_id* id, ibv_pd* pd, ibv_srq_init_attr* attr) {
 }
 
 void rdma_destroy_srq(rdma_cm_id* id) {
-    if (id_of(id) != nullptr && id->srq != nullptr) {
+    if (get_id(id) != nullptr && id->srq != nullptr) {
         ibv_destroy_srq(id->srq);
         id->srq = nullptr;
         if (id->qp == nullptr) {
@@ -380,8 +380,8 @@ void rdma_destroy_srq(rdma_cm_id* id) {
 }
 
 int rdma_init_qp_attr(rdma_cm_id* id, ibv_qp_attr* qp_attr, int* qp_attr_mask) {
-    return entry("rdma_init_qp_attr", [&] {
-        const Identifier* const identifier = id_of(id);
+    return run_entry("rdma_init_qp_attr", [&] {
+        const Identifier* const identifier = get_id(id);
         std::lock_guard lock(manager_mutex());
         return identifier == nullptr ? EINVAL : fill_attributes(*identifier, qp_attr, qp_attr_mask);
     });

@@ -6,7 +6,7 @@
 namespace gdrkit::twin::rdmacm {
 
 // Return the path from this identifier to its peer.
-ibv_ah_attr path_to_remote(const Identifier& id);
+ibv_ah_attr make_path_to_remote(const Identifier& id);
 
 // Fill the attributes for a transition of the identifier's queue pair to attr->qp_state. Return 0 or an errno.
 int fill_attributes(const Identifier& id, ibv_qp_attr* attr, int* mask);

@@ -60,7 +60,7 @@ constexpr FlagOption flag_options[] = {
 };
 
 int copy_address(const sockaddr_storage& source, sockaddr* address, socklen_t* length) {
-    const socklen_t source_length = address_length(reinterpret_cast<const sockaddr*>(&source));
+    const socklen_t source_length = get_address_length(reinterpret_cast<const sockaddr*>(&source));
     if (address == nullptr || length == nullptr) {
         return EFAULT;
     }
@@ -83,12 +83,12 @@ template <typename Value> int copy_value(const Value& source, void* value, sockl
 std::shared_ptr<RdmaSocket> find_socket(int number) {
     SocketTable& state = table();
     std::lock_guard lock(state.mutex);
-    const auto found = state.sockets.find(number);
-    if (found == state.sockets.end()) {
+    const auto entry = state.sockets.find(number);
+    if (entry == state.sockets.end()) {
         errno = EBADF;
         return nullptr;
     }
-    return found->second;
+    return entry->second;
 }
 
 void add_socket(const std::shared_ptr<RdmaSocket>& socket) {
@@ -115,7 +115,7 @@ int RdmaSocket::open() {
 }
 
 int RdmaSocket::bind(sockaddr* address, socklen_t length) {
-    if (address == nullptr || length < address_length(address) || address->sa_family != domain_) {
+    if (address == nullptr || length < get_address_length(address) || address->sa_family != domain_) {
         return EINVAL;
     }
     return rdma_bind_addr(id_, address) == 0 ? 0 : errno;
@@ -133,17 +133,17 @@ int RdmaSocket::write_mapped(const void*, std::size_t, off_t, int, std::size_t*)
     return EOPNOTSUPP;
 }
 
-int RdmaSocket::local_address(sockaddr* address, socklen_t* length) {
+int RdmaSocket::get_local_address(sockaddr* address, socklen_t* length) {
     sockaddr_storage storage = id_->route.addr.src_storage;
     storage.ss_family = static_cast<sa_family_t>(domain_);
     return copy_address(storage, address, length);
 }
 
-int RdmaSocket::peer_address(sockaddr* address, socklen_t* length) {
-    return is_connected() ? remote_address(address, length) : ENOTCONN;
+int RdmaSocket::get_peer_address(sockaddr* address, socklen_t* length) {
+    return is_connected() ? get_remote_address(address, length) : ENOTCONN;
 }
 
-int RdmaSocket::remote_address(sockaddr* address, socklen_t* length) {
+int RdmaSocket::get_remote_address(sockaddr* address, socklen_t* length) {
     return copy_address(id_->route.addr.dst_storage, address, length);
 }
 

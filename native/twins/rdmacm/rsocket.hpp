@@ -77,9 +77,9 @@ public:
     virtual int unmap(void* buffer, std::size_t length);
     virtual int write_mapped(const void* buffer, std::size_t count, off_t offset, int flags, std::size_t* moved);
 
-    int local_address(sockaddr* address, socklen_t* length);
-    int peer_address(sockaddr* address, socklen_t* length); // ENOTCONN if there is no connection
-    int remote_address(sockaddr* address, socklen_t* length);
+    int get_local_address(sockaddr* address, socklen_t* length);
+    int get_peer_address(sockaddr* address, socklen_t* length); // ENOTCONN if there is no connection
+    int get_remote_address(sockaddr* address, socklen_t* length);
     int set_option(int level, int name, const void* value, socklen_t length);
     int get_option(int level, int name, void* value, socklen_t* length);
     int control(int command, int argument, int* result); // F_GETFL and F_SETFL
@@ -97,8 +97,8 @@ protected:
     // the queue pair uses.
     void destroy_queue_pair();
     int post_receive(unsigned slot);
-    // Post a request with the first `size` bytes of a send slot. If that fails, the slot is free again.
-    int post_slot(unsigned slot, std::size_t size, ibv_send_wr* request);
+    // Post a request with the first `size_bytes` bytes of a send slot. If that fails, the slot is free again.
+    int post_slot(unsigned slot, std::size_t size_bytes, ibv_send_wr* request);
     std::uint8_t* receive_slot(unsigned slot) { return receive_memory_.data() + slot * sizes_.receive_slot_bytes; }
     std::uint8_t* send_slot(unsigned slot) { return send_memory_.data() + slot * sizes_.send_slot_bytes; }
     unsigned take_send_slot();

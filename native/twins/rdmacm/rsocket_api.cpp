@@ -15,34 +15,34 @@ namespace gdrkit::twin::rdmacm {
 namespace {
 
 // Run a call on the rsocket of this number. The body returns 0 or an errno.
-template <typename Body> int socket_entry(std::string_view function, int number, Body&& body) {
-    return entry(function, [&] {
+template <typename Body> int run_socket_entry(std::string_view function, int number, Body&& body) {
+    return run_entry(function, [&] {
         const auto socket = find_socket(number);
         return socket == nullptr ? EBADF : body(*socket);
     });
 }
 
 // The same for a call that returns a number of bytes.
-template <typename Body> ssize_t bytes_entry(std::string_view function, int number, Body&& body) {
+template <typename Body> ssize_t run_bytes_entry(std::string_view function, int number, Body&& body) {
     std::size_t moved = 0;
-    const int result = socket_entry(function, number, [&](RdmaSocket& socket) { return body(socket, &moved); });
+    const int result = run_socket_entry(function, number, [&](RdmaSocket& socket) { return body(socket, &moved); });
     return result == 0 ? static_cast<ssize_t>(moved) : -1;
 }
 
 ssize_t send_parts(std::string_view function, int number, std::span<const iovec> parts, int flags,
                    const sockaddr* destination = nullptr) {
-    return bytes_entry(function, number, [&](RdmaSocket& socket, std::size_t* moved) {
+    return run_bytes_entry(function, number, [&](RdmaSocket& socket, std::size_t* moved) {
         return socket.send(parts, flags, const_cast<sockaddr*>(destination), moved);
     });
 }
 
 ssize_t receive_parts(std::string_view function, int number, std::span<const iovec> parts, int flags,
                       sockaddr* source = nullptr, socklen_t* source_length = nullptr) {
-    return bytes_entry(function, number, [&](RdmaSocket& socket, std::size_t* moved) {
+    return run_bytes_entry(function, number, [&](RdmaSocket& socket, std::size_t* moved) {
         sockaddr_storage storage{};
         const int error = socket.receive(parts, flags, source == nullptr ? nullptr : &storage, moved);
         if (error == 0 && source != nullptr && source_length != nullptr) {
-            const socklen_t length = address_length(reinterpret_cast<const sockaddr*>(&storage));
+            const socklen_t length = get_address_length(reinterpret_cast<const sockaddr*>(&storage));
             std::memcpy(source, &storage, std::min(*source_length, length));
             *source_length = length;
         }
@@ -50,7 +50,7 @@ ssize_t receive_parts(std::string_view function, int number, std::span<const iov
     });
 }
 
-iovec one_part(const void* buffer, std::size_t length) {
+iovec make_iovec(const void* buffer, std::size_t length) {
     return {const_cast<void*>(buffer), length};
 }
 
@@ -60,7 +60,7 @@ extern "C" {
 
 int rsocket(int domain, int type, int protocol) {
     int number = -1;
-    const int result = entry("rsocket", [&] {
+    const int result = run_entry("rsocket", [&] {
         const bool is_stream = type == SOCK_STREAM && (protocol == 0 || protocol == IPPROTO_TCP);
         const bool is_datagram = type == SOCK_DGRAM && (protocol == 0 || protocol == IPPROTO_UDP);
         if ((domain != AF_INET && domain != AF_INET6) || (!is_stream && !is_datagram)) {
@@ -78,24 +78,24 @@ int rsocket(int domain, int type, int protocol) {
 }
 
 int rbind(int socket, const sockaddr* addr, socklen_t addrlen) {
-    return socket_entry("rbind", socket,
-                        [&](RdmaSocket& object) { return object.bind(const_cast<sockaddr*>(addr), addrlen); });
+    return run_socket_entry("rbind", socket,
+                            [&](RdmaSocket& object) { return object.bind(const_cast<sockaddr*>(addr), addrlen); });
 }
 
 int rlisten(int socket, int backlog) {
-    return socket_entry("rlisten", socket, [&](RdmaSocket& object) { return object.listen(backlog); });
+    return run_socket_entry("rlisten", socket, [&](RdmaSocket& object) { return object.listen(backlog); });
 }
 
 int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
     int number = -1;
-    const int result = socket_entry("raccept", socket, [&](RdmaSocket& object) {
+    const int result = run_socket_entry("raccept", socket, [&](RdmaSocket& object) {
         std::shared_ptr<RdmaSocket> accepted;
         const int error = object.accept(&accepted);
         if (error != 0) {
             return error;
         }
         if (addr != nullptr && addrlen != nullptr) {
-            accepted->remote_address(addr, addrlen);
+            accepted->get_remote_address(addr, addrlen);
         }
         number = accepted->number();
         add_socket(accepted);
@@ -105,18 +105,18 @@ int raccept(int socket, sockaddr* addr, socklen_t* addrlen) {
 }
 
 int rconnect(int socket, const sockaddr* addr, socklen_t addrlen) {
-    return socket_entry("rconnect", socket,
-                        [&](RdmaSocket& object) { return object.connect(const_cast<sockaddr*>(addr), addrlen); });
+    return run_socket_entry("rconnect", socket,
+                            [&](RdmaSocket& object) { return object.connect(const_cast<sockaddr*>(addr), addrlen); });
 }
 
 int rshutdown(int socket, int how) {
-    return socket_entry("rshutdown", socket, [&](RdmaSocket& object) {
+    return run_socket_entry("rshutdown", socket, [&](RdmaSocket& object) {
         return how == SHUT_RD || how == SHUT_WR || how == SHUT_RDWR ? object.shut_down(how) : EINVAL;
     });
 }
 
 int rclose(int socket) {
-    return socket_entry("rclose", socket, [&](RdmaSocket& object) {
+    return run_socket_entry("rclose", socket, [&](RdmaSocket& object) {
         const int error = object.close();
         remove_socket(socket);
         return error;
@@ -124,12 +124,12 @@ int rclose(int socket) {
 }
 
 ssize_t rrecv(int socket, void* buf, size_t len, int flags) {
-    const iovec part = one_part(buf, len);
+    const iovec part = make_iovec(buf, len);
     return receive_parts("rrecv", socket, {&part, 1}, flags);
 }
 
 ssize_t rrecvfrom(int socket, void* buf, size_t len, int flags, sockaddr* src_addr, socklen_t* addrlen) {
-    const iovec part = one_part(buf, len);
+    const iovec part = make_iovec(buf, len);
     return receive_parts("rrecvfrom", socket, {&part, 1}, flags, src_addr, addrlen);
 }
 
@@ -143,7 +143,7 @@ ssize_t rrecvmsg(int socket, msghdr* msg, int flags) {
 }
 
 ssize_t rread(int socket, void* buf, size_t count) {
-    const iovec part = one_part(buf, count);
+    const iovec part = make_iovec(buf, count);
     return receive_parts("rread", socket, {&part, 1}, 0);
 }
 
@@ -152,12 +152,12 @@ ssize_t rreadv(int socket, const iovec* iov, int iovcnt) {
 }
 
 ssize_t rsend(int socket, const void* buf, size_t len, int flags) {
-    const iovec part = one_part(buf, len);
+    const iovec part = make_iovec(buf, len);
     return send_parts("rsend", socket, {&part, 1}, flags);
 }
 
 ssize_t rsendto(int socket, const void* buf, size_t len, int flags, const sockaddr* dest_addr, socklen_t) {
-    const iovec part = one_part(buf, len);
+    const iovec part = make_iovec(buf, len);
     return send_parts("rsendto", socket, {&part, 1}, flags, dest_addr);
 }
 
@@ -171,7 +171,7 @@ ssize_t rsendmsg(int socket, const msghdr* msg, int flags) {
 }
 
 ssize_t rwrite(int socket, const void* buf, size_t count) {
-    const iovec part = one_part(buf, count);
+    const iovec part = make_iovec(buf, count);
     return send_parts("rwrite", socket, {&part, 1}, 0);
 }
 
@@ -180,22 +180,23 @@ ssize_t rwritev(int socket, const iovec* iov, int iovcnt) {
 }
 
 int rgetpeername(int socket, sockaddr* addr, socklen_t* addrlen) {
-    return socket_entry("rgetpeername", socket, [&](RdmaSocket& object) { return object.peer_address(addr, addrlen); });
+    return run_socket_entry("rgetpeername", socket,
+                            [&](RdmaSocket& object) { return object.get_peer_address(addr, addrlen); });
 }
 
 int rgetsockname(int socket, sockaddr* addr, socklen_t* addrlen) {
-    return socket_entry("rgetsockname", socket,
-                        [&](RdmaSocket& object) { return object.local_address(addr, addrlen); });
+    return run_socket_entry("rgetsockname", socket,
+                            [&](RdmaSocket& object) { return object.get_local_address(addr, addrlen); });
 }
 
 int rsetsockopt(int socket, int level, int optname, const void* optval, socklen_t optlen) {
-    return socket_entry("rsetsockopt", socket,
-                        [&](RdmaSocket& object) { return object.set_option(level, optname, optval, optlen); });
+    return run_socket_entry("rsetsockopt", socket,
+                            [&](RdmaSocket& object) { return object.set_option(level, optname, optval, optlen); });
 }
 
 int rgetsockopt(int socket, int level, int optname, void* optval, socklen_t* optlen) {
-    return socket_entry("rgetsockopt", socket,
-                        [&](RdmaSocket& object) { return object.get_option(level, optname, optval, optlen); });
+    return run_socket_entry("rgetsockopt", socket,
+                            [&](RdmaSocket& object) { return object.get_option(level, optname, optval, optlen); });
 }
 
 int rfcntl(int socket, int cmd, ...) {
@@ -205,22 +206,22 @@ int rfcntl(int socket, int cmd, ...) {
     va_end(arguments);
     int value = 0;
     const int result =
-        socket_entry("rfcntl", socket, [&](RdmaSocket& object) { return object.control(cmd, argument, &value); });
+        run_socket_entry("rfcntl", socket, [&](RdmaSocket& object) { return object.control(cmd, argument, &value); });
     return result == 0 ? value : -1;
 }
 
 off_t riomap(int socket, void* buf, size_t len, int prot, int, off_t offset) {
     const int result =
-        socket_entry("riomap", socket, [&](RdmaSocket& object) { return object.map(buf, len, prot, &offset); });
+        run_socket_entry("riomap", socket, [&](RdmaSocket& object) { return object.map(buf, len, prot, &offset); });
     return result == 0 ? offset : -1;
 }
 
 int riounmap(int socket, void* buf, size_t len) {
-    return socket_entry("riounmap", socket, [&](RdmaSocket& object) { return object.unmap(buf, len); });
+    return run_socket_entry("riounmap", socket, [&](RdmaSocket& object) { return object.unmap(buf, len); });
 }
 
 size_t riowrite(int socket, const void* buf, size_t count, off_t offset, int flags) {
-    return static_cast<size_t>(bytes_entry("riowrite", socket, [&](RdmaSocket& object, std::size_t* moved) {
+    return static_cast<size_t>(run_bytes_entry("riowrite", socket, [&](RdmaSocket& object, std::size_t* moved) {
         return object.write_mapped(buf, count, offset, flags, moved);
     }));
 }

@@ -52,7 +52,7 @@ private:
     };
     struct Datagram {
         unsigned slot;
-        std::size_t size;
+        std::size_t size_bytes;
         sockaddr_storage source;
     };
 
@@ -85,18 +85,18 @@ int DatagramSocket::make_ready() {
     if (is_ready_) {
         return 0;
     }
-    if (address_length(&id_->route.addr.src_addr) == 0) {
+    if (get_address_length(&id_->route.addr.src_addr) == 0) {
         sockaddr_storage any{};
         any.ss_family = static_cast<sa_family_t>(domain_);
         if (rdma_bind_addr(id_, reinterpret_cast<sockaddr*>(&any)) != 0) {
             return errno;
         }
     }
-    Identifier* const identifier = id_of(id_);
+    Identifier* const identifier = get_id(id_);
     if (id_->verbs == nullptr) {
         // An rsocket that is bound to no address uses the device of the loopback address.
         std::lock_guard lock(manager_mutex());
-        const auto local = find_local_port(loopback_address(domain_));
+        const auto local = find_local_port(make_loopback_address(domain_));
         if (!local) {
             return ENODEV;
         }
@@ -164,12 +164,12 @@ int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
 }
 
 int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
-    if (address_length(address) == 0 || address->sa_family != domain_) {
+    if (get_address_length(address) == 0 || address->sa_family != domain_) {
         return EINVAL;
     }
-    const std::string key = gid_text(ip_of(address).bytes) + std::to_string(port_of(address));
-    auto found = peers_.find(key);
-    if (found == peers_.end()) {
+    const std::string key = format_gid(get_ip(address).bytes) + std::to_string(get_port(address));
+    auto entry = peers_.find(key);
+    if (entry == peers_.end()) {
         rdma_ud_param parameters{};
         if (const int error = resolve_peer(address, &parameters); error != 0) {
             return error;
@@ -178,9 +178,9 @@ int DatagramSocket::find_peer(sockaddr* address, const Peer** peer) {
         if (handle == nullptr) {
             return errno;
         }
-        found = peers_.emplace(key, Peer{handle, parameters.qp_num, parameters.qkey}).first;
+        entry = peers_.emplace(key, Peer{handle, parameters.qp_num, parameters.qkey}).first;
     }
-    *peer = &found->second;
+    *peer = &entry->second;
     return 0;
 }
 
@@ -189,16 +189,16 @@ int DatagramSocket::connect(sockaddr* address, socklen_t) {
     int error = make_ready();
     error = error != 0 ? error : find_peer(address, &peer_);
     if (error == 0) {
-        std::memcpy(&id_->route.addr.dst_storage, address, address_length(address));
+        std::memcpy(&id_->route.addr.dst_storage, address, get_address_length(address));
     }
     return error;
 }
 
 DatagramHeader DatagramSocket::make_header() const {
-    DatagramHeader header{header_magic, static_cast<std::uint16_t>(domain_), port_of(&id_->route.addr.src_addr), {}};
-    IpAddress source = ip_of(&id_->route.addr.src_addr);
+    DatagramHeader header{header_magic, static_cast<std::uint16_t>(domain_), get_port(&id_->route.addr.src_addr), {}};
+    IpAddress source = get_ip(&id_->route.addr.src_addr);
     if (source.is_any()) {
-        source = loopback_address(domain_);
+        source = make_loopback_address(domain_);
     }
     std::memcpy(header.address.data(), source.bytes.raw, header.address.size());
     return header;
@@ -214,11 +214,11 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
     if (error != 0 || peer == nullptr) {
         return error != 0 ? error : EDESTADDRREQ;
     }
-    std::size_t size = sizeof(DatagramHeader);
+    std::size_t size_bytes = sizeof(DatagramHeader);
     for (const iovec& part : parts) {
-        size += part.iov_len;
+        size_bytes += part.iov_len;
     }
-    if (size > datagram_bytes) {
+    if (size_bytes > datagram_bytes) {
         return EMSGSIZE;
     }
     error = wait(&lock, is_nonblocking(flags), [this] { return !free_send_slots_.empty(); });
@@ -239,9 +239,9 @@ int DatagramSocket::send(std::span<const iovec> parts, int flags, sockaddr* dest
     request.wr.ud.ah = peer->handle;
     request.wr.ud.remote_qpn = peer->qp_num;
     request.wr.ud.remote_qkey = peer->qkey;
-    error = post_slot(slot, size, &request);
+    error = post_slot(slot, size_bytes, &request);
     if (error == 0) {
-        *moved = size - sizeof header;
+        *moved = size_bytes - sizeof header;
     }
     return error;
 }
@@ -256,9 +256,9 @@ int DatagramSocket::receive(std::span<const iovec> parts, int flags, sockaddr_st
     const Datagram datagram = received_.front();
     const std::uint8_t* bytes = receive_slot(datagram.slot) + grh_bytes + sizeof(DatagramHeader);
     for (const iovec& part : parts) {
-        const std::size_t size = std::min(part.iov_len, datagram.size - *moved);
-        std::memcpy(part.iov_base, bytes + *moved, size);
-        *moved += size;
+        const std::size_t size_bytes = std::min(part.iov_len, datagram.size_bytes - *moved);
+        std::memcpy(part.iov_base, bytes + *moved, size_bytes);
+        *moved += size_bytes;
     }
     if (source != nullptr) {
         *source = datagram.source;

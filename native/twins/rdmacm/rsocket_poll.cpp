@@ -26,7 +26,7 @@ public:
 
     // Store the events that are true now. Return the number of descriptors with events, or -1 with errno set.
     int update_events() {
-        std::vector<pollfd> others = others_of(descriptors_);
+        std::vector<pollfd> others = list_others(descriptors_);
         if (!others.empty() && poll(others.data(), others.size(), 0) < 0) {
             return -1;
         }
@@ -55,7 +55,7 @@ public:
 
     // Wait for a change. Return 0, or -1 with errno set.
     int wait(int timeout_ms) {
-        std::vector<pollfd> all = others_of(descriptors_);
+        std::vector<pollfd> all = list_others(descriptors_);
         for (const auto& socket : sockets_) {
             if (socket != nullptr) {
                 for (const int descriptor : socket->wait_descriptors()) {
@@ -75,7 +75,7 @@ public:
     }
 
 private:
-    [[nodiscard]] std::vector<pollfd> others_of(std::span<pollfd> descriptors) const {
+    [[nodiscard]] std::vector<pollfd> list_others(std::span<pollfd> descriptors) const {
         std::vector<pollfd> others;
         for (std::size_t index = 0; index < descriptors.size(); ++index) {
             if (sockets_[index] == nullptr) {
@@ -102,11 +102,12 @@ int poll_until(PollSet* set, int timeout_ms) {
         }
         int slice_ms = wake_up_interval_ms;
         if (timeout_ms >= 0) {
-            const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
-            if (left <= 0) {
+            const auto remaining_ms =
+                std::chrono::duration_cast<std::chrono::milliseconds>(deadline - Clock::now()).count();
+            if (remaining_ms <= 0) {
                 return 0;
             }
-            slice_ms = static_cast<int>(std::min<long long>(slice_ms, left));
+            slice_ms = static_cast<int>(std::min<long long>(slice_ms, remaining_ms));
         }
         if (set->wait(slice_ms) != 0) {
             return -1;
@@ -119,7 +120,7 @@ int poll_until(PollSet* set, int timeout_ms) {
 extern "C" {
 
 int rpoll(pollfd* fds, nfds_t nfds, int timeout) {
-    if (const int fault = injected_error("rpoll"); fault != 0) {
+    if (const int fault = find_injected_error("rpoll"); fault != 0) {
         errno = fault;
         return -1;
     }

@@ -27,10 +27,11 @@ int RdmaSocket::make_queues() {
     attributes.cap.max_send_sge = attributes.cap.max_recv_sge = 1;
     attributes.qp_type = sizes_.type;
     attributes.sq_sig_all = 1;
-    const auto size = static_cast<int>(attributes.cap.max_send_wr + attributes.cap.max_recv_wr);
+    const auto size_bytes = static_cast<int>(attributes.cap.max_send_wr + attributes.cap.max_recv_wr);
     id_->recv_cq_channel = ibv_create_comp_channel(id_->verbs);
-    id_->recv_cq =
-        id_->recv_cq_channel == nullptr ? nullptr : ibv_create_cq(id_->verbs, size, nullptr, id_->recv_cq_channel, 0);
+    id_->recv_cq = id_->recv_cq_channel == nullptr
+                       ? nullptr
+                       : ibv_create_cq(id_->verbs, size_bytes, nullptr, id_->recv_cq_channel, 0);
     if (id_->recv_cq == nullptr) {
         return errno;
     }
@@ -78,8 +79,9 @@ int RdmaSocket::post_receive(unsigned slot) {
     return ibv_post_recv(id_->qp, &request, &bad_request);
 }
 
-int RdmaSocket::post_slot(unsigned slot, std::size_t size, ibv_send_wr* request) {
-    ibv_sge sge{reinterpret_cast<std::uint64_t>(send_slot(slot)), static_cast<std::uint32_t>(size), send_mr_->lkey};
+int RdmaSocket::post_slot(unsigned slot, std::size_t size_bytes, ibv_send_wr* request) {
+    ibv_sge sge{reinterpret_cast<std::uint64_t>(send_slot(slot)), static_cast<std::uint32_t>(size_bytes),
+                send_mr_->lkey};
     request->wr_id = slot;
     request->sg_list = &sge;
     request->num_sge = 1;

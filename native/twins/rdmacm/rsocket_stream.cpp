@@ -21,7 +21,7 @@ constexpr std::chrono::milliseconds hangup_delay{300};
 // The wr_id of a control message without payload.
 constexpr std::uint64_t no_slot = UINT64_MAX;
 
-std::uint32_t immediate_data(unsigned kind, unsigned credits) {
+std::uint32_t pack_immediate_data(unsigned kind, unsigned credits) {
     return htonl(kind << 24 | credits);
 }
 
@@ -44,19 +44,19 @@ void StreamSocket::repost_receive(unsigned slot) {
     posted_receives_ += post_receive(slot) == 0 ? 1 : 0;
 }
 
-int StreamSocket::post_message(Kind kind, const void* data, std::size_t size) {
+int StreamSocket::post_message(Kind kind, const void* data, std::size_t size_bytes) {
     ibv_send_wr request{};
     request.opcode = IBV_WR_SEND_WITH_IMM;
-    request.imm_data = immediate_data(static_cast<unsigned>(kind), credits_to_return_);
+    request.imm_data = pack_immediate_data(static_cast<unsigned>(kind), credits_to_return_);
     int error = 0;
-    if (size == 0) {
+    if (size_bytes == 0) {
         ibv_send_wr* bad_request = nullptr;
         request.wr_id = no_slot;
         error = ibv_post_send(id_->qp, &request, &bad_request);
     } else {
         const unsigned slot = take_send_slot();
-        std::memcpy(send_slot(slot), data, size);
-        error = post_slot(slot, size, &request);
+        std::memcpy(send_slot(slot), data, size_bytes);
+        error = post_slot(slot, size_bytes, &request);
     }
     if (error != 0) {
         end(Stage::failed, error);
@@ -173,8 +173,8 @@ bool StreamSocket::can_send() const {
 
 int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std::size_t* moved) {
     const auto* bytes = static_cast<const std::uint8_t*>(part.iov_base);
-    std::size_t left = part.iov_len;
-    while (left > 0) {
+    std::size_t remaining_bytes = part.iov_len;
+    while (remaining_bytes > 0) {
         const int error =
             wait(lock, is_nonblocking(flags), [this] { return writes_ended_ || (can_send() && !peer_left_); });
         if (error != 0) {
@@ -184,14 +184,14 @@ int StreamSocket::send_bytes(SocketLock* lock, const iovec& part, int flags, std
         if (writes_ended_) {
             return ECONNRESET;
         }
-        const std::size_t size = std::min(left, slot_bytes);
+        const std::size_t size_bytes = std::min(remaining_bytes, slot_bytes);
         --credits_;
-        if (const int post_error = post_message(Kind::data, bytes, size); post_error != 0) {
+        if (const int post_error = post_message(Kind::data, bytes, size_bytes); post_error != 0) {
             return post_error;
         }
-        bytes += size;
-        left -= size;
-        *moved += size;
+        bytes += size_bytes;
+        remaining_bytes -= size_bytes;
+        *moved += size_bytes;
     }
     return 0;
 }
@@ -223,14 +223,14 @@ std::size_t StreamSocket::copy_out(std::span<const iovec> parts, bool keep) {
     Received head = received_.empty() ? Received{} : received_.front();
     for (const iovec& part : parts) {
         auto* bytes = static_cast<std::uint8_t*>(part.iov_base);
-        std::size_t left = part.iov_len;
-        while (left > 0 && index < received_.size()) {
-            const std::size_t size = std::min(left, head.end - head.begin);
-            std::memcpy(bytes, receive_slot(head.slot) + head.begin, size);
-            bytes += size;
-            left -= size;
-            copied += size;
-            head.begin += size;
+        std::size_t remaining_bytes = part.iov_len;
+        while (remaining_bytes > 0 && index < received_.size()) {
+            const std::size_t size_bytes = std::min(remaining_bytes, head.end - head.begin);
+            std::memcpy(bytes, receive_slot(head.slot) + head.begin, size_bytes);
+            bytes += size_bytes;
+            remaining_bytes -= size_bytes;
+            copied += size_bytes;
+            head.begin += size_bytes;
             if (head.begin < head.end) {
                 continue;
             }
@@ -284,9 +284,9 @@ int StreamSocket::receive(std::span<const iovec> parts, int flags, sockaddr_stor
             return 0;
         }
         for (iovec& part : rest) {
-            const std::size_t size = std::min(copied, part.iov_len);
-            part = {static_cast<char*>(part.iov_base) + size, part.iov_len - size};
-            copied -= size;
+            const std::size_t size_bytes = std::min(copied, part.iov_len);
+            part = {static_cast<char*>(part.iov_base) + size_bytes, part.iov_len - size_bytes};
+            copied -= size_bytes;
         }
     }
     return 0;

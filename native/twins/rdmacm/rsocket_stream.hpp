@@ -64,15 +64,15 @@ private:
     int make_ready();
     int request_connection(sockaddr* address);
     void repost_receive(unsigned slot);
-    int post_message(Kind kind, const void* data, std::size_t size);
+    int post_message(Kind kind, const void* data, std::size_t size_bytes);
     void return_credits();
-    [[nodiscard]] Greeting greeting() const;
+    [[nodiscard]] Greeting make_greeting() const;
     bool read_greeting(const rdma_conn_param& parameters);
     void progress() override;
     void take_completions();
     void take_events();
     void on_received(const ibv_wc& wc);
-    void on_mapping(const std::uint8_t* bytes, std::size_t size, bool is_removal);
+    void on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal);
     void on_connection_event(const rdma_cm_event& event);
     // Leave the connection. The next query of SO_ERROR reports the error, if there is one.
     void end(Stage stage, int error = 0);

@@ -19,7 +19,7 @@ constexpr int resolve_timeout_ms = 2000;
 
 } // namespace
 
-StreamSocket::Greeting StreamSocket::greeting() const {
+StreamSocket::Greeting StreamSocket::make_greeting() const {
     return {greeting_magic, greeting_version, static_cast<std::uint16_t>(std::min(options_.io_mapping_count, 0xffff))};
 }
 
@@ -80,7 +80,7 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
         socket->options_ = options_;
         socket->status_flags_ = 0;
         socket->stage_ = Stage::connecting;
-        const Greeting reply = socket->greeting();
+        const Greeting reply = socket->make_greeting();
         rdma_conn_param parameters{};
         parameters.private_data = &reply;
         parameters.private_data_len = sizeof reply;
@@ -114,7 +114,7 @@ int StreamSocket::request_connection(sockaddr* address) {
     if (const int error = make_ready(); error != 0) {
         return error;
     }
-    const Greeting request = greeting();
+    const Greeting request = make_greeting();
     rdma_conn_param parameters{};
     parameters.private_data = &request;
     parameters.private_data_len = sizeof request;
@@ -138,7 +138,7 @@ int StreamSocket::connect(sockaddr* address, socklen_t length) {
     case Stage::failed:
         return ENOTCONN;
     case Stage::unconnected:
-        if (address == nullptr || length < address_length(address) || address_length(address) == 0) {
+        if (address == nullptr || length < get_address_length(address) || get_address_length(address) == 0) {
             return EINVAL;
         }
         if (const int error = request_connection(address); error != 0) {

@@ -8,9 +8,9 @@
 
 namespace gdrkit::twin::rdmacm {
 
-void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size, bool is_removal) {
+void StreamSocket::on_mapping(const std::uint8_t* bytes, std::size_t size_bytes, bool is_removal) {
     Mapping mapping{};
-    if (size != sizeof mapping) {
+    if (size_bytes != sizeof mapping) {
         return end(Stage::failed, EPROTO);
     }
     std::memcpy(&mapping, bytes, sizeof mapping);
@@ -58,15 +58,15 @@ int StreamSocket::map(void* buffer, std::size_t length, int protection, off_t* o
 
 int StreamSocket::unmap(void* buffer, std::size_t length) {
     SocketLock lock(mutex_);
-    const auto found = std::find_if(local_mappings_.begin(), local_mappings_.end(), [&](const LocalMapping& local) {
+    const auto entry = std::find_if(local_mappings_.begin(), local_mappings_.end(), [&](const LocalMapping& local) {
         return local.mr->addr == buffer && local.mr->length == length;
     });
-    if (found == local_mappings_.end()) {
+    if (entry == local_mappings_.end()) {
         return EINVAL;
     }
-    const Mapping mapping = found->mapping;
-    ibv_dereg_mr(found->mr);
-    local_mappings_.erase(found);
+    const Mapping mapping = entry->mapping;
+    ibv_dereg_mr(entry->mr);
+    local_mappings_.erase(entry);
     const int error = wait(&lock, false, [this] { return !free_send_slots_.empty() || writes_ended_; });
     return error != 0 || writes_ended_ ? error : post_message(Kind::removed_mapping, &mapping, sizeof mapping);
 }
@@ -90,26 +90,26 @@ int StreamSocket::write_mapped(const void* buffer, std::size_t count, off_t offs
         if (writes_ended_) {
             return ECONNRESET;
         }
-        const auto found = std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
+        const auto entry = std::find_if(peer_mappings_.begin(), peer_mappings_.end(), [&](const Mapping& mapping) {
             return position >= mapping.offset && position - mapping.offset < mapping.length;
         });
-        if (found == peer_mappings_.end()) {
+        if (entry == peer_mappings_.end()) {
             return *moved == 0 ? EINVAL : 0;
         }
-        const std::uint64_t inside = position - found->offset;
-        const std::size_t size =
-            std::min({count - *moved, slot_bytes, static_cast<std::size_t>(found->length - inside)});
+        const std::uint64_t inside = position - entry->offset;
+        const std::size_t size_bytes =
+            std::min({count - *moved, slot_bytes, static_cast<std::size_t>(entry->length - inside)});
         const unsigned slot = take_send_slot();
-        std::memcpy(send_slot(slot), bytes + *moved, size);
+        std::memcpy(send_slot(slot), bytes + *moved, size_bytes);
         ibv_send_wr request{};
         request.opcode = IBV_WR_RDMA_WRITE;
-        request.wr.rdma.remote_addr = found->address + inside;
-        request.wr.rdma.rkey = found->rkey;
-        if (const int post_error = post_slot(slot, size, &request); post_error != 0) {
+        request.wr.rdma.remote_addr = entry->address + inside;
+        request.wr.rdma.rkey = entry->rkey;
+        if (const int post_error = post_slot(slot, size_bytes, &request); post_error != 0) {
             return post_error;
         }
         ++sends_in_flight_;
-        *moved += size;
+        *moved += size_bytes;
     }
     return 0;
 }

@@ -58,8 +58,8 @@ const std::string& session_error() {
     return *error;
 }
 
-int injected_error(std::string_view function) {
-    return session_error().empty() ? injected_fault(function).value_or(0) : EINVAL;
+int find_injected_error(std::string_view function) {
+    return session_error().empty() ? find_injected_fault(function).value_or(0) : EINVAL;
 }
 
 } // namespace gdrkit::twin::rdmacm
@@ -68,12 +68,12 @@ using namespace gdrkit::twin;
 
 extern "C" {
 
-int gdrkit_twin_ledger(char* buffer, std::size_t size) {
+int gdrkit_twin_ledger(char* buffer, std::size_t size_bytes) {
     rdmacm::session_error();
-    const std::string json = "{\"library\":\"rdmacm\",\"handles\":" + ledger_json() + ",\"calls\":" + calls_json() +
-                             ",\"seed\":" + std::to_string(config().seed) + ",\"delayed\":" + delayed_calls_json() +
-                             "}";
-    return std::snprintf(buffer, size, "%s", json.c_str());
+    const std::string json = "{\"library\":\"rdmacm\",\"handles\":" + ledger_json() +
+                             ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
+                             ",\"delayed\":" + format_delayed_calls_json() + "}";
+    return std::snprintf(buffer, size_bytes, "%s", json.c_str());
 }
 
 int gdrkit_twin_faults(const char* plan) {

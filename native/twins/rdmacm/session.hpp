@@ -15,11 +15,11 @@ namespace gdrkit::twin::rdmacm {
 const std::string& session_error();
 
 // Count the call and return the errno that the fault plan injects, or that a malformed configuration causes; else 0.
-int injected_error(std::string_view function);
+int find_injected_error(std::string_view function);
 
 // Run the body of an exported function. The body returns 0 or an errno. Return 0, or -1 with errno set.
-template <typename Body> int entry(std::string_view function, Body&& body) {
-    int error = injected_error(function);
+template <typename Body> int run_entry(std::string_view function, Body&& body) {
+    int error = find_injected_error(function);
     try {
         if (error == 0) {
             error = std::forward<Body>(body)();

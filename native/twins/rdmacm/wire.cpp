@@ -8,7 +8,7 @@
 
 namespace gdrkit::twin::rdmacm::wire {
 
-std::size_t private_bytes_of(Type type) {
+std::size_t count_private_bytes(Type type) {
     switch (type) {
     case Type::request:
         return request_private_bytes;
@@ -35,7 +35,7 @@ bool is_valid(const Message& message) {
     return is_known && has_known_ports && (message.family == AF_INET || message.family == AF_INET6) &&
            message.qp_num <= 0xffffff && message.psn <= 0xffffff && message.retry_count < 8 &&
            message.rnr_retry_count < 8 && message.flow_control <= 1 && message.srq <= 1 &&
-           message.private_bytes <= private_bytes_of(message.type) &&
+           message.private_bytes <= count_private_bytes(message.type) &&
            std::all_of(message.private_data.begin() + message.private_bytes, message.private_data.end(),
                        [](std::uint8_t byte) { return byte == 0; }) &&
            message.reserved == std::array<std::uint8_t, 2>{};

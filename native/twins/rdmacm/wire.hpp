@@ -54,7 +54,7 @@ inline constexpr std::size_t datagram_request_private_bytes = 216 - 36;
 inline constexpr std::size_t datagram_reply_private_bytes = 136;
 
 // Return how many bytes of private data a message of this type has, or 0 if it has none.
-std::size_t private_bytes_of(Type type);
+std::size_t count_private_bytes(Type type);
 
 // Return whether all fields of a received message have values that a connection manager of this version sends.
 bool is_valid(const Message& message);

@@ -15,7 +15,7 @@ Handle create(const ArrayDescription& description) {
     return array;
 }
 
-CopySide3d array_side(Handle array, u64 x_bytes = 0, u64 y = 0, u64 z = 0) {
+CopySide3d make_array_side(Handle array, u64 x_bytes = 0, u64 y = 0, u64 z = 0) {
     CopySide3d side{};
     side.memory_type = memory_array;
     side.array = reinterpret_cast<void*>(array);
@@ -25,7 +25,7 @@ CopySide3d array_side(Handle array, u64 x_bytes = 0, u64 y = 0, u64 z = 0) {
     return side;
 }
 
-CopySide3d host_side(void* host) {
+CopySide3d make_host_side(void* host) {
     CopySide3d side{};
     side.memory_type = memory_host;
     side.host = host;
@@ -39,23 +39,24 @@ void test_volume_is_copied() {
     const Handle array = create(volume), other = create(volume);
     CHECK(free_memory() < before);
     std::vector<unsigned char> from = pattern(row_bytes * height * depth, 1), to(from.size());
-    const Copy3d into{host_side(from.data()), array_side(array), row_bytes, height, depth};
-    const Copy3d across{array_side(array), array_side(other), row_bytes, height, depth};
-    const Copy3d out{array_side(other), host_side(to.data()), row_bytes, height, depth};
+    const Copy3d into{make_host_side(from.data()), make_array_side(array), row_bytes, height, depth};
+    const Copy3d across{make_array_side(array), make_array_side(other), row_bytes, height, depth};
+    const Copy3d out{make_array_side(other), make_host_side(to.data()), row_bytes, height, depth};
     EXPECT_SUCCESS("cuMemcpy3D_v2", &into);
     EXPECT_SUCCESS("cuMemcpy3DAsync_v2", &across, Handle{0});
     EXPECT_SUCCESS("cuMemcpy3D_v2", &out);
     CHECK(to == from);
-    ArrayDescription found{};
-    EXPECT_SUCCESS("cuArray3DGetDescriptor_v2", &found, array);
-    CHECK(found.width == width && found.depth == depth && found.channels == 2 && found.flags == array_surface);
+    ArrayDescription queried{};
+    EXPECT_SUCCESS("cuArray3DGetDescriptor_v2", &queried, array);
+    CHECK(queried.width == width && queried.depth == depth && queried.channels == 2 && queried.flags == array_surface);
     // A copy must be within the array.
-    for (const CopySide3d& outside : {array_side(array, 1), array_side(array, 0, 1), array_side(array, 0, 0, 1)}) {
-        const Copy3d copy{host_side(from.data()), outside, row_bytes, height, depth};
+    for (const CopySide3d& outside :
+         {make_array_side(array, 1), make_array_side(array, 0, 1), make_array_side(array, 0, 0, 1)}) {
+        const Copy3d copy{make_host_side(from.data()), outside, row_bytes, height, depth};
         EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", &copy);
     }
-    for (const Handle made : {array, other}) {
-        EXPECT_SUCCESS("cuArrayDestroy", made);
+    for (const Handle array_to_destroy : {array, other}) {
+        EXPECT_SUCCESS("cuArrayDestroy", array_to_destroy);
     }
     EXPECT_RESULT(invalid_value, "cuMemcpy3D_v2", &into);
     CHECK(free_memory() == before);
@@ -78,9 +79,9 @@ void test_parts_are_named_by_offsets() {
     EXPECT_SUCCESS("cuCtxSynchronize");
     CHECK(read[0] == 9 && read[4] == 9 && read[5] == bytes[5] && read[89] == bytes[89] && read[99] == 9);
     EXPECT_RESULT(invalid_value, "cuMemcpyHtoA_v2", array, u64{1}, static_cast<const void*>(bytes.data()), u64{width});
-    PlaneDescription found{};
-    EXPECT_SUCCESS("cuArrayGetDescriptor_v2", &found, array);
-    CHECK(found.width == width && found.height == 0 && found.channels == 1);
+    PlaneDescription queried{};
+    EXPECT_SUCCESS("cuArrayGetDescriptor_v2", &queried, array);
+    CHECK(queried.width == width && queried.height == 0 && queried.channels == 1);
     EXPECT_SUCCESS("cuArrayDestroy", array);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
 }
@@ -91,18 +92,18 @@ void test_mipmap_has_levels() {
     const ArrayDescription description{64, 16, 0, format_half, 4, 0};
     Handle mipmap = 0, level = 0;
     EXPECT_SUCCESS("cuMipmappedArrayCreate", &mipmap, &description, 99U);
-    ArrayDescription found{};
+    ArrayDescription queried{};
     for (unsigned index = 0; index < 7; ++index) {
         EXPECT_SUCCESS("cuMipmappedArrayGetLevel", &level, mipmap, index);
-        EXPECT_SUCCESS("cuArray3DGetDescriptor_v2", &found, level);
-        CHECK(found.width == u64{64} >> index && found.height == (index < 4 ? u64{16} >> index : 1));
+        EXPECT_SUCCESS("cuArray3DGetDescriptor_v2", &queried, level);
+        CHECK(queried.width == u64{64} >> index && queried.height == (index < 4 ? u64{16} >> index : 1));
     }
     EXPECT_RESULT(invalid_value, "cuMipmappedArrayGetLevel", &level, mipmap, 7U);
     const auto bytes = pattern(8, 3);
     EXPECT_SUCCESS("cuMemcpyHtoA_v2", level, u64{0}, static_cast<const void*>(bytes.data()), u64{8});
     EXPECT_RESULT(invalid_handle, "cuArrayDestroy", level);
     EXPECT_SUCCESS("cuMipmappedArrayDestroy", mipmap);
-    EXPECT_RESULT(invalid_handle, "cuArray3DGetDescriptor_v2", &found, level);
+    EXPECT_RESULT(invalid_handle, "cuArray3DGetDescriptor_v2", &queried, level);
     CHECK(free_memory() == before);
 }
 

@@ -42,7 +42,7 @@ void test_environment_sets_device_count() {
 }
 
 // Return the UUID as nvidia-smi prints it, GPU-...
-std::string uuid_text(int device) {
+std::string format_uuid(int device) {
     Uuid uuid{};
     EXPECT_SUCCESS("cuDeviceGetUuid_v2", &uuid, device);
     std::string text = "GPU-";
@@ -62,7 +62,7 @@ void expect_visible(const std::string& value, const std::vector<std::string>& uu
         EXPECT_SUCCESS("cuDeviceGetCount", &count);
         CHECK(count == static_cast<int>(uuids.size()));
         for (int device = 0; device < count; ++device) {
-            CHECK(uuid_text(device) == uuids[static_cast<std::size_t>(device)]);
+            CHECK(format_uuid(device) == uuids[static_cast<std::size_t>(device)]);
         }
         EXPECT_RESULT(invalid_device, "cuDeviceGet", &count, count);
     });
@@ -75,7 +75,7 @@ void test_visible_devices_select_and_order() {
     CHECK(socketpair(AF_UNIX, SOCK_STREAM, 0, sockets) == 0);
     const int status = status_of_child([&] {
         EXPECT_SUCCESS("cuInit", 0U);
-        const std::string both = uuid_text(0) + uuid_text(1);
+        const std::string both = format_uuid(0) + format_uuid(1);
         CHECK(gdrkit::twin::send_all(sockets[1], both.data(), both.size()));
     });
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);

@@ -24,7 +24,7 @@ Handle create_stream() {
     return stream;
 }
 
-Copy3d copy_of(u64 to, u64 from) {
+Copy3d make_copy(u64 to, u64 from) {
     Copy3d copy{};
     copy.to.memory_type = copy.from.memory_type = memory_unified;
     copy.to.device = to;
@@ -36,7 +36,7 @@ Copy3d copy_of(u64 to, u64 from) {
 
 Handle add_copy(Handle graph, const std::vector<Handle>& dependencies, u64 to, u64 from) {
     Handle node = 0;
-    const Copy3d copy = copy_of(to, from);
+    const Copy3d copy = make_copy(to, from);
     EXPECT_SUCCESS("cuGraphAddMemcpyNode", &node, graph, dependencies.data(), u64{dependencies.size()}, &copy,
                    Handle{0});
     return node;
@@ -61,13 +61,13 @@ void launch(Handle executable, Handle stream) {
     EXPECT_SUCCESS("cuStreamSynchronize", stream);
 }
 
-int type_of(Handle node) {
+int get_node_type(Handle node) {
     int type = -1;
     EXPECT_SUCCESS("cuGraphNodeGetType", node, &type);
     return type;
 }
 
-std::vector<Handle> nodes_of(const char* symbol, Handle of) {
+std::vector<Handle> list_nodes(const char* symbol, Handle of) {
     u64 count = 0;
     EXPECT_SUCCESS(symbol, of, static_cast<Handle*>(nullptr), &count);
     std::vector<Handle> nodes(count);
@@ -97,11 +97,12 @@ void test_launch_follows_dependencies() {
         launch(executable, stream);
         CHECK(read_device(second, length_bytes) == std::vector<unsigned char>(length_bytes, 7) && calls == round);
     }
-    CHECK((nodes_of("cuGraphGetNodes", graph) == std::vector{host_node, copy, fill}));
-    CHECK(nodes_of("cuGraphGetRootNodes", graph) == std::vector{fill});
-    CHECK(nodes_of("cuGraphNodeGetDependencies", copy) == std::vector{fill});
-    CHECK(nodes_of("cuGraphNodeGetDependentNodes", copy) == std::vector{host_node});
-    CHECK(type_of(copy) == node_copy && type_of(fill) == node_fill && type_of(host_node) == node_host);
+    CHECK((list_nodes("cuGraphGetNodes", graph) == std::vector{host_node, copy, fill}));
+    CHECK(list_nodes("cuGraphGetRootNodes", graph) == std::vector{fill});
+    CHECK(list_nodes("cuGraphNodeGetDependencies", copy) == std::vector{fill});
+    CHECK(list_nodes("cuGraphNodeGetDependentNodes", copy) == std::vector{host_node});
+    CHECK(get_node_type(copy) == node_copy && get_node_type(fill) == node_fill &&
+          get_node_type(host_node) == node_host);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
     launch(executable, stream);
     EXPECT_SUCCESS("cuGraphExecDestroy", executable);
@@ -150,17 +151,17 @@ void test_child_graph_and_clone_are_copies() {
     Handle node = 0, copy = 0, clone = 0, fill_in_clone = 0;
     EXPECT_SUCCESS("cuGraphAddChildGraphNode", &node, graph, no_nodes, u64{0}, child);
     EXPECT_SUCCESS("cuGraphChildGraphNodeGetGraph", node, &copy);
-    CHECK(copy != child && nodes_of("cuGraphGetNodes", copy).size() == 1);
+    CHECK(copy != child && list_nodes("cuGraphGetNodes", copy).size() == 1);
     EXPECT_RESULT(invalid_value, "cuGraphDestroy", copy);
     EXPECT_SUCCESS("cuGraphClone", &clone, child);
     EXPECT_SUCCESS("cuGraphNodeFindInClone", &fill_in_clone, fill, clone);
-    CHECK(nodes_of("cuGraphGetNodes", clone) == std::vector{fill_in_clone});
+    CHECK(list_nodes("cuGraphGetNodes", clone) == std::vector{fill_in_clone});
     EXPECT_SUCCESS("cuGraphDestroy", child);
     const Handle executable = instantiate(graph);
     launch(executable, stream);
     CHECK(read_device(memory, length_bytes)[length_bytes - 1] == 5);
-    for (const Handle made : {graph, clone}) {
-        EXPECT_SUCCESS("cuGraphDestroy", made);
+    for (const Handle graph_to_destroy : {graph, clone}) {
+        EXPECT_SUCCESS("cuGraphDestroy", graph_to_destroy);
     }
     EXPECT_SUCCESS("cuGraphExecDestroy", executable);
     EXPECT_SUCCESS("cuMemFree_v2", memory);
@@ -320,7 +321,7 @@ Handle add_conditional(Handle graph, unsigned value, int type, unsigned body_cou
     parameters.conditional = {condition, type, body_count, nullptr, 0};
     EXPECT_SUCCESS("cuGraphAddNode_v2", &node, graph, no_nodes, static_cast<const EdgeData*>(nullptr), u64{0},
                    &parameters);
-    CHECK(type_of(node) == node_conditional);
+    CHECK(get_node_type(node) == node_conditional);
     bodies->assign(parameters.conditional.bodies, parameters.conditional.bodies + body_count);
     return node;
 }
@@ -380,8 +381,8 @@ void test_conditional_node_is_updated() {
     launch(executable, stream);
     CHECK(read_device(memory, length_bytes) == std::vector<unsigned char>(length_bytes, 2));
     EXPECT_SUCCESS("cuGraphExecDestroy", executable);
-    for (const Handle made : {graph, same, other}) {
-        EXPECT_SUCCESS("cuGraphDestroy", made);
+    for (const Handle graph_to_destroy : {graph, same, other}) {
+        EXPECT_SUCCESS("cuGraphDestroy", graph_to_destroy);
     }
     EXPECT_SUCCESS("cuMemFree_v2", memory);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
@@ -389,11 +390,12 @@ void test_conditional_node_is_updated() {
 
 void test_wrong_conditional_nodes_are_refused() {
     const Handle graph = create_graph(), other = create_graph(), stream = create_stream();
-    Handle condition = 0, node = 0, made = 0;
+    Handle condition = 0, node = 0, unused_handle = 0;
     EXPECT_RESULT(invalid_value, "cuGraphConditionalHandleCreate", &condition, graph, Handle{0}, 0U, 2U);
     EXPECT_RESULT(invalid_value, "cuGraphConditionalHandleCreate", &condition, Handle{5}, Handle{0}, 0U, 0U);
     EXPECT_SUCCESS("cuGraphConditionalHandleCreate", &condition, graph, Handle{0}, 1U, condition_assign_default);
-    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &made, graph, u64{0}); // the condition has no node
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &unused_handle, graph,
+                  u64{0}); // the condition has no node
     const auto add = [&](Handle to, int type, unsigned body_count) {
         NodeParameterUnion parameters{};
         parameters.type = node_conditional;
@@ -404,8 +406,8 @@ void test_wrong_conditional_nodes_are_refused() {
     CHECK(add(graph, conditional_if, 3) == invalid_value && add(graph, conditional_while, 2) == invalid_value);
     CHECK(add(graph, conditional_switch, 0) == invalid_value && add(graph, 3, 1) == invalid_value);
     CHECK(add(graph, conditional_while, 1) == success && add(graph, conditional_while, 1) == invalid_value);
-    EXPECT_RESULT(invalid_value, "cuGraphClone", &made, graph);
-    EXPECT_RESULT(invalid_value, "cuGraphAddChildGraphNode", &made, other, no_nodes, u64{0}, graph);
+    EXPECT_RESULT(invalid_value, "cuGraphClone", &unused_handle, graph);
+    EXPECT_RESULT(invalid_value, "cuGraphAddChildGraphNode", &unused_handle, other, no_nodes, u64{0}, graph);
     const Handle executable = instantiate(graph);
     EXPECT_RESULT(not_supported, "cuGraphLaunch", executable, stream); // no kernel can end the loop
     EXPECT_SUCCESS("cuGraphExecDestroy", executable);
@@ -413,7 +415,7 @@ void test_wrong_conditional_nodes_are_refused() {
     add_conditional(other, 0, conditional_if, 1, &bodies);
     const HostParameters host{[](void*) {}, nullptr};
     EXPECT_SUCCESS("cuGraphAddHostNode", &node, bodies[0], no_nodes, u64{0}, &host);
-    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &made, other, u64{0});
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &unused_handle, other, u64{0});
     EXPECT_SUCCESS("cuGraphDestroy", graph);
     EXPECT_SUCCESS("cuGraphDestroy", other);
     EXPECT_SUCCESS("cuStreamDestroy_v2", stream);
@@ -434,36 +436,38 @@ void test_launch_after_free_is_refused() {
 
 void test_wrong_graphs_are_refused() {
     const Handle graph = create_graph(), other = create_graph();
-    Handle first = 0, second = 0, made = 0;
-    EXPECT_RESULT(invalid_value, "cuGraphCreate", &made, 1U);
+    Handle first = 0, second = 0, unused_handle = 0;
+    EXPECT_RESULT(invalid_value, "cuGraphCreate", &unused_handle, 1U);
     EXPECT_SUCCESS("cuGraphAddEmptyNode", &first, graph, no_nodes, u64{0});
     EXPECT_SUCCESS("cuGraphAddEmptyNode", &second, graph, &first, u64{1});
-    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &made, other, &first, u64{1});
+    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &unused_handle, other, &first, u64{1});
     const Handle twice[] = {first, first};
-    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &made, graph, static_cast<const Handle*>(twice), u64{2});
+    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &unused_handle, graph, static_cast<const Handle*>(twice),
+                  u64{2});
     EXPECT_RESULT(invalid_value, "cuGraphAddDependencies", graph, &first, &second, u64{1});
     EXPECT_RESULT(invalid_value, "cuGraphRemoveDependencies", graph, &second, &first, u64{1});
     EXPECT_SUCCESS("cuGraphAddDependencies", graph, &second, &first, u64{1});
     InstantiateParameters parameters{0, 0, 1, 9};
-    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithParams", &made, graph, &parameters);
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithParams", &unused_handle, graph, &parameters);
     CHECK(parameters.result == instantiate_invalid_structure && parameters.error_node != 0);
     EXPECT_SUCCESS("cuGraphRemoveDependencies", graph, &second, &first, u64{1});
-    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &made, graph, u64{0x100});
-    Copy3d copy = copy_of(0x1000, 0x2000);
+    EXPECT_RESULT(invalid_value, "cuGraphInstantiateWithFlags", &unused_handle, graph, u64{0x100});
+    Copy3d copy = make_copy(0x1000, 0x2000);
     copy.to.memory_type = memory_device;
     const Copy3d* const parameters_of_copy = &copy;
-    EXPECT_RESULT(invalid_value, "cuGraphAddMemcpyNode", &made, graph, no_nodes, u64{0}, parameters_of_copy, Handle{0});
-    EXPECT_RESULT(invalid_context, "cuGraphAddMemcpyNode", &made, graph, no_nodes, u64{0}, parameters_of_copy,
+    EXPECT_RESULT(invalid_value, "cuGraphAddMemcpyNode", &unused_handle, graph, no_nodes, u64{0}, parameters_of_copy,
+                  Handle{0});
+    EXPECT_RESULT(invalid_context, "cuGraphAddMemcpyNode", &unused_handle, graph, no_nodes, u64{0}, parameters_of_copy,
                   Handle{5});
     const FillParameters fill{0x1000, 0, 0, 3, length_bytes, 1};
-    EXPECT_RESULT(invalid_value, "cuGraphAddMemsetNode", &made, graph, no_nodes, u64{0}, &fill, Handle{0});
+    EXPECT_RESULT(invalid_value, "cuGraphAddMemsetNode", &unused_handle, graph, no_nodes, u64{0}, &fill, Handle{0});
     EXPECT_SUCCESS("cuGraphDestroyNode", first);
-    CHECK(nodes_of("cuGraphGetNodes", graph) == std::vector{second} &&
-          nodes_of("cuGraphGetRootNodes", graph).size() == 1);
+    CHECK(list_nodes("cuGraphGetNodes", graph) == std::vector{second} &&
+          list_nodes("cuGraphGetRootNodes", graph).size() == 1);
     EXPECT_RESULT(invalid_value, "cuGraphDestroyNode", first);
     EXPECT_SUCCESS("cuGraphDestroy", graph);
     EXPECT_SUCCESS("cuGraphDestroy", other);
-    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &made, graph, no_nodes, u64{0});
+    EXPECT_RESULT(invalid_value, "cuGraphAddEmptyNode", &unused_handle, graph, no_nodes, u64{0});
 }
 
 } // namespace

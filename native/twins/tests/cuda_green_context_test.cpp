@@ -20,7 +20,7 @@ int split(DeviceResource* parts, std::uint32_t* count, const DeviceResource& inp
     return cu("cuDevSmResourceSplitByCount", parts, count, &input, rest, flags, count_min);
 }
 
-Handle descriptor_of(std::vector<DeviceResource> resources) {
+Handle make_descriptor(std::vector<DeviceResource> resources) {
     Handle descriptor = 0;
     EXPECT_SUCCESS("cuDevResourceGenerateDesc", &descriptor, resources.data(), static_cast<unsigned>(resources.size()));
     return descriptor;
@@ -70,7 +70,7 @@ void test_wrong_resources_are_refused() {
                       static_cast<const DeviceResource*>(both), 2U);
     }
     EXPECT_RESULT(invalid_value, "cuDevResourceGenerateDesc", &handle, static_cast<const DeviceResource*>(&part), 0U);
-    const Handle descriptor = descriptor_of({part});
+    const Handle descriptor = make_descriptor({part});
     EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, descriptor, 0, 0U);
     EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, Handle{5}, 0, green_default_stream);
     EXPECT_RESULT(invalid_device, "cuGreenCtxCreate", &handle, descriptor, 1, green_default_stream);
@@ -79,17 +79,17 @@ void test_wrong_resources_are_refused() {
 
 // The parts of one split make a green context together, whose resource can be split again.
 void test_green_context_has_its_resources() {
-    DeviceResource parts[2] = {}, rest{}, found{};
+    DeviceResource parts[2] = {}, rest{}, queried{};
     std::uint32_t count = 2;
     CHECK(split(parts, &count, device_resource(), &rest, 0, 16) == success);
-    const Handle green = create_green_context(descriptor_of({parts[0], rest}));
+    const Handle green = create_green_context(make_descriptor({parts[0], rest}));
     Handle context = 0;
     EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green);
-    EXPECT_SUCCESS("cuGreenCtxGetDevResource", green, &found, multiprocessors);
-    CHECK(found.count == 16 + rest.count);
-    EXPECT_SUCCESS("cuCtxGetDevResource", context, &found, multiprocessors);
-    CHECK(found.count == 16 + rest.count);
-    CHECK(split(parts, &count, found, nullptr, 0, 56) == success && count == 2);
+    EXPECT_SUCCESS("cuGreenCtxGetDevResource", green, &queried, multiprocessors);
+    CHECK(queried.count == 16 + rest.count);
+    EXPECT_SUCCESS("cuCtxGetDevResource", context, &queried, multiprocessors);
+    CHECK(queried.count == 16 + rest.count);
+    CHECK(split(parts, &count, queried, nullptr, 0, 56) == success && count == 2);
     EXPECT_RESULT(invalid_context, "cuCtxDestroy_v2", context);
     EXPECT_SUCCESS("cuGreenCtxDestroy", green);
     EXPECT_RESULT(invalid_context, "cuCtxSetCurrent", context);
@@ -97,22 +97,22 @@ void test_green_context_has_its_resources() {
 
 // A stream of a green context copies. Memory belongs to the primary context, and outlives the green context.
 void test_green_context_copies(Handle primary) {
-    const Handle green = create_green_context(descriptor_of({device_resource()}));
-    Handle context = 0, stream = 0, found = 0, found_green = 0;
+    const Handle green = create_green_context(make_descriptor({device_resource()}));
+    Handle context = 0, stream = 0, queried = 0, queried_green = 0;
     EXPECT_SUCCESS("cuCtxFromGreenCtx", &context, green);
     EXPECT_RESULT(invalid_value, "cuGreenCtxStreamCreate", &stream, green, 0U, 0);
     EXPECT_SUCCESS("cuGreenCtxStreamCreate", &stream, green, 1U, 0);
-    EXPECT_SUCCESS("cuStreamGetCtx", stream, &found);
-    CHECK(found == context && found != primary);
-    EXPECT_SUCCESS("cuStreamGetCtx_v2", stream, &found, &found_green);
-    CHECK(found == primary && found_green == green);
-    EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &found_green);
-    CHECK(found_green == 0);
+    EXPECT_SUCCESS("cuStreamGetCtx", stream, &queried);
+    CHECK(queried == context && queried != primary);
+    EXPECT_SUCCESS("cuStreamGetCtx_v2", stream, &queried, &queried_green);
+    CHECK(queried == primary && queried_green == green);
+    EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &queried_green);
+    CHECK(queried_green == 0);
     EXPECT_SUCCESS("cuCtxPushCurrent_v2", context);
-    EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &found_green);
-    CHECK(found_green == green);
+    EXPECT_SUCCESS("cuStreamGetGreenCtx", Handle{0}, &queried_green);
+    CHECK(queried_green == green);
     const u64 memory = allocate(1000);
-    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &found);
+    EXPECT_SUCCESS("cuCtxPopCurrent_v2", &queried);
     for (unsigned value = 1; value < 4; ++value) {
         EXPECT_SUCCESS("cuMemsetD8Async", memory, static_cast<unsigned char>(value), u64{1000}, stream);
         EXPECT_SUCCESS("cuCtxSynchronize"); // of the primary context, which includes the green contexts
@@ -126,7 +126,7 @@ void test_green_context_copies(Handle primary) {
 
 // A green context retains the primary context of its device.
 void test_green_context_keeps_the_primary_context() {
-    const Handle green = create_green_context(descriptor_of({device_resource()}));
+    const Handle green = create_green_context(make_descriptor({device_resource()}));
     unsigned flags = 0;
     int is_active = 0;
     EXPECT_SUCCESS("cuDevicePrimaryCtxRelease_v2", 0);

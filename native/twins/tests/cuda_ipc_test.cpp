@@ -112,7 +112,7 @@ void test_invalid_handles_are_refused() {
 // Return the handle, changed to name the control service of this test process instead of the owner's.
 IpcHandle redirect_to_this_process(IpcHandle handle) {
     constexpr std::size_t owner_at = 8, checksum_at = 56;
-    const std::uint64_t owner = control_service_id();
+    const std::uint64_t owner = read_control_service_id();
     std::memcpy(&handle.reserved[owner_at], &owner, sizeof owner);
     std::uint64_t hash = 0xcbf29ce484222325;
     for (std::size_t at = 0; at < checksum_at; ++at) {

@@ -55,7 +55,7 @@ IpcHandle export_pointer(u64 pointer) {
     return data;
 }
 
-void own_pool(int socket, const Location& location) {
+void serve_pool(int socket, const Location& location) {
     const Handle pool = create_pool(handle_posix_fd, location);
     const u64 pointer = allocate_from(pool, 70000);
     write_device(pointer, pattern(70000, 1));
@@ -76,7 +76,7 @@ void own_pool(int socket, const Location& location) {
 int run_owner(int socket) {
     init_device(1);
     for (const Location& location : locations) {
-        own_pool(socket, location);
+        serve_pool(socket, location);
     }
     return 0;
 }

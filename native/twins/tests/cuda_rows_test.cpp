@@ -20,7 +20,7 @@ CopySide2d device_rows(u64 device, u64 pitch_bytes) {
     return {0, 0, memory_device, nullptr, device, nullptr, pitch_bytes};
 }
 
-CopySide3d side_of(u64 address, u64 pitch_bytes, u64 height) {
+CopySide3d make_copy_side(u64 address, u64 pitch_bytes, u64 height) {
     return {0, 0, 0, 0, memory_unified, nullptr, address, nullptr, 0, pitch_bytes, height};
 }
 
@@ -63,7 +63,8 @@ void test_volume_is_copied_between_devices() {
     const u64 to = allocate(volume_bytes);
     write_device(to, std::vector(volume_bytes, canary));
     for (const bool is_queued : {false, true}) {
-        Copy3d copy{side_of(from, pitch, slice_rows), side_of(to, pitch, slice_rows), width, rows, slices};
+        Copy3d copy{make_copy_side(from, pitch, slice_rows), make_copy_side(to, pitch, slice_rows), width, rows,
+                    slices};
         copy.from.context = contexts[0];
         copy.to.context = contexts[1];
         copy.from.y = 2;
@@ -169,8 +170,8 @@ void test_invalid_rows_are_refused() {
 void test_invalid_volumes_are_refused() {
     const u64 memory = allocate(volume_bytes);
     const std::vector<unsigned char> host(volume_bytes);
-    const Copy3d valid{side_of(memory, pitch, slice_rows), side_of(address_of(host), pitch, slice_rows), width, rows,
-                       slices};
+    const Copy3d valid{make_copy_side(memory, pitch, slice_rows), make_copy_side(address_of(host), pitch, slice_rows),
+                       width, rows, slices};
     EXPECT_SUCCESS("cuMemcpy3D_v2", &valid);
     Copy3d copy = valid;
     copy.from.height = rows - 1;

@@ -14,7 +14,7 @@ Handle create_array(unsigned flags) {
     return array;
 }
 
-ResourceDescription resource_of(int type, Handle array) {
+ResourceDescription make_resource(int type, Handle array) {
     ResourceDescription resource{};
     resource.type = type;
     resource.array = array;
@@ -29,27 +29,27 @@ int create_texture(Handle* texture, const ResourceDescription& resource, const T
 void test_texture_of_an_array_keeps_its_descriptions() {
     const Handle array = create_array(0);
     Handle texture = 0;
-    TextureDescription description{}, found{};
+    TextureDescription description{}, queried{};
     description.address_modes[0] = 3;
     description.filter_mode = 1;
     description.border[2] = 0.5F;
     const ViewDescription view{1, 16, 8, 0, 0, 0, 0, 0, {}};
     ViewDescription found_view{};
     ResourceDescription resource{};
-    CHECK(create_texture(&texture, resource_of(resource_array, array), description, &view) == success);
+    CHECK(create_texture(&texture, make_resource(resource_array, array), description, &view) == success);
     EXPECT_SUCCESS("cuTexObjectGetResourceDesc", &resource, texture);
     CHECK(resource.type == resource_array && resource.array == array);
-    EXPECT_SUCCESS("cuTexObjectGetTextureDesc", &found, texture);
-    CHECK(found.address_modes[0] == 3 && found.filter_mode == 1 && found.border[2] == 0.5F);
+    EXPECT_SUCCESS("cuTexObjectGetTextureDesc", &queried, texture);
+    CHECK(queried.address_modes[0] == 3 && queried.filter_mode == 1 && queried.border[2] == 0.5F);
     EXPECT_SUCCESS("cuTexObjectGetResourceViewDesc", &found_view, texture);
     CHECK(found_view.width == 16 && found_view.height == 8);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
-    EXPECT_RESULT(invalid_value, "cuTexObjectGetTextureDesc", &found, texture);
-    CHECK(create_texture(&texture, resource_of(resource_array, array), description) == success);
+    EXPECT_RESULT(invalid_value, "cuTexObjectGetTextureDesc", &queried, texture);
+    CHECK(create_texture(&texture, make_resource(resource_array, array), description) == success);
     EXPECT_RESULT(invalid_value, "cuTexObjectGetResourceViewDesc", &found_view, texture);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_SUCCESS("cuArrayDestroy", array);
-    CHECK(create_texture(&texture, resource_of(resource_array, array), description) == invalid_value);
+    CHECK(create_texture(&texture, make_resource(resource_array, array), description) == invalid_value);
 }
 
 // The memory must be aligned and contain all rows.
@@ -84,7 +84,7 @@ void test_texture_of_memory_is_checked() {
 void test_wrong_textures_are_refused() {
     const Handle array = create_array(0);
     Handle texture = 0, mipmap = 0;
-    ResourceDescription resource = resource_of(resource_array, array);
+    ResourceDescription resource = make_resource(resource_array, array);
     TextureDescription description{};
     description.address_modes[2] = 4;
     CHECK(create_texture(&texture, resource, description) == invalid_value);
@@ -96,15 +96,15 @@ void test_wrong_textures_are_refused() {
     CHECK(create_texture(&texture, resource, description) == invalid_value);
     resource.flags = 1;
     CHECK(create_texture(&texture, resource, {}) == invalid_value);
-    CHECK(create_texture(&texture, resource_of(4, array), {}) == invalid_value);
-    CHECK(create_texture(&texture, resource_of(resource_mipmap, array), {}) == invalid_value);
+    CHECK(create_texture(&texture, make_resource(4, array), {}) == invalid_value);
+    CHECK(create_texture(&texture, make_resource(resource_mipmap, array), {}) == invalid_value);
     // The coordinates of a mipmapped array must be normalized.
     const ArrayDescription levels{16, 8, 0, format_float, 1, 0};
     EXPECT_SUCCESS("cuMipmappedArrayCreate", &mipmap, &levels, 2U);
     description = {};
-    CHECK(create_texture(&texture, resource_of(resource_mipmap, mipmap), description) == invalid_value);
+    CHECK(create_texture(&texture, make_resource(resource_mipmap, mipmap), description) == invalid_value);
     description.flags = texture_normalized_coordinates;
-    CHECK(create_texture(&texture, resource_of(resource_mipmap, mipmap), description) == success);
+    CHECK(create_texture(&texture, make_resource(resource_mipmap, mipmap), description) == success);
     EXPECT_SUCCESS("cuTexObjectDestroy", texture);
     EXPECT_SUCCESS("cuMipmappedArrayDestroy", mipmap);
     EXPECT_SUCCESS("cuArrayDestroy", array);
@@ -114,14 +114,14 @@ void test_wrong_textures_are_refused() {
 void test_surface_of_an_array() {
     const Handle array = create_array(array_surface), other = create_array(0);
     Handle surface = 0;
-    ResourceDescription resource = resource_of(resource_array, other), found{};
+    ResourceDescription resource = make_resource(resource_array, other), queried{};
     EXPECT_RESULT(invalid_value, "cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
     resource.array = array;
     EXPECT_SUCCESS("cuSurfObjectCreate", &surface, static_cast<const ResourceDescription*>(&resource));
-    EXPECT_SUCCESS("cuSurfObjectGetResourceDesc", &found, surface);
-    CHECK(found.array == array);
+    EXPECT_SUCCESS("cuSurfObjectGetResourceDesc", &queried, surface);
+    CHECK(queried.array == array);
     EXPECT_SUCCESS("cuSurfObjectDestroy", surface);
-    EXPECT_RESULT(invalid_value, "cuSurfObjectGetResourceDesc", &found, surface);
+    EXPECT_RESULT(invalid_value, "cuSurfObjectGetResourceDesc", &queried, surface);
     EXPECT_SUCCESS("cuArrayDestroy", array);
     EXPECT_SUCCESS("cuArrayDestroy", other);
 }
@@ -130,7 +130,7 @@ void test_surface_of_an_array() {
 void test_texture_ends_with_its_context() {
     Handle context = 0, texture = 0;
     EXPECT_SUCCESS("cuCtxCreate_v2", &context, 0U, 0);
-    CHECK(create_texture(&texture, resource_of(resource_array, create_array(0)), {}) == success);
+    CHECK(create_texture(&texture, make_resource(resource_array, create_array(0)), {}) == success);
     EXPECT_SUCCESS("cuCtxDestroy_v2", context);
     EXPECT_RESULT(invalid_value, "cuTexObjectDestroy", texture);
 }

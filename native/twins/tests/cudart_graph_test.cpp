@@ -102,9 +102,9 @@ void test_graphs_are_built_by_nodes() {
                      device_to_host};
     EXPECT_OK("cudaGraphAddMemcpyNode", &read, graph, static_cast<const Handle*>(&copy), u64{1}, &out);
     EXPECT_OK("cudaGraphAddEmptyNode", &empty, graph, static_cast<const Handle*>(&read), u64{1});
-    Copy3d found{};
-    EXPECT_OK("cudaGraphMemcpyNodeGetParams", read, &found);
-    CHECK(found.from.pointer == memory && found.extent.width == length_bytes);
+    Copy3d queried{};
+    EXPECT_OK("cudaGraphMemcpyNodeGetParams", read, &queried);
+    CHECK(queried.from.pointer == memory && queried.extent.width == length_bytes);
     u64 count = 0;
     EXPECT_OK("cudaGraphGetNodes", graph, static_cast<Handle*>(nullptr), &count);
     CHECK(count == 4);
@@ -171,15 +171,15 @@ void test_arrays_are_copied() {
     EXPECT_OK("cudaMemcpyFromArray_ptds", static_cast<void*>(to.data()), array, u64{4}, u64{1}, u64{row_bytes},
               int{device_to_host});
     CHECK(std::equal(from.begin(), from.begin() + row_bytes, to.begin()));
-    ChannelFormat found{};
+    ChannelFormat queried{};
     Extent extent{};
     unsigned flags = 9;
-    EXPECT_OK("cudaArrayGetInfo", &found, &extent, &flags, volume);
-    CHECK(found.x == 16 && found.y == 16 && found.z == 0 && found.kind == channel_unsigned && extent.depth == 2 &&
-          flags == 0);
+    EXPECT_OK("cudaArrayGetInfo", &queried, &extent, &flags, volume);
+    CHECK(queried.x == 16 && queried.y == 16 && queried.z == 0 && queried.kind == channel_unsigned &&
+          extent.depth == 2 && flags == 0);
     EXPECT_OK("cudaMallocMipmappedArray", &mipmap, &format, Extent{width, height, 0}, 3U, 0U);
     EXPECT_OK("cudaGetMipmappedArrayLevel", &level, mipmap, 1U);
-    EXPECT_OK("cudaArrayGetInfo", &found, &extent, &flags, level);
+    EXPECT_OK("cudaArrayGetInfo", &queried, &extent, &flags, level);
     CHECK(extent.width == width / 2 && extent.height == height / 2);
     const ChannelFormat uneven{8, 16, 0, 0, channel_unsigned};
     EXPECT_ERROR(invalid_channel_descriptor, "cudaMallocArray", &level, &uneven, u64{width}, u64{height}, 0U);

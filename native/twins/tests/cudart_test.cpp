@@ -69,15 +69,15 @@ void test_properties_fill_the_structure() {
         std::memcpy(static_cast<void*>(&properties), bytes.data(), length_bytes);
         return properties;
     };
-    std::vector<DeviceProperties> found;
+    std::vector<DeviceProperties> all_properties;
     if (GDRKIT_CUDART_MAJOR == 12) {
         // cudaGetDeviceProperties is for programs that were built for CUDA 11.
-        found = {query("cudaGetDeviceProperties", offsetof(DeviceProperties, host_register_supported)),
-                 query("cudaGetDeviceProperties_v2", sizeof(DeviceProperties))};
+        all_properties = {query("cudaGetDeviceProperties", offsetof(DeviceProperties, host_register_supported)),
+                          query("cudaGetDeviceProperties_v2", sizeof(DeviceProperties))};
     } else {
-        found = {query("cudaGetDeviceProperties", sizeof(DeviceProperties))};
+        all_properties = {query("cudaGetDeviceProperties", sizeof(DeviceProperties))};
     }
-    for (const DeviceProperties& properties : found) {
+    for (const DeviceProperties& properties : all_properties) {
         char name[256] = {};
         cuda::Uuid uuid{};
         int bus = 0;
@@ -90,8 +90,8 @@ void test_properties_fill_the_structure() {
         CHECK(properties.total_global_bytes > u64{1} << 30 && properties.unified_addressing == 1);
         CHECK(properties.threads_dimensions_max[2] == 64 && properties.shared_bytes_per_block == 49152);
     }
-    CHECK(found.back().memory_pools_supported == 1 && found.back().ipc_event_supported == 1);
-    EXPECT_ERROR(invalid_device, "cudaGetDeviceProperties", static_cast<void*>(&found[0]), 2);
+    CHECK(all_properties.back().memory_pools_supported == 1 && all_properties.back().ipc_event_supported == 1);
+    EXPECT_ERROR(invalid_device, "cudaGetDeviceProperties", static_cast<void*>(&all_properties[0]), 2);
     EXPECT_ERROR(invalid_value, "cudaGetDeviceProperties", static_cast<void*>(nullptr), 0);
 }
 

@@ -148,7 +148,7 @@ void test_failure_is_in_result() {
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 
-std::vector<unsigned char> page_of(const std::vector<unsigned char>& bytes, std::size_t page) {
+std::vector<unsigned char> make_page(const std::vector<unsigned char>& bytes, std::size_t page) {
     const auto begin = bytes.begin() + static_cast<std::ptrdiff_t>(page * page_bytes);
     return {begin, begin + page_bytes};
 }
@@ -174,8 +174,8 @@ void test_streams_mix_up_the_bytes_of_one_registration() {
                   TestFile::length_bytes, 0);
     AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
     run_both("cuFileReadAsync", test_file, &first, &second);
-    CHECK(page_of(test_file.device_content(), 0) == page_of(test_file.bytes, 4));
-    CHECK(page_of(test_file.device_content(), 1) == page_of(test_file.bytes, 4));
+    CHECK(make_page(test_file.device_content(), 0) == make_page(test_file.bytes, 4));
+    CHECK(make_page(test_file.device_content(), 1) == make_page(test_file.bytes, 4));
     // One after the other, both are right.
     const u64 stream = make_stream();
     for (AsyncArguments* arguments : {&first, &second}) {
@@ -183,12 +183,12 @@ void test_streams_mix_up_the_bytes_of_one_registration() {
     }
     synchronize(stream);
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
-    CHECK(page_of(test_file.device_content(), 0) == page_of(test_file.bytes, 4));
-    CHECK(page_of(test_file.device_content(), 1) == page_of(test_file.bytes, 5));
+    CHECK(make_page(test_file.device_content(), 0) == make_page(test_file.bytes, 4));
+    CHECK(make_page(test_file.device_content(), 1) == make_page(test_file.bytes, 5));
     AsyncArguments first_write{page_bytes, 8 * page_bytes, 0}, second_write{page_bytes, 9 * page_bytes, page_bytes};
     run_both("cuFileWriteAsync", test_file, &first_write, &second_write);
-    CHECK(page_of(test_file.file_content(), 8) == page_of(test_file.bytes, 4));
-    CHECK(page_of(test_file.file_content(), 9) == page_of(test_file.bytes, 4));
+    CHECK(make_page(test_file.file_content(), 8) == make_page(test_file.bytes, 4));
+    CHECK(make_page(test_file.file_content(), 9) == make_page(test_file.bytes, 4));
     EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(test_file.memory)));
 }
 
@@ -199,8 +199,8 @@ void test_streams_with_a_direct_path_keep_their_bytes() {
     set_fault_plan("cufile.route call=* route=p2p");
     AsyncArguments first{page_bytes, 4 * page_bytes, 0}, second{page_bytes, 5 * page_bytes, page_bytes};
     run_both("cuFileReadAsync", test_file, &first, &second);
-    CHECK(page_of(test_file.device_content(), 0) == page_of(test_file.bytes, 4));
-    CHECK(page_of(test_file.device_content(), 1) == page_of(test_file.bytes, 5));
+    CHECK(make_page(test_file.device_content(), 0) == make_page(test_file.bytes, 4));
+    CHECK(make_page(test_file.device_content(), 1) == make_page(test_file.bytes, 5));
     EXPECT_STATUS(success, "cuFileBufDeregister", static_cast<const void*>(pointer(test_file.memory)));
 }
 
@@ -226,7 +226,7 @@ void test_offset_in_unregistered_memory_is_eio() {
                        stream) == success);
     synchronize(stream);
     CHECK(arguments.result == page_bytes);
-    CHECK(page_of(test_file.device_content(), 2) == page_of(test_file.bytes, 0));
+    CHECK(make_page(test_file.device_content(), 2) == make_page(test_file.bytes, 0));
     CHECK(cuda::cu("cuStreamDestroy_v2", stream) == cuda::success);
 }
 

@@ -44,8 +44,8 @@ inline int open_first() {
     CHECK(fd >= 0);
     return fd;
 }
-inline u64 allocate(int fd, u64 size, u64 page_size = 0) {
-    return hl<u64>("hlthunk_device_memory_alloc", fd, size, page_size, true, false);
+inline u64 allocate(int fd, u64 size_bytes, u64 page_size = 0) {
+    return hl<u64>("hlthunk_device_memory_alloc", fd, size_bytes, page_size, true, false);
 }
 inline u64 map(int fd, u64 handle, u64 hint = 0) {
     return hl<u64>("hlthunk_device_memory_map", fd, handle, hint);
@@ -56,14 +56,14 @@ inline int unmap(int fd, u64 address) {
 inline int release(int fd, u64 handle) {
     return hl("hlthunk_device_memory_free", fd, handle);
 }
-inline int export_mapped(int fd, u64 address, u64 size, u64 offset = 0, std::uint32_t flags = export_flags) {
-    return hl("hlthunk_device_mapped_memory_export_dmabuf_fd", fd, address, size, offset, flags);
+inline int export_mapped(int fd, u64 address, u64 size_bytes, u64 offset = 0, std::uint32_t flags = export_flags) {
+    return hl("hlthunk_device_mapped_memory_export_dmabuf_fd", fd, address, size_bytes, offset, flags);
 }
-inline int export_physical(int fd, u64 address, u64 size) {
-    return hl("hlthunk_device_memory_export_dmabuf_fd", fd, address, size, export_flags);
+inline int export_physical(int fd, u64 address, u64 size_bytes) {
+    return hl("hlthunk_device_memory_export_dmabuf_fd", fd, address, size_bytes, export_flags);
 }
-inline u64 map_host(int fd, void* memory, u64 size) {
-    return hl<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size);
+inline u64 map_host(int fd, void* memory, u64 size_bytes) {
+    return hl<u64>("hlthunk_host_memory_map", fd, memory, u64{0}, size_bytes);
 }
 
 // Submit one packet, as on Gaudi2 and later: the packet is in host memory that is mapped for the device.
@@ -80,9 +80,9 @@ inline int wait(int fd, u64 sequence, std::uint32_t* status, u64 timeout_us = 30
 
 inline std::string ledger_json() {
     std::string text(1 << 20, '\0');
-    const int size = hl("gdrkit_twin_ledger", text.data(), text.size());
-    CHECK(size > 0 && static_cast<std::size_t>(size) < text.size());
-    text.resize(static_cast<std::size_t>(size));
+    const int size_bytes = hl("gdrkit_twin_ledger", text.data(), text.size());
+    CHECK(size_bytes > 0 && static_cast<std::size_t>(size_bytes) < text.size());
+    text.resize(static_cast<std::size_t>(size_bytes));
     return text;
 }
 

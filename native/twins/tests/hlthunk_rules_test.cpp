@@ -10,21 +10,21 @@ namespace {
 
 constexpr u64 page_bytes = 4096, mib = 1 << 20, gib = 1 << 30;
 
-HardwareInfo info_of(int fd) {
+HardwareInfo query_info(int fd) {
     HardwareInfo info{};
     CHECK(hl("hlthunk_get_hw_ip_info", fd, &info) == 0);
     return info;
 }
 
-void check_export_succeeds(int fd, u64 size) {
-    CHECK(fd >= 0 && lseek(fd, 0, SEEK_END) == static_cast<off_t>(size));
+void check_export_succeeds(int fd, u64 size_bytes) {
+    CHECK(fd >= 0 && lseek(fd, 0, SEEK_END) == static_cast<off_t>(size_bytes));
     CHECK((fcntl(fd, F_GETFD) & FD_CLOEXEC) != 0);
     CHECK(mmap(nullptr, page_bytes, PROT_READ, MAP_SHARED, fd, 0) == MAP_FAILED);
     CHECK(close(fd) == 0);
 }
 
 void test_later_gaudis_export_mapped_addresses(int fd) {
-    const u64 device_page_bytes = info_of(fd).device_mem_alloc_default_page_size;
+    const u64 device_page_bytes = query_info(fd).device_mem_alloc_default_page_size;
     CHECK(allocate(fd, 0) == 0 && errno == EINVAL);
     CHECK(allocate(fd, page_bytes, 3 * mib) == 0 && errno == EINVAL);
     CHECK(allocate(fd, 1000 * gib) == 0 && errno == ENOMEM);
@@ -58,16 +58,16 @@ void test_later_gaudis_export_mapped_addresses(int fd) {
 }
 
 void test_gaudi1_exports_physical_addresses(int fd) {
-    const u64 base = info_of(fd).dram_base_address, size = info_of(fd).dram_size;
+    const u64 base = query_info(fd).dram_base_address, size_bytes = query_info(fd).dram_size;
     CHECK(allocate(fd, page_bytes) == 0 && map(fd, 0) == 0 && errno == EINVAL && release(fd, 0) == 0);
     check_export_succeeds(export_physical(fd, base, page_bytes), page_bytes);
-    check_export_succeeds(export_physical(fd, base + size - page_bytes, page_bytes), page_bytes);
+    check_export_succeeds(export_physical(fd, base + size_bytes - page_bytes, page_bytes), page_bytes);
     check_export_succeeds(export_mapped(fd, base, page_bytes), page_bytes);
     CHECK(export_mapped(fd, base, page_bytes, page_bytes) == -EINVAL);
-    for (const u64 address : {base - page_bytes, base + 1, base + size, u64{0}, ~u64{4095}}) {
+    for (const u64 address : {base - page_bytes, base + 1, base + size_bytes, u64{0}, ~u64{4095}}) {
         CHECK(export_physical(fd, address, page_bytes) == -EINVAL);
     }
-    for (const u64 length : {u64{0}, u64{100}, size + page_bytes, ~u64{4095}}) {
+    for (const u64 length : {u64{0}, u64{100}, size_bytes + page_bytes, ~u64{4095}}) {
         CHECK(export_physical(fd, base, length) == -EINVAL);
     }
 }
@@ -90,7 +90,7 @@ void test_host_memory_is_refused(int fd) {
 void test_only_bar_is_exported(int fd, bool is_gaudi1) {
     if (is_gaudi1) {
         // The device memory and the BAR begin at 0x20000000. Programs use the memory from `base` on.
-        const u64 base = info_of(fd).dram_base_address, bar_end = 0x20000000 + 600 * mib;
+        const u64 base = query_info(fd).dram_base_address, bar_end = 0x20000000 + 600 * mib;
         CHECK(base < bar_end);
         check_export_succeeds(export_physical(fd, bar_end - page_bytes, page_bytes), page_bytes);
         CHECK(export_physical(fd, bar_end - page_bytes, 2 * page_bytes) == -EINVAL &&

@@ -76,24 +76,24 @@ struct Driver {
         Handle context = nullptr;
         CHECK(cuInit(0) == 0 && cuDevicePrimaryCtxRetain(&context, 0) == 0 && cuCtxSetCurrent(context) == 0);
     }
-    [[nodiscard]] std::uint64_t allocate(std::size_t size = allocation_bytes) const {
+    [[nodiscard]] std::uint64_t allocate(std::size_t size_bytes = allocation_bytes) const {
         std::uint64_t address = 0;
-        CHECK(cuMemAlloc_v2(&address, size) == 0);
-        clear(address, size);
+        CHECK(cuMemAlloc_v2(&address, size_bytes) == 0);
+        clear(address, size_bytes);
         return address;
     }
     // cuMemset on device memory is asynchronous, and a NIC does not wait for streams.
-    void clear(std::uint64_t address, std::size_t size) const {
-        CHECK(cuMemsetD8_v2(address, 0, size) == 0 && cuCtxSynchronize() == 0);
+    void clear(std::uint64_t address, std::size_t size_bytes) const {
+        CHECK(cuMemsetD8_v2(address, 0, size_bytes) == 0 && cuCtxSynchronize() == 0);
     }
-    [[nodiscard]] std::vector<std::uint8_t> content(std::uint64_t address, std::size_t size) const {
-        std::vector<std::uint8_t> bytes(size);
-        CHECK(cuMemcpyDtoH_v2(bytes.data(), address, size) == 0);
+    [[nodiscard]] std::vector<std::uint8_t> content(std::uint64_t address, std::size_t size_bytes) const {
+        std::vector<std::uint8_t> bytes(size_bytes);
+        CHECK(cuMemcpyDtoH_v2(bytes.data(), address, size_bytes) == 0);
         return bytes;
     }
-    [[nodiscard]] int export_dmabuf(std::uint64_t address, std::size_t size = allocation_bytes) const {
+    [[nodiscard]] int export_dmabuf(std::uint64_t address, std::size_t size_bytes = allocation_bytes) const {
         int fd = -1;
-        CHECK(cuMemGetHandleForAddressRange(&fd, address, size, handle_type_dmabuf, 0) == 0 && fd >= 0);
+        CHECK(cuMemGetHandleForAddressRange(&fd, address, size_bytes, handle_type_dmabuf, 0) == 0 && fd >= 0);
         return fd;
     }
 };
@@ -106,16 +106,16 @@ void* as_pointer(std::uint64_t address) {
 // region is registered.
 void check_region(const Driver& driver, Endpoint* endpoint, std::uint64_t memory, ibv_mr* mr) {
     Buffer from(endpoint->pd, allocation_bytes), back(endpoint->pd, allocation_bytes);
-    fill_pattern(from.bytes, from.size);
-    for (const std::size_t size : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
+    fill_pattern(from.bytes, from.size_bytes);
+    for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3}) {
         driver.clear(memory, allocation_bytes);
-        CHECK(endpoint->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.sge(1, size)}) == 0);
+        CHECK(endpoint->post(request(1, IBV_WR_RDMA_WRITE, memory + 77, mr->rkey), {from.sge(1, size_bytes)}) == 0);
         endpoint->expect_completion(1, IBV_WC_SUCCESS);
-        const auto content = driver.content(memory, size + 78);
-        CHECK(content[76] == 0 && content[77 + size] == 0 && has_pattern(content.data() + 77, size, 1));
-        CHECK(endpoint->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.sge(3, size)}) == 0);
+        const auto content = driver.content(memory, size_bytes + 78);
+        CHECK(content[76] == 0 && content[77 + size_bytes] == 0 && has_pattern(content.data() + 77, size_bytes, 1));
+        CHECK(endpoint->post(request(2, IBV_WR_RDMA_READ, memory + 77, mr->rkey), {back.sge(3, size_bytes)}) == 0);
         endpoint->expect_completion(2, IBV_WC_SUCCESS);
-        CHECK(has_pattern(back.bytes + 3, size, 1));
+        CHECK(has_pattern(back.bytes + 3, size_bytes, 1));
     }
     // The owner frees the memory. A later allocation at this address must not receive data sent with the old key.
     CHECK(driver.cuMemFree_v2(memory) == 0);

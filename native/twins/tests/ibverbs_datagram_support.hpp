@@ -10,7 +10,7 @@ constexpr std::size_t mtu_bytes = 4096;
 constexpr std::uint32_t test_qkey = 0x11111111;
 constexpr std::uint32_t multicast_qpn = 0xffffff;
 
-inline ibv_gid gid_of_context(ibv_context* context) {
+inline ibv_gid query_gid(ibv_context* context) {
     ibv_gid gid{};
     CHECK(ibv_query_gid(context, 1, 1, &gid) == 0);
     return gid;

@@ -11,7 +11,7 @@ namespace {
 
 void test_datagram_arrives_behind_its_network_header() {
     DatagramEndpoint sender(0), receiver(1);
-    const ibv_gid source = gid_of_context(sender.context), destination = gid_of_context(receiver.context);
+    const ibv_gid source = query_gid(sender.context), destination = query_gid(receiver.context);
     ibv_ah_attr path = path_to(destination);
     path.grh.flow_label = 0xfffabcde; // the upper 12 bits do not fit into the header
     path.grh.traffic_class = 0x5c;
@@ -38,12 +38,12 @@ void test_datagram_arrives_behind_its_network_header() {
 // A receiver answers by an address handle that it derives from the completion and the network header, for both GID
 // types.
 void test_reply_by_address_of_completion() {
-    DatagramEndpoint one(0), other(1);
+    DatagramEndpoint first_endpoint(0), other(1);
     for (std::uint8_t index = 0; index < 2; ++index) {
-        ibv_ah* const ah = one.make_address(path_to(gid_of_context(other.context), index));
-        CHECK(other.post_receive(1, 0, 2048) == 0 && one.post_receive(2, 0, 2048) == 0);
-        CHECK(one.send(3, ah, other.qp->qp_num, 4096, 8) == 0);
-        one.expect(3);
+        ibv_ah* const ah = first_endpoint.make_address(path_to(query_gid(other.context), index));
+        CHECK(other.post_receive(1, 0, 2048) == 0 && first_endpoint.post_receive(2, 0, 2048) == 0);
+        CHECK(first_endpoint.send(3, ah, other.qp->qp_num, 4096, 8) == 0);
+        first_endpoint.expect(3);
         ibv_wc wc = other.expect(1);
         auto* const grh = reinterpret_cast<ibv_grh*>(other.buffer->bytes);
         CHECK(grh->next_hdr == (index == 0 ? 0x1b : 17));
@@ -53,7 +53,7 @@ void test_reply_by_address_of_completion() {
         ibv_ah* const back = ibv_create_ah_from_wc(other.pd, &wc, grh, 1);
         CHECK(back != nullptr && other.send(4, back, wc.src_qp, 4096, 0) == 0);
         other.expect(4);
-        CHECK(one.expect(2).byte_len == grh_bytes);
+        CHECK(first_endpoint.expect(2).byte_len == grh_bytes);
         CHECK(ibv_destroy_ah(ah) == 0 && ibv_destroy_ah(back) == 0);
     }
 }
@@ -77,7 +77,7 @@ void test_address_of_ipv4_header() {
 
 void test_invalid_address_handles_are_refused() {
     DatagramEndpoint endpoint;
-    const ibv_gid gid = gid_of_context(endpoint.context);
+    const ibv_gid gid = query_gid(endpoint.context);
     const auto check_refused = [&](ibv_ah_attr path) {
         errno = 0;
         CHECK(ibv_create_ah(endpoint.pd, &path) == nullptr && errno == EINVAL);
@@ -105,7 +105,7 @@ void test_invalid_address_handles_are_refused() {
 // request. Its sender sees success.
 void test_undeliverable_datagrams_are_lost() {
     DatagramEndpoint sender(0), receiver(0);
-    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
     CHECK(sender.send(1, ah, receiver.qp->qp_num, 0, 8) == 0);
     sender.expect(1);
     receiver.expect_nothing();
@@ -133,7 +133,7 @@ void test_undeliverable_datagrams_are_lost() {
 // A request with a controlled Q_Key is sent with the Q_Key of its queue pair.
 void test_controlled_qkey_selects_own_qkey() {
     DatagramEndpoint sender(0), receiver(0);
-    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
     CHECK(receiver.post_receive(1, 0, 100) == 0);
     CHECK(sender.send(2, ah, receiver.qp->qp_num, 0, 8, IBV_SEND_SIGNALED | IBV_SEND_INLINE, 0x80000000U) == 0);
     sender.expect(2);
@@ -143,7 +143,7 @@ void test_controlled_qkey_selects_own_qkey() {
 
 void test_failed_send_leads_to_send_queue_error() {
     DatagramEndpoint endpoint;
-    ibv_ah* ah = endpoint.make_address(path_to(gid_of_context(endpoint.context)));
+    ibv_ah* ah = endpoint.make_address(path_to(query_gid(endpoint.context)));
     const auto check_fails = [&](std::size_t length, ibv_wc_status status) {
         CHECK(endpoint.send(1, ah, endpoint.qp->qp_num, 0, length) == 0);
         endpoint.expect(1, status);
@@ -167,7 +167,7 @@ void test_failed_send_leads_to_send_queue_error() {
 
 void test_short_receive_is_a_local_length_error() {
     DatagramEndpoint sender(0), receiver(0);
-    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
     CHECK(receiver.post_receive(1, 0, grh_bytes + 7) == 0 && receiver.post_receive(2, 0, 100) == 0);
     CHECK(sender.send(3, ah, receiver.qp->qp_num, 0, 8) == 0);
     sender.expect(3);
@@ -178,7 +178,7 @@ void test_short_receive_is_a_local_length_error() {
 
 void test_wrong_requests_are_refused() {
     DatagramEndpoint endpoint;
-    ibv_ah* const ah = endpoint.make_address(path_to(gid_of_context(endpoint.context)));
+    ibv_ah* const ah = endpoint.make_address(path_to(query_gid(endpoint.context)));
     const auto send = [&](ibv_ah* address, std::uint32_t qpn, std::size_t length, unsigned flags,
                           ibv_wr_opcode opcode) {
         return endpoint.send(1, address, qpn, 0, length, flags, test_qkey, opcode);
@@ -245,7 +245,7 @@ void test_pairs_share_a_receive_queue() {
         CHECK(sender.post_receive(1, 0, 100) == EINVAL);
     }
     sender.qp = own;
-    ibv_ah* const ah = sender.make_address(path_to(gid_of_context(sender.context)));
+    ibv_ah* const ah = sender.make_address(path_to(query_gid(sender.context)));
     for (std::uint64_t id = 1; id <= 4; ++id) {
         ibv_sge sge = sender.buffer->sge(id * 4096, 8192);
         ibv_recv_wr wr{id, nullptr, &sge, 1}, *bad_wr = nullptr;

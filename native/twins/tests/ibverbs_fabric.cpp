@@ -25,7 +25,7 @@ struct Target {
     std::uint32_t datagram_qp_num;
 };
 
-FabricAddress fabric_address_of(const Address& address) {
+FabricAddress make_fabric_address(const Address& address) {
     FabricAddress fabric_address{};
     std::memcpy(fabric_address.data(), address.gid.raw, fabric_address.size());
     return fabric_address;
@@ -87,7 +87,7 @@ void test_every_operation_reaches_other_machine() {
     const Address own_address = endpoint.address();
     CHECK(std::memcmp(&target.address.gid, &own_address.gid, sizeof(ibv_gid)) != 0);
     Buffer from(endpoint.pd, target_bytes), back(endpoint.pd, target_bytes);
-    fill_pattern(from.bytes, from.size);
+    fill_pattern(from.bytes, from.size_bytes);
     CHECK(endpoint.post(request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
     CHECK(endpoint.post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8, target.rkey),
                         {from.sge(8, target_bytes - 8)}) == 0);
@@ -115,10 +115,12 @@ void test_datagrams_reach_other_machine_with_the_secret() {
     CHECK(datagrams.post_receive(2, 4096, 2048) == 0);
     // A datagram without the proof is dropped. Otherwise it would consume the receive request.
     const Fd untrusted(::socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0));
-    SocketAddress socket_address(fabric_address_of(target.address), static_cast<std::uint16_t>(target.datagram_qp_num));
+    SocketAddress socket_address(make_fabric_address(target.address),
+                                 static_cast<std::uint16_t>(target.datagram_qp_num));
     const std::vector<char> noise(32 + 72 + 1000, 'x');
-    for (const std::size_t size : {noise.size(), std::size_t{1}, std::size_t{0}}) {
-        CHECK(sendto(untrusted.get(), noise.data(), size, 0, socket_address.get(), socket_address.size_bytes) >= 0);
+    for (const std::size_t size_bytes : {noise.size(), std::size_t{1}, std::size_t{0}}) {
+        CHECK(sendto(untrusted.get(), noise.data(), size_bytes, 0, socket_address.get(), socket_address.size_bytes) >=
+              0);
     }
     fill_pattern(datagrams.buffer->bytes, 1000);
     ibv_ah* const ah = datagrams.make_address(path_to(target.address.gid));
@@ -157,7 +159,7 @@ void test_other_secret_is_refused() {
 
 // Return a socket that is connected to the port of a queue pair, and has proved nothing.
 Fd connect_untrusted(const Address& address) {
-    SocketAddress socket_address(fabric_address_of(address), static_cast<std::uint16_t>(address.qp_num));
+    SocketAddress socket_address(make_fabric_address(address), static_cast<std::uint16_t>(address.qp_num));
     Fd socket(::socket(socket_address.family(), SOCK_STREAM | SOCK_CLOEXEC, 0));
     CHECK(socket && connect(socket.get(), socket_address.get(), socket_address.size_bytes) == 0);
     return socket;
@@ -171,7 +173,8 @@ bool is_ended(const Fd& socket) {
 
 // Return a socket that has passed the secret and the handshake, as the expected peer.
 Fd connect_hostile(const Address& from, const Address& to) {
-    Fd socket(connect_to_fabric(fabric_address_of(to), static_cast<std::uint16_t>(to.qp_num), std::chrono::seconds(1)));
+    Fd socket(
+        connect_to_fabric(make_fabric_address(to), static_cast<std::uint16_t>(to.qp_num), std::chrono::seconds(1)));
     const wire::ConnectRequest connect_request{
         wire::magic, wire::version,        from.gid,   to.gid, from.qp_num, to.qp_num,
         from.psn,    IBV_GID_TYPE_ROCE_V2, IBV_QPT_RC, 0};

@@ -36,9 +36,9 @@ int run_target(int socket) {
     return receive_value<char>(socket) == 'e' ? 0 : 1;
 }
 
-void write(Endpoint* requester, const Buffer& from, std::uint64_t remote, std::uint32_t rkey, std::size_t size) {
-    CHECK(requester->post(request(size, IBV_WR_RDMA_WRITE, remote, rkey), {from.sge(0, size)}) == 0);
-    requester->expect_completion(size, IBV_WC_SUCCESS);
+void write(Endpoint* requester, const Buffer& from, std::uint64_t remote, std::uint32_t rkey, std::size_t size_bytes) {
+    CHECK(requester->post(request(size_bytes, IBV_WR_RDMA_WRITE, remote, rkey), {from.sge(0, size_bytes)}) == 0);
+    requester->expect_completion(size_bytes, IBV_WC_SUCCESS);
 }
 
 // A device accesses the memory of a stopped process.
@@ -80,7 +80,7 @@ struct Granted {
         write(&requester, from, to.at(), to.mr->rkey, 16);
     }
     void expect_refusal(ibv_wc_status status) {
-        std::memset(to.bytes, 0, to.size);
+        std::memset(to.bytes, 0, to.size_bytes);
         CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(), rkey), {from.sge(0, large_bytes)}) == 0);
         requester.expect_completion(1, status);
         CHECK(to.bytes[0] == 0 && to.bytes[large_bytes - 1] == 0);
@@ -179,7 +179,7 @@ void test_many_regions_are_granted_in_turn() {
         CHECK(regions.back() != nullptr);
     }
     for (int round = 0; round < 3; ++round) {
-        std::memset(granted.to.bytes, 0, granted.to.size);
+        std::memset(granted.to.bytes, 0, granted.to.size_bytes);
         for (std::size_t index = 0; index < regions.size(); ++index) {
             write(&granted.requester, granted.from, granted.to.at(index * 4096), regions[index]->rkey, 64);
             CHECK(has_pattern(granted.to.bytes + index * 4096, 64) && granted.to.bytes[index * 4096 + 64] == 0);

@@ -51,7 +51,8 @@ struct HostilePeer {
     Fd socket;
     std::unique_ptr<Link> link = Link::make();
 
-    HostilePeer(const Address& from, const Address& to) : socket(connect_to(wire::socket_name_of(to.gid, to.qp_num))) {
+    HostilePeer(const Address& from, const Address& to)
+        : socket(connect_to(wire::make_socket_name(to.gid, to.qp_num))) {
         const wire::ConnectRequest connect_request = make_connect_request(from, to);
         wire::ConnectReply reply{};
         CHECK(socket && send_all(socket.get(), &connect_request, sizeof connect_request) &&
@@ -120,10 +121,10 @@ void test_short_pipe(Target* target, const Address& peer) {
 // The target does not map shared memory whose seals or size are wrong.
 void test_bad_shared_memory(Target* target, const Address& peer) {
     const Address target_address = target->endpoint.address();
-    for (const std::size_t size : {0UL, 4096UL, (1UL << 20) + 16384}) {
-        const Fd socket(connect_to(wire::socket_name_of(target_address.gid, target_address.qp_num)));
+    for (const std::size_t size_bytes : {0UL, 4096UL, (1UL << 20) + 16384}) {
+        const Fd socket(connect_to(wire::make_socket_name(target_address.gid, target_address.qp_num)));
         const Fd memory(memfd_create("unsealed", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-        CHECK(ftruncate(memory.get(), static_cast<off_t>(size)) == 0);
+        CHECK(ftruncate(memory.get(), static_cast<off_t>(size_bytes)) == 0);
         const wire::ConnectRequest connect_request = make_connect_request(peer, target_address);
         const int fds[] = {memory.get(), memory.get()};
         char reply_byte = 0;
@@ -178,7 +179,7 @@ void check_bad_response(const std::function<void(Link*, int)>& misbehave) {
     Buffer from(endpoint.pd, 4096);
     Address hostile_address = endpoint.address();
     hostile_address.qp_num ^= 1;
-    const Fd listener(listen_on(wire::socket_name_of(hostile_address.gid, hostile_address.qp_num)));
+    const Fd listener(listen_on(wire::make_socket_name(hostile_address.gid, hostile_address.qp_num)));
     CHECK(listener);
     std::thread target([&] {
         const Fd socket(accept_from(listener.get()));

@@ -53,8 +53,8 @@ struct List {
         requests.push_back(request(requests.size(), IBV_WR_RDMA_WRITE, address_of(remote), rkey));
         sges.push_back(local);
     }
-    void add(const Pages& from, const Pages& to, std::size_t page_index, std::size_t size = page_bytes) {
-        add(make_sge(from.mr, address_of(from.at(page_index)), size), to.at(page_index), to.mr->rkey);
+    void add(const Pages& from, const Pages& to, std::size_t page_index, std::size_t size_bytes = page_bytes) {
+        add(make_sge(from.mr, address_of(from.at(page_index)), size_bytes), to.at(page_index), to.mr->rkey);
     }
     void post(Endpoint* endpoint) {
         for (std::size_t index = 0; index < requests.size(); ++index) {

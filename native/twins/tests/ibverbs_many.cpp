@@ -31,7 +31,7 @@ void test_mixed_requests() {
     std::mt19937 random(11);
     for (int round = 0; round < 15; ++round) {
         struct Read {
-            std::size_t readback_offset, size;
+            std::size_t readback_offset, size_bytes;
             std::vector<std::uint8_t> expected;
         };
         std::vector<Read> reads;
@@ -40,22 +40,23 @@ void test_mixed_requests() {
             constexpr std::size_t sizes[] = {0, 1, 64, 4095, 4096, 4097, 65537, 300000, 700001};
             const bool is_read = random() % 3 == 0;
             const std::size_t max_bytes = is_read ? read_slot_bytes : memory_bytes;
-            const std::size_t size = std::min(sizes[random() % 9], max_bytes);
-            const std::size_t local_offset = random() % (memory_bytes - size);
-            const std::size_t remote_offset = random() % (memory_bytes - size);
+            const std::size_t size_bytes = std::min(sizes[random() % 9], max_bytes);
+            const std::size_t local_offset = random() % (memory_bytes - size_bytes);
+            const std::size_t remote_offset = random() % (memory_bytes - size_bytes);
             if (is_read) {
-                reads.push_back({id * read_slot_bytes, size, {&model[remote_offset], &model[remote_offset] + size}});
+                reads.push_back(
+                    {id * read_slot_bytes, size_bytes, {&model[remote_offset], &model[remote_offset] + size_bytes}});
                 CHECK(requester.post(request(id, IBV_WR_RDMA_READ, remote.at(remote_offset), remote.mr->rkey),
-                                     {readback.sge(reads.back().readback_offset, size)}) == 0);
+                                     {readback.sge(reads.back().readback_offset, size_bytes)}) == 0);
                 continue;
             }
-            std::memcpy(&model[remote_offset], local.bytes + local_offset, size);
-            const std::size_t first_entry_bytes = size / 3;
-            const bool is_inline = size <= 256 && random() % 2 == 0;
+            std::memcpy(&model[remote_offset], local.bytes + local_offset, size_bytes);
+            const std::size_t first_entry_bytes = size_bytes / 3;
+            const bool is_inline = size_bytes <= 256 && random() % 2 == 0;
             const unsigned flags = is_inline ? IBV_SEND_SIGNALED | IBV_SEND_INLINE : IBV_SEND_SIGNALED;
             CHECK(requester.post(request(id, IBV_WR_RDMA_WRITE, remote.at(remote_offset), remote.mr->rkey, flags),
                                  {local.sge(local_offset, first_entry_bytes),
-                                  local.sge(local_offset + first_entry_bytes, size - first_entry_bytes)}) == 0);
+                                  local.sge(local_offset + first_entry_bytes, size_bytes - first_entry_bytes)}) == 0);
         }
         for (std::uint64_t id = 0; id < 64; ++id) {
             requester.expect_completion(id, IBV_WC_SUCCESS);

@@ -14,9 +14,9 @@
 
 using namespace gdrkit::twin;
 using namespace gdrkit::twin::tests;
-using gdrkit::twin::verbs::datagram_socket_name;
 using gdrkit::twin::verbs::DatagramHeader;
-using gdrkit::twin::verbs::multicast_socket_name;
+using gdrkit::twin::verbs::make_datagram_socket_name;
+using gdrkit::twin::verbs::make_multicast_socket_name;
 
 namespace {
 
@@ -81,8 +81,8 @@ struct Echo {
 
 void test_datagrams_move_between_processes() {
     DatagramEndpoint endpoint(0);
-    const Echo echo(gid_of_context(endpoint.context));
-    ibv_ah* const ah = endpoint.make_address(path_to(gid_of_context(std::make_unique<DatagramEndpoint>(1)->context)));
+    const Echo echo(query_gid(endpoint.context));
+    ibv_ah* const ah = endpoint.make_address(path_to(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
     for (std::size_t count = 0; count < 50; ++count) {
         const std::size_t length = 1 + count * 83;
         fill_pattern(endpoint.buffer->bytes, length, count);
@@ -104,10 +104,10 @@ void test_datagrams_move_between_processes() {
 // lost at once, as those to an unknown queue pair.
 void test_stopped_receiver_does_not_block_others() {
     DatagramEndpoint endpoint(0, test_qkey, 256), other(0);
-    const Echo echo(gid_of_context(endpoint.context));
+    const Echo echo(query_gid(endpoint.context));
     CHECK(kill(echo.pid, SIGSTOP) == 0);
-    ibv_ah* const ah = endpoint.make_address(path_to(gid_of_context(std::make_unique<DatagramEndpoint>(1)->context)));
-    ibv_ah* const local = endpoint.make_address(path_to(gid_of_context(endpoint.context)));
+    ibv_ah* const ah = endpoint.make_address(path_to(query_gid(std::make_unique<DatagramEndpoint>(1)->context)));
+    ibv_ah* const local = endpoint.make_address(path_to(query_gid(endpoint.context)));
     for (std::uint64_t count = 0; count < 200; ++count) {
         CHECK(endpoint.send(count, ah, echo.qp_num, 0, mtu_bytes) == 0);
     }
@@ -128,7 +128,7 @@ void test_stopped_receiver_does_not_block_others() {
 void test_multicast_reaches_every_member() {
     DatagramEndpoint sender(0), member(1), outsider(0);
     const ibv_gid group = make_group(1), other_group = make_group(2);
-    const Echo echo(gid_of_context(sender.context));
+    const Echo echo(query_gid(sender.context));
     // Attaching twice has no further effect: one copy arrives.
     for (int count = 0; count < 2; ++count) {
         CHECK(ibv_attach_mcast(sender.qp, &group, 0) == 0 && ibv_attach_mcast(member.qp, &group, 0) == 0);
@@ -160,7 +160,7 @@ void test_multicast_reaches_every_member() {
 void test_wrong_groups_are_refused() {
     DatagramEndpoint endpoint;
     Endpoint connected(0);
-    const ibv_gid unicast = gid_of_context(endpoint.context);
+    const ibv_gid unicast = query_gid(endpoint.context);
     ibv_gid group = make_group(3), ipv4_group{}, ipv4_host{};
     CHECK(ibv_attach_mcast(endpoint.qp, &unicast, 0) == EINVAL && ibv_attach_mcast(connected.qp, &group, 0) == EINVAL);
     ipv4_group.raw[10] = ipv4_group.raw[11] = ipv4_host.raw[10] = ipv4_host.raw[11] = 0xff;
@@ -173,7 +173,7 @@ void test_wrong_groups_are_refused() {
     CHECK(ibv_query_device(endpoint.context, &limits) == 0 && limits.max_mcast_qp_attach == 56);
     std::vector<Fd> members;
     for (unsigned member = 0; member < 56; ++member) {
-        members.emplace_back(receive_datagrams_at(multicast_socket_name(group, member)));
+        members.emplace_back(receive_datagrams_at(make_multicast_socket_name(group, member)));
         CHECK(members.back());
     }
     CHECK(ibv_attach_mcast(endpoint.qp, &group, 0) == ENOMEM);
@@ -184,8 +184,8 @@ void test_wrong_groups_are_refused() {
 // Frames that no twin sends are discarded: wrong magic, sizes, destination or flags, and frames with descriptors.
 void test_hostile_frames_are_discarded() {
     DatagramEndpoint endpoint;
-    const ibv_gid gid = gid_of_context(endpoint.context);
-    const std::string name = datagram_socket_name(gid, endpoint.qp->qp_num);
+    const ibv_gid gid = query_gid(endpoint.context);
+    const std::string name = make_datagram_socket_name(gid, endpoint.qp->qp_num);
     const Fd sender(open_datagram_sender());
     DatagramHeader valid{};
     valid.magic = verbs::datagram_magic;

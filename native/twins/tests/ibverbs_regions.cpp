@@ -152,22 +152,22 @@ void test_locked_memory_limit_is_enforced() {
         const rlimit value{bytes, 16 * page_bytes};
         CHECK(setrlimit(RLIMIT_MEMLOCK, &value) == 0);
     };
-    const auto errno_of = [&](std::size_t length) {
+    const auto register_and_get_errno = [&](std::size_t length) {
         errno = 0;
         CHECK(ibv_reg_mr(endpoint.pd, memory, length, all_access) == nullptr);
         return errno;
     };
     set_limit(4 * page_bytes);
-    CHECK(errno_of(5 * page_bytes) == ENOMEM);
+    CHECK(register_and_get_errno(5 * page_bytes) == ENOMEM);
     ibv_mr* const mr = ibv_reg_mr(endpoint.pd, memory, 3 * page_bytes, all_access);
     CHECK(mr != nullptr);
     // The same pages count again for a second registration.
-    CHECK(errno_of(2 * page_bytes) == ENOMEM);
+    CHECK(register_and_get_errno(2 * page_bytes) == ENOMEM);
     CHECK(ibv_dereg_mr(mr) == 0);
     ibv_mr* const other = ibv_reg_mr(endpoint.pd, memory + 1, 3 * page_bytes, all_access);
     CHECK(other != nullptr && ibv_dereg_mr(other) == 0);
     set_limit(0);
-    CHECK(errno_of(1) == EPERM);
+    CHECK(register_and_get_errno(1) == EPERM);
     // Device memory does not count as locked memory.
     const Fd device(make_device_memory(page_bytes));
     const Extent whole_extent{device.get(), 0, page_bytes};

@@ -31,16 +31,16 @@ inline std::uint8_t pattern_at(std::size_t index) {
     return static_cast<std::uint8_t>(index * 131U + (index >> 8) * 7U + (index >> 16) + 1U);
 }
 
-inline void fill_pattern(void* memory, std::size_t size, std::size_t salt = 0) {
+inline void fill_pattern(void* memory, std::size_t size_bytes, std::size_t salt = 0) {
     auto* const bytes = static_cast<std::uint8_t*>(memory);
-    for (std::size_t index = 0; index < size; ++index) {
+    for (std::size_t index = 0; index < size_bytes; ++index) {
         bytes[index] = pattern_at(index + salt);
     }
 }
 
-inline bool has_pattern(const void* memory, std::size_t size, std::size_t salt = 0) {
+inline bool has_pattern(const void* memory, std::size_t size_bytes, std::size_t salt = 0) {
     const auto* const bytes = static_cast<const std::uint8_t*>(memory);
-    for (std::size_t index = 0; index < size; ++index) {
+    for (std::size_t index = 0; index < size_bytes; ++index) {
         if (bytes[index] != pattern_at(index + salt)) {
             return false;
         }
@@ -276,10 +276,10 @@ inline ibv_sge make_sge(const ibv_mr* mr, std::uint64_t address, std::size_t len
 
 // Page-aligned memory with a memory region.
 struct Buffer {
-    explicit Buffer(ibv_pd* pd, std::size_t size, int access = all_access_atomic) : size(size) {
-        bytes = static_cast<std::uint8_t*>(std::aligned_alloc(4096, (size + 4095) / 4096 * 4096));
-        std::memset(bytes, 0, size);
-        mr = ibv_reg_mr(pd, bytes, size, access);
+    explicit Buffer(ibv_pd* pd, std::size_t size_bytes, int access = all_access_atomic) : size_bytes(size_bytes) {
+        bytes = static_cast<std::uint8_t*>(std::aligned_alloc(4096, (size_bytes + 4095) / 4096 * 4096));
+        std::memset(bytes, 0, size_bytes);
+        mr = ibv_reg_mr(pd, bytes, size_bytes, access);
         CHECK(mr != nullptr);
     }
     ~Buffer() {
@@ -292,7 +292,7 @@ struct Buffer {
     [[nodiscard]] std::uint64_t at(std::size_t offset = 0) const { return address_of(bytes + offset); }
     [[nodiscard]] ibv_sge sge(std::size_t offset, std::size_t length) const { return make_sge(mr, at(offset), length); }
 
-    std::size_t size;
+    std::size_t size_bytes;
     std::uint8_t* bytes;
     ibv_mr* mr;
 };

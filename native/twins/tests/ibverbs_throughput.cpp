@@ -134,7 +134,7 @@ class Initiator {
 public:
     Initiator(Endpoint* endpoint, const Target& target)
         : endpoint_(endpoint), target_(target), memory_(endpoint->pd, memory_bytes) {
-        fill_pattern(memory_.bytes, memory_.size);
+        fill_pattern(memory_.bytes, memory_.size_bytes);
     }
 
     double operations_per_s(ibv_wr_opcode opcode, unsigned buffer, const Shape& shape) {
@@ -273,8 +273,9 @@ public:
     }
 
 private:
-    std::uint8_t* map(std::size_t size, off_t offset) const {
-        void* const memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_.get(), offset);
+    std::uint8_t* map(std::size_t size_bytes, off_t offset) const {
+        void* const memory =
+            mmap(nullptr, size_bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd_.get(), offset);
         CHECK(memory != MAP_FAILED);
         return static_cast<std::uint8_t*>(memory);
     }

@@ -15,16 +15,17 @@ namespace {
 void test_written_data_is_read_back() {
     Endpoint requester(0), responder(1);
     connect(&requester, &responder);
-    for (const std::size_t size : {1UL, 4095UL, 65536UL, (1UL << 20) + 3, 3UL << 20}) {
-        Buffer from(requester.pd, size + 7), to(responder.pd, size + 13), readback(requester.pd, size + 5);
-        fill_pattern(from.bytes + 7, size, size);
-        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(13), to.mr->rkey), {from.sge(7, size)}) == 0);
+    for (const std::size_t size_bytes : {1UL, 4095UL, 65536UL, (1UL << 20) + 3, 3UL << 20}) {
+        Buffer from(requester.pd, size_bytes + 7), to(responder.pd, size_bytes + 13),
+            readback(requester.pd, size_bytes + 5);
+        fill_pattern(from.bytes + 7, size_bytes, size_bytes);
+        CHECK(requester.post(request(1, IBV_WR_RDMA_WRITE, to.at(13), to.mr->rkey), {from.sge(7, size_bytes)}) == 0);
         CHECK(requester.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_RDMA_WRITE);
-        CHECK(has_pattern(to.bytes + 13, size, size) && to.bytes[12] == 0);
-        CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(13), to.mr->rkey), {readback.sge(5, size)}) == 0);
+        CHECK(has_pattern(to.bytes + 13, size_bytes, size_bytes) && to.bytes[12] == 0);
+        CHECK(requester.post(request(2, IBV_WR_RDMA_READ, to.at(13), to.mr->rkey), {readback.sge(5, size_bytes)}) == 0);
         const ibv_wc wc = requester.expect_completion(2, IBV_WC_SUCCESS);
-        CHECK(wc.opcode == IBV_WC_RDMA_READ && wc.byte_len == size);
-        CHECK(has_pattern(readback.bytes + 5, size, size) && readback.bytes[4] == 0);
+        CHECK(wc.opcode == IBV_WC_RDMA_READ && wc.byte_len == size_bytes);
+        CHECK(has_pattern(readback.bytes + 5, size_bytes, size_bytes) && readback.bytes[4] == 0);
     }
 }
 
@@ -32,7 +33,7 @@ void test_sent_data_is_received() {
     Endpoint requester(0), responder(0);
     connect(&requester, &responder);
     Buffer from(requester.pd, 700000), to(responder.pd, 700000);
-    fill_pattern(from.bytes, from.size);
+    fill_pattern(from.bytes, from.size_bytes);
     CHECK(responder.post_receive(10, {to.sge(0, 100), to.sge(100, 0), to.sge(100, 599900)}) == 0);
     CHECK(requester.post(request(11, IBV_WR_SEND), {from.sge(0, 300000), from.sge(300000, 250001)}) == 0);
     const ibv_wc received = responder.expect_completion(10, IBV_WC_SUCCESS);

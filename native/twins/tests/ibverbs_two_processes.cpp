@@ -52,7 +52,7 @@ int run_target(int socket) {
 
 void transfer_and_check(Endpoint* endpoint, const Target& target) {
     Buffer from(endpoint->pd, target_bytes), back(endpoint->pd, target_bytes);
-    fill_pattern(from.bytes, from.size);
+    fill_pattern(from.bytes, from.size_bytes);
     CHECK(endpoint->post(request(1, IBV_WR_SEND), {from.sge(0, 1000)}) == 0);
     CHECK(endpoint->post(request(2, IBV_WR_RDMA_WRITE, target.remote_address + 8191, target.rkey),
                          {from.sge(0, target_bytes - 8191)}) == 0);

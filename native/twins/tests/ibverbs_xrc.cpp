@@ -25,7 +25,7 @@ ibv_srq* create_xrc_queue(ibv_pd* pd, ibv_xrcd* xrcd, ibv_cq* cq, std::uint32_t 
     return ibv_create_srq_ex(pd->context, &init);
 }
 
-std::uint32_t number_of(ibv_srq* srq) {
+std::uint32_t get_srq_number(ibv_srq* srq) {
     std::uint32_t number = 0;
     CHECK(ibv_get_srq_num(srq, &number) == 0);
     return number;
@@ -124,12 +124,12 @@ void test_message_goes_to_named_queue() {
     fill_pattern(from.bytes, 4096);
     XrcPair::post_receive(pair.first, 10, into.sge(0, 4096));
     XrcPair::post_receive(pair.second, 20, other.sge(0, 4096));
-    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(pair.second), {from.sge(0, 4096)}) == 0);
+    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(pair.second), {from.sge(0, 4096)}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     ibv_wc wc = pair.poll_queue();
     CHECK(wc.wr_id == 20 && wc.status == IBV_WC_SUCCESS && wc.qp_num == pair.receiver.qp->qp_num);
     CHECK(has_pattern(other.bytes, 4096) && into.bytes[0] == 0);
-    CHECK(pair.post(request(2, IBV_WR_SEND), number_of(pair.first), {from.sge(0, 4096)}) == 0);
+    CHECK(pair.post(request(2, IBV_WR_SEND), get_srq_number(pair.first), {from.sge(0, 4096)}) == 0);
     pair.sender.expect_completion(2, IBV_WC_SUCCESS);
     wc = pair.poll_queue();
     CHECK(wc.wr_id == 10 && has_pattern(into.bytes, 4096));
@@ -140,13 +140,13 @@ void test_write_and_read_use_domain_of_queue() {
     XrcPair pair;
     Buffer from(pair.sender.pd, 64), back(pair.sender.pd, 64), target(pair.other_pd, 64);
     fill_pattern(from.bytes, 64);
-    const std::uint32_t second = number_of(pair.second);
+    const std::uint32_t second = get_srq_number(pair.second);
     CHECK(pair.post(request(1, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), second, {from.sge(0, 64)}) == 0);
     CHECK(pair.post(request(2, IBV_WR_RDMA_READ, target.at(), target.mr->rkey), second, {back.sge(0, 64)}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     pair.sender.expect_completion(2, IBV_WC_SUCCESS);
     CHECK(has_pattern(target.bytes, 64) && has_pattern(back.bytes, 64));
-    const std::uint32_t first = number_of(pair.first);
+    const std::uint32_t first = get_srq_number(pair.first);
     CHECK(pair.post(request(3, IBV_WR_RDMA_WRITE, target.at(), target.mr->rkey), first, {from.sge(0, 64)}) == 0);
     pair.sender.expect_completion(3, IBV_WC_REM_ACCESS_ERR);
     CHECK(next_event(pair.receiver.context).event_type == IBV_EVENT_QP_ACCESS_ERR);
@@ -154,7 +154,7 @@ void test_write_and_read_use_domain_of_queue() {
 
 void test_unknown_queue_is_refused() {
     XrcPair pair;
-    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(pair.first) ^ 0x8000, {}) == 0);
+    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(pair.first) ^ 0x8000, {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_REM_INV_REQ_ERR);
     const ibv_async_event event = next_event(pair.receiver.context);
     CHECK(event.event_type == IBV_EVENT_QP_REQ_ERR && event.element.qp == pair.receiver.qp);
@@ -205,7 +205,7 @@ void test_one_file_is_one_domain() {
     pair.connect_receiver(pair.sender.address());
     const Buffer into(pair.receiver.pd, 8);
     XrcPair::post_receive(srq, 5, into.sge(0, 8));
-    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(srq), {}) == 0);
+    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(srq), {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(pair.poll_queue().wr_id == 5);
     CHECK(ibv_close_xrcd(first) == EBUSY && ibv_destroy_qp(pair.receiver.qp) == 0 && ibv_close_xrcd(first) == 0);
@@ -228,13 +228,13 @@ void test_opened_queue_pair_outlives_first_structure() {
     pair.receiver.qp = opened;
     const Buffer into(pair.receiver.pd, 8);
     XrcPair::post_receive(pair.first, 5, into.sge(0, 8));
-    CHECK(pair.post(request(1, IBV_WR_SEND), number_of(pair.first), {}) == 0);
+    CHECK(pair.post(request(1, IBV_WR_SEND), get_srq_number(pair.first), {}) == 0);
     pair.sender.expect_completion(1, IBV_WC_SUCCESS);
     CHECK(pair.poll_queue().wr_id == 5);
     // Each structure gets the events.
     ibv_qp* const again = ibv_open_qp(context, &attr);
     CHECK(again != nullptr);
-    CHECK(pair.post(request(2, IBV_WR_SEND), number_of(pair.first) ^ 0x8000, {}) == 0);
+    CHECK(pair.post(request(2, IBV_WR_SEND), get_srq_number(pair.first) ^ 0x8000, {}) == 0);
     pair.sender.expect_completion(2, IBV_WC_REM_INV_REQ_ERR);
     CHECK(next_event(context).element.qp == opened && next_event(context).element.qp == again);
     CHECK(ibv_destroy_qp(again) == 0);

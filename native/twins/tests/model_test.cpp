@@ -176,19 +176,19 @@ void test_plan_injects_failures() {
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=2-3 errno=EFAULT # why\nwc.send call=* status=12\n"
                          "cuMemAlloc_v2 call=1 status=2\nrdma_connect call=1 errno=EIO\n")
               .empty());
-    CHECK(!injected_fault("ibv_reg_mr") && injected_fault("ibv_reg_mr") == EFAULT &&
-          injected_fault("ibv_reg_mr") == EFAULT && !injected_fault("ibv_reg_mr"));
-    CHECK(injected_fault("wc.send") == 12);
-    CHECK(calls_json() == R"({"ibv_reg_mr":4,"wc.send":1})");
+    CHECK(!find_injected_fault("ibv_reg_mr") && find_injected_fault("ibv_reg_mr") == EFAULT &&
+          find_injected_fault("ibv_reg_mr") == EFAULT && !find_injected_fault("ibv_reg_mr"));
+    CHECK(find_injected_fault("wc.send") == 12);
+    CHECK(format_calls_json() == R"({"ibv_reg_mr":4,"wc.send":1})");
 }
 
 void test_plan_delays_calls() {
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=1 delay_us=20000 status=12\n").empty());
     const auto begin = std::chrono::steady_clock::now();
-    CHECK(injected_fault("wc.send") == 12);
+    CHECK(find_injected_fault("wc.send") == 12);
     CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(20));
-    CHECK(delayed_calls_json() == R"({"wc.send":1})");
-    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && delayed_calls_json() == "{}");
+    CHECK(format_delayed_calls_json() == R"({"wc.send":1})");
+    CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty() && format_delayed_calls_json() == "{}");
 }
 
 std::string make_hold_file() {
@@ -201,16 +201,16 @@ std::string make_hold_file() {
 void test_calls_that_are_delayed_at_the_same_time_are_counted() {
     const std::string file = make_hold_file();
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1-2 hold=" + file + "\n").empty());
-    const auto call = [] { CHECK(!injected_fault("ibv_reg_mr")); };
+    const auto call = [] { CHECK(!find_injected_fault("ibv_reg_mr")); };
     std::thread first(call), second(call);
-    while (delayed_calls_json() != R"({"ibv_reg_mr":2})") {
+    while (format_delayed_calls_json() != R"({"ibv_reg_mr":2})") {
         std::this_thread::yield();
     }
     CHECK(unlink(file.c_str()) == 0);
     first.join();
     second.join();
     call();
-    CHECK(delayed_calls_json() == R"({"ibv_reg_mr":2})");
+    CHECK(format_delayed_calls_json() == R"({"ibv_reg_mr":2})");
 }
 
 void test_plan_holds_calls_while_a_file_exists() {
@@ -218,13 +218,13 @@ void test_plan_holds_calls_while_a_file_exists() {
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 errno=EFAULT hold=" + file + "\n").empty());
     std::atomic<bool> has_ended{false};
     std::thread held([&] {
-        CHECK(injected_fault("ibv_reg_mr") == EFAULT);
+        CHECK(find_injected_fault("ibv_reg_mr") == EFAULT);
         has_ended = true;
     });
-    while (delayed_calls_json() != R"({"ibv_reg_mr":1})") {
+    while (format_delayed_calls_json() != R"({"ibv_reg_mr":1})") {
         std::this_thread::yield();
     }
-    CHECK(!injected_fault("ibv_reg_mr") && !has_ended); // The second call is not held.
+    CHECK(!find_injected_fault("ibv_reg_mr") && !has_ended); // The second call is not held.
     CHECK(unlink(file.c_str()) == 0);
     held.join();
     CHECK(has_ended && replace_faults("gdrkit-faults 1\nibv_reg_mr call=1 hold=here\n").starts_with("line 2: "));
@@ -233,8 +233,8 @@ void test_plan_holds_calls_while_a_file_exists() {
 void test_rule_applies_to_the_calls_of_its_nic() {
     const std::string_view nics[] = {"twin0", "twin2"};
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=* errno=EFAULT nic=twin2\n").empty());
-    CHECK(injected_fault("ibv_reg_mr", nics) == EFAULT && !injected_fault("ibv_reg_mr", std::span(nics, 1)) &&
-          !injected_fault("ibv_reg_mr"));
+    CHECK(find_injected_fault("ibv_reg_mr", nics) == EFAULT && !find_injected_fault("ibv_reg_mr", std::span(nics, 1)) &&
+          !find_injected_fault("ibv_reg_mr"));
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12 nic=twin2\n").starts_with("line 2: "));
     CHECK(replace_faults("gdrkit-faults 1\nibv_reg_mr call=* nic=twin2\n").starts_with("line 2: "));
     CHECK(replace_faults("gdrkit-faults 1\nwc.send call=* status=12\n").empty());
@@ -252,8 +252,8 @@ void test_malformed_plan_is_rejected() {
         const std::string error = replace_faults(malformed_plan);
         CHECK(error.starts_with("line "));
     }
-    CHECK(injected_fault("wc.send") == 12);
-    CHECK(replace_faults("gdrkit-faults 1\n").empty() && !injected_fault("wc.send"));
+    CHECK(find_injected_fault("wc.send") == 12);
+    CHECK(replace_faults("gdrkit-faults 1\n").empty() && !find_injected_fault("wc.send"));
 }
 
 void test_double_release_aborts_with_stacks() {
@@ -315,13 +315,13 @@ void test_control_service_with_untrusted_peers() {
     std::vector<std::byte> reply;
     std::vector<Fd> fds;
     char name[40];
-    std::snprintf(name, sizeof name, "control.%016llx", static_cast<unsigned long long>(control_service_id()));
+    std::snprintf(name, sizeof name, "control.%016llx", static_cast<unsigned long long>(read_control_service_id()));
     const Fd untrusted_peer(connect_to(name));
     CHECK(untrusted_peer && send_all(untrusted_peer.get(), "this is not a header text", 25));
-    CHECK(send_control_request(control_service_id(), echo_request, request_data, &reply, &fds) && reply.size() == 2 &&
-          reply[1] == request_data[1]);
-    CHECK(!send_control_request(control_service_id(), echo_request + 1, request_data, &reply, &fds));
-    CHECK(!send_control_request(control_service_id() + 1, echo_request, request_data, &reply, &fds));
+    CHECK(send_control_request(read_control_service_id(), echo_request, request_data, &reply, &fds) &&
+          reply.size() == 2 && reply[1] == request_data[1]);
+    CHECK(!send_control_request(read_control_service_id(), echo_request + 1, request_data, &reply, &fds));
+    CHECK(!send_control_request(read_control_service_id() + 1, echo_request, request_data, &reply, &fds));
 }
 
 // A hostile owner reports extents whose first length already exceeds the dma-buf. The sum of the lengths overflows to
@@ -338,7 +338,7 @@ void test_overflowing_extents_are_refused() {
     });
     char name[64];
     std::snprintf(name, sizeof name, "gdrkit-dmabuf:%016llx:%016llx",
-                  static_cast<unsigned long long>(control_service_id()), 1ULL);
+                  static_cast<unsigned long long>(read_control_service_id()), 1ULL);
     const Fd dmabuf(memfd_create(name, MFD_CLOEXEC | MFD_ALLOW_SEALING));
     CHECK(ftruncate(dmabuf.get(), 8192) == 0);
     CHECK(fcntl(dmabuf.get(), F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) == 0);
@@ -349,7 +349,7 @@ void test_overflowing_extents_are_refused() {
 // The thread of the control service must not receive the program's signals, so a signal that the program blocks stays
 // pending.
 void test_control_service_blocks_signals() {
-    control_service_id();
+    read_control_service_id();
     sigset_t blocked_signals, previous_mask;
     sigemptyset(&blocked_signals);
     sigaddset(&blocked_signals, SIGUSR1);
@@ -365,7 +365,7 @@ void test_stopped_service_times_out() {
     if (owner == 0) {
         register_handler(echo_request,
                          [](auto request, auto* reply, auto*) { reply->assign(request.begin(), request.end()); });
-        const std::uint64_t own_service_id = control_service_id();
+        const std::uint64_t own_service_id = read_control_service_id();
         char word = 0;
         CHECK(send_all(ends[1], &own_service_id, sizeof own_service_id));
         _exit(recv_all(ends[1], &word, 1) ? 0 : 1);

@@ -177,7 +177,7 @@ void test_full_backlog_rejects() {
     }
 }
 
-ibv_qp_state state_of(rdma_cm_id* id) {
+ibv_qp_state query_qp_state(rdma_cm_id* id) {
     ibv_qp_attr attr{};
     ibv_qp_init_attr init_attr{};
     CHECK(ibv_query_qp(id->qp, &attr, IBV_QP_STATE, &init_attr) == 0);
@@ -187,10 +187,10 @@ ibv_qp_state state_of(rdma_cm_id* id) {
 void test_disconnect_is_seen_by_both_sides() {
     Pair pair;
     pair.establish();
-    CHECK(rdma_disconnect(pair.client) == 0 && state_of(pair.client) == IBV_QPS_ERR);
+    CHECK(rdma_disconnect(pair.client) == 0 && query_qp_state(pair.client) == IBV_QPS_ERR);
     pair.server_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
     // The side that called rdma_disconnect gets the event only when the other side has disconnected, too.
-    CHECK(!pair.client_channel.is_readable(50) && state_of(pair.server) == IBV_QPS_RTS);
+    CHECK(!pair.client_channel.is_readable(50) && query_qp_state(pair.server) == IBV_QPS_RTS);
     CHECK(rdma_disconnect(pair.server) == 0);
     pair.client_channel.expect(RDMA_CM_EVENT_DISCONNECTED);
     pair.client_channel.expect(RDMA_CM_EVENT_TIMEWAIT_EXIT);

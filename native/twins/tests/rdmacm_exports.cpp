@@ -17,7 +17,7 @@ using AnyFunction = std::intptr_t (*)(void*, void*, void*, void*, void*, void*);
 
 // Return the names of the exported functions. The linker defines the names of symbol versions as symbols too; they and
 // the twin's control interface are left out.
-std::set<std::string> functions_of(const char* library) {
+std::set<std::string> list_functions(const char* library) {
     std::set<std::string> names = exported_symbols(library);
     std::erase_if(names,
                   [](const std::string& name) { return name.starts_with("RDMACM_") || name == "GDRKIT_TWIN_1"; });
@@ -48,10 +48,10 @@ int main() {
         CHECK(contract.insert(name).second);
         check_convention(library, name, version, kind);
     }
-    CHECK(functions_of(GDRKIT_LIBRARY) == contract);
+    CHECK(list_functions(GDRKIT_LIBRARY) == contract);
     for (const char* installed : {"/usr/lib/x86_64-linux-gnu/librdmacm.so.1", "/usr/lib64/librdmacm.so.1"}) {
         if (std::filesystem::exists(installed)) {
-            for (const std::string& name : functions_of(installed)) {
+            for (const std::string& name : list_functions(installed)) {
                 CHECK(contract.contains(name));
             }
         }

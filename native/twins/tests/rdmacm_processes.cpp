@@ -103,8 +103,8 @@ void test_killed_listener_rejects_and_frees_its_port() {
     CHECK(rdma_destroy_id(id) == 0 && rdma_destroy_id(other) == 0);
 }
 
-// Return the name of the socket on which the identifier listens, as listener_names() in rdmacm/ports.cpp forms it.
-std::string name_of_listener(rdma_cm_id* id) {
+// Return the name of the socket on which the identifier listens, as list_listener_names() in rdmacm/ports.cpp forms it.
+std::string make_listener_name(rdma_cm_id* id) {
     std::string name = "cm.";
     char digits[16];
     std::uint32_t hash = 0x811c9dc5U;
@@ -138,16 +138,16 @@ wire::Message request_to(rdma_cm_id* id) {
 }
 
 // Return whether the listener ends the connection without a reply.
-bool is_dropped(const std::string& name, const void* bytes, std::size_t size) {
+bool is_dropped(const std::string& name, const void* bytes, std::size_t size_bytes) {
     const Fd peer(connect_to(name));
-    CHECK(peer && send_all(peer.get(), bytes, size));
+    CHECK(peer && send_all(peer.get(), bytes, size_bytes));
     char reply = 0;
     return !recv_all(peer.get(), &reply, 1);
 }
 
 void test_malformed_requests_affect_no_other_peer() {
     Pair pair;
-    const std::string name = name_of_listener(pair.listener);
+    const std::string name = make_listener_name(pair.listener);
     const wire::Message valid = request_to(pair.listener);
     const auto changed = [&](auto change) {
         wire::Message message = valid;

@@ -26,7 +26,7 @@ constexpr char shut_reads = 'r', shut_writes = 'w', shut_both = 'b', close_socke
                receive_byte = '1', query_events = 'p', send_and_end = 'e', receive_data = 'D', is_done = 'd';
 
 // Query the events that rpoll reports at once. All of POLLIN, POLLOUT, POLLHUP and POLLERR can come.
-short events_of(int socket) {
+short poll_events(int socket) {
     pollfd descriptor{socket, POLLIN | POLLOUT, 0};
     CHECK(rpoll(&descriptor, 1, 0) >= 0);
     return descriptor.revents;
@@ -48,20 +48,20 @@ int take_socket_error(int socket) {
 
 // Sleep until rpoll, which waits for nothing else, reports POLLHUP or POLLERR.
 void expect_event(int socket, short event) {
-    const short found = wait_for_events(socket, 0);
-    if (found != event) {
-        std::fprintf(stderr, "expected the event %#x, got %#x and the error %d\n", event, found,
+    const short events_seen = wait_for_events(socket, 0);
+    if (events_seen != event) {
+        std::fprintf(stderr, "expected the event %#x, got %#x and the error %d\n", event, events_seen,
                      take_socket_error(socket));
     }
-    CHECK(found == event);
+    CHECK(events_seen == event);
 }
 
 // Query until rpoll reports exactly these events. An event that does not depend on a message can come a little later.
 void expect_events(int socket, short events) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(wait_ms);
-    while (events_of(socket) != events) {
+    while (poll_events(socket) != events) {
         if (std::chrono::steady_clock::now() >= deadline) {
-            std::fprintf(stderr, "expected the events %#x, got %#x\n", events, events_of(socket));
+            std::fprintf(stderr, "expected the events %#x, got %#x\n", events, poll_events(socket));
         }
         CHECK(std::chrono::steady_clock::now() < deadline);
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -135,7 +135,7 @@ int run_peer(int control) {
             CHECK(rrecv(socket, &byte, 1, 0) == 1);
             break;
         case query_events:
-            send_value(control, events_of(socket));
+            send_value(control, poll_events(socket));
             break;
         default:
             return 1;
@@ -168,7 +168,7 @@ struct Stream {
     Stream& operator=(const Stream&) = delete;
 
     int connect() { return rconnect(client, reinterpret_cast<sockaddr*>(&peer_address), sizeof(sockaddr_in)); }
-    void tell(char command) {
+    void notify(char command) {
         send_value(process.socket.get(), command);
         CHECK(receive_value<char>(process.socket.get()) == is_done);
     }
@@ -179,11 +179,11 @@ struct Stream {
         return events;
     }
     void expect_peer_events(short events) {
-        short found = 0;
-        for (int attempt = 0; attempt < wait_ms && (found = peer_events()) != events; ++attempt) {
+        short events_seen = 0;
+        for (int attempt = 0; attempt < wait_ms && (events_seen = peer_events()) != events; ++attempt) {
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         }
-        CHECK(found == events);
+        CHECK(events_seen == events);
     }
     void kill_peer() {
         CHECK(kill(process.pid, SIGKILL) == 0 && waitpid(process.pid, nullptr, 0) == process.pid);
@@ -203,18 +203,18 @@ struct Stream {
 void test_end_of_the_peers_writes_is_not_a_hangup() {
     Stream stream;
     expect_events(stream.client, POLLOUT);
-    stream.tell(send_data);
-    stream.tell(shut_writes);
+    stream.notify(send_data);
+    stream.notify(shut_writes);
     expect_data(stream.client);
     CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
     expect_end_of_data(stream.client);
     expect_events(stream.client, POLLIN | POLLOUT);
     CHECK(wait_for_events(stream.client, 0, 150) == 0); // neither POLLHUP nor POLLERR
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
-    stream.tell(receive_byte);
+    stream.notify(receive_byte);
     // The second direction ends the connection for both sides.
     CHECK(rshutdown(stream.client, SHUT_WR) == 0);
-    CHECK(events_of(stream.client) == (POLLIN | POLLOUT | POLLHUP));
+    CHECK(poll_events(stream.client) == (POLLIN | POLLOUT | POLLHUP));
     stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
     stream.expect_disconnected();
 }
@@ -230,7 +230,7 @@ void test_ends_of_both_directions_at_once_lose_no_data() {
         CHECK(receive_value<char>(stream.process.socket.get()) == is_done);
         expect_data(stream.client);
         expect_end_of_data(stream.client);
-        stream.tell(receive_data);
+        stream.notify(receive_data);
     }
 }
 
@@ -239,10 +239,10 @@ void test_own_end_of_writes_lets_the_peer_send() {
     CHECK(rshutdown(stream.client, SHUT_WR) == 0);
     CHECK_FAILS(rsend(stream.client, "x", 1, 0), ECONNRESET);
     stream.expect_peer_events(POLLIN | POLLOUT);
-    stream.tell(send_data);
+    stream.notify(send_data);
     expect_data(stream.client);
     expect_events(stream.client, POLLOUT);
-    stream.tell(shut_writes);
+    stream.notify(shut_writes);
     expect_event(stream.client, POLLHUP);
     stream.expect_disconnected();
 }
@@ -253,7 +253,7 @@ void test_peer_does_not_learn_of_an_end_of_reads() {
     CHECK(wait_for_events(stream.client, POLLIN) == POLLIN);
     expect_end_of_data(stream.client);
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
-    stream.tell(receive_byte);
+    stream.notify(receive_byte);
     CHECK(stream.peer_events() == POLLOUT);
     CHECK(rshutdown(stream.client, SHUT_WR) == 0);
     stream.expect_peer_events(POLLIN | POLLOUT | POLLHUP);
@@ -263,19 +263,19 @@ void test_peer_does_not_learn_of_an_end_of_reads() {
 // POLLHUP does not wait until the program has read the data, but comes late: `rstream -T a` stops at POLLHUP.
 void test_hangup_comes_together_with_data(char command) {
     Stream stream;
-    stream.tell(send_data);
+    stream.notify(send_data);
     const auto begin = std::chrono::steady_clock::now();
-    stream.tell(command);
+    stream.notify(command);
     expect_event(stream.client, POLLHUP);
     CHECK(std::chrono::steady_clock::now() - begin >= std::chrono::milliseconds(300));
-    CHECK(events_of(stream.client) == (POLLIN | POLLOUT | POLLHUP));
+    CHECK(poll_events(stream.client) == (POLLIN | POLLOUT | POLLHUP));
     expect_data(stream.client);
     stream.expect_disconnected();
 }
 
 void test_killed_peer_hangs_up() {
     Stream stream;
-    stream.tell(send_data);
+    stream.notify(send_data);
     // A kill before the arrival would lose data: rsend returns when the data is posted.
     await_data(stream.client);
     std::thread killer([&] {
@@ -303,9 +303,9 @@ void test_killed_peer_ends_calls_that_wait() {
     sending.kill_peer();
     receiver.join();
     sender.join();
-    CHECK((events_of(receiving.client) & (POLLHUP | POLLERR)) == POLLHUP);
+    CHECK((poll_events(receiving.client) & (POLLHUP | POLLERR)) == POLLHUP);
     // The end of the connection or the failed transfer comes first.
-    CHECK((events_of(sending.client) & (POLLHUP | POLLERR)) != 0);
+    CHECK((poll_events(sending.client) & (POLLHUP | POLLERR)) != 0);
 }
 
 void test_failed_transfer_is_an_error_event() {
@@ -318,11 +318,11 @@ void test_failed_transfer_is_an_error_event() {
     CHECK(rsend(stream.client, "x", 1, 0) == 1);
     expect_event(stream.client, POLLERR);
     CHECK(replace_plan("gdrkit-faults 1\n") == 0);
-    CHECK((events_of(stream.client) & ~POLLOUT) == (POLLIN | POLLERR));
+    CHECK((poll_events(stream.client) & ~POLLOUT) == (POLLIN | POLLERR));
     expect_end_of_data(stream.client);
     CHECK_FAILS(rsend(stream.client, "x", 1, 0), ECONNRESET);
     CHECK(take_socket_error(stream.client) == EIO && take_socket_error(stream.client) == 0);
-    CHECK((events_of(stream.client) & (POLLERR | POLLHUP)) == POLLERR);
+    CHECK((poll_events(stream.client) & (POLLERR | POLLHUP)) == POLLERR);
 }
 
 void test_own_shutdown_wakes_a_thread_that_waits() {
@@ -348,7 +348,7 @@ void test_rselect_reports_a_hangup_as_readable_and_exception() {
     fd_set sets[3];
     CHECK(select_all(sets, 0) == 1 && FD_ISSET(stream.client, &sets[1]));
     CHECK(!FD_ISSET(stream.client, &sets[0]) && !FD_ISSET(stream.client, &sets[2]));
-    stream.tell(shut_both);
+    stream.notify(shut_both);
     expect_event(stream.client, POLLHUP);
     CHECK(select_all(sets, 30) == 3 && FD_ISSET(stream.client, &sets[0]) && FD_ISSET(stream.client, &sets[2]));
 }
@@ -356,7 +356,7 @@ void test_rselect_reports_a_hangup_as_readable_and_exception() {
 void expect_refused(int socket, sockaddr* address) {
     expect_events(socket, POLLIN | POLLOUT | POLLERR);
     CHECK(take_socket_error(socket) == ECONNREFUSED && take_socket_error(socket) == 0);
-    CHECK(events_of(socket) == (POLLIN | POLLOUT | POLLERR));
+    CHECK(poll_events(socket) == (POLLIN | POLLOUT | POLLERR));
     CHECK_FAILS(rconnect(socket, address, sizeof(sockaddr_in)), ENOTCONN);
     CHECK_FAILS(rsend(socket, "x", 1, 0), ECONNRESET);
     expect_end_of_data(socket);
@@ -367,7 +367,7 @@ void test_refused_connection_is_an_error_event() {
     IpEndpoint address("127.0.0.1", 7171);
     const int blocking = rsocket(AF_INET, SOCK_STREAM, 0), nonblocking = rsocket(AF_INET, SOCK_STREAM, 0);
     CHECK_FAILS(rsend(blocking, "x", 1, 0), ENOTCONN);
-    CHECK(events_of(blocking) == 0 && rshutdown(blocking, SHUT_RDWR) == 0);
+    CHECK(poll_events(blocking) == 0 && rshutdown(blocking, SHUT_RDWR) == 0);
     CHECK_FAILS(rconnect(blocking, address, sizeof(sockaddr_in)), ECONNREFUSED);
     expect_refused(blocking, address);
     CHECK(rfcntl(nonblocking, F_SETFL, O_NONBLOCK) == 0);
@@ -383,7 +383,7 @@ void test_listener_killed_before_its_answer_refuses() {
     CHECK(rfcntl(stream.client, F_SETFL, O_NONBLOCK) == 0);
     CHECK_FAILS(stream.connect(), EINPROGRESS);
     CHECK_FAILS(stream.connect(), EINPROGRESS);
-    CHECK(events_of(stream.client) == 0);
+    CHECK(poll_events(stream.client) == 0);
     CHECK_FAILS(rsend(stream.client, "x", 1, 0), EAGAIN);
     stream.kill_peer();
     CHECK(wait_for_events(stream.client, POLLOUT) == (POLLOUT | POLLERR));

@@ -41,16 +41,16 @@ struct Streams {
     Streams& operator=(const Streams&) = delete;
 };
 
-void send_pattern(int socket, std::size_t size) {
-    std::vector<std::uint8_t> bytes(size);
-    fill_pattern(bytes.data(), size);
-    CHECK(rsend(socket, bytes.data(), size, 0) == static_cast<ssize_t>(size));
+void send_pattern(int socket, std::size_t size_bytes) {
+    std::vector<std::uint8_t> bytes(size_bytes);
+    fill_pattern(bytes.data(), size_bytes);
+    CHECK(rsend(socket, bytes.data(), size_bytes, 0) == static_cast<ssize_t>(size_bytes));
 }
 
-void expect_pattern(int socket, std::size_t size) {
-    std::vector<std::uint8_t> bytes(size);
-    CHECK(rrecv(socket, bytes.data(), size, MSG_WAITALL) == static_cast<ssize_t>(size));
-    CHECK(has_pattern(bytes.data(), size));
+void expect_pattern(int socket, std::size_t size_bytes) {
+    std::vector<std::uint8_t> bytes(size_bytes);
+    CHECK(rrecv(socket, bytes.data(), size_bytes, MSG_WAITALL) == static_cast<ssize_t>(size_bytes));
+    CHECK(has_pattern(bytes.data(), size_bytes));
 }
 
 void test_bytes_arrive_in_both_directions_at_once() {
@@ -74,8 +74,9 @@ void test_bytes_move_over_the_queue_pairs_of_the_twin() {
         reinterpret_cast<Ledger>(dlsym(dlopen("libibverbs.so.1", RTLD_NOLOAD | RTLD_NOW), "gdrkit_twin_ledger"));
     std::string state(65536, '\0');
     ledger(state.data(), state.size());
-    const std::size_t found = state.find("\"send_bytes\":");
-    CHECK(found != std::string::npos && std::strtoull(state.c_str() + found + 13, nullptr, 10) >= large_bytes);
+    const std::size_t key_position = state.find("\"send_bytes\":");
+    CHECK(key_position != std::string::npos &&
+          std::strtoull(state.c_str() + key_position + 13, nullptr, 10) >= large_bytes);
 }
 
 void test_end_of_data_is_seen_after_the_data() {
@@ -97,9 +98,9 @@ void test_parts_and_short_reads() {
     CHECK(rwritev(streams.client, parts, 2) == 8);
     char head[2], tail[16];
     const iovec targets[] = {{head, 2}, {tail, 16}};
-    ssize_t size = 0;
+    ssize_t size_bytes = 0;
     CHECK(rrecv(streams.server, tail, 8, MSG_PEEK | MSG_WAITALL) > 0);
-    CHECK((size = rreadv(streams.server, targets, 2)) == 8);
+    CHECK((size_bytes = rreadv(streams.server, targets, 2)) == 8);
     CHECK(std::memcmp(head, "ab", 2) == 0 && std::memcmp(tail, "cdefgh", 6) == 0);
 }
 
@@ -113,13 +114,13 @@ void test_nonblocking_calls_do_not_wait() {
     // The peer reads nothing, so the buffers become full.
     std::vector<char> bytes(65536);
     std::size_t sent = 0;
-    ssize_t size = 0;
+    ssize_t size_bytes = 0;
     pollfd descriptor{streams.server, POLLOUT, 0};
     do {
         CHECK(sent < (64U << 20));
-        size = rsend(streams.server, bytes.data(), bytes.size(), 0);
-        sent += size > 0 ? static_cast<std::size_t>(size) : 0;
-    } while (size > 0 || rpoll(&descriptor, 1, 300) == 1);
+        size_bytes = rsend(streams.server, bytes.data(), bytes.size(), 0);
+        sent += size_bytes > 0 ? static_cast<std::size_t>(size_bytes) : 0;
+    } while (size_bytes > 0 || rpoll(&descriptor, 1, 300) == 1);
     CHECK(errno == EAGAIN);
     for (std::size_t received = 0; received < sent;) {
         const ssize_t part = rrecv(streams.client, bytes.data(), bytes.size(), 0);

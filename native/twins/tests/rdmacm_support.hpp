@@ -102,10 +102,10 @@ inline void make_queue_pair(rdma_cm_id* id) {
     CHECK(id->send_cq != nullptr && id->recv_cq != nullptr && id->recv_cq_channel != nullptr);
 }
 
-inline rdma_conn_param parameters_with(const void* data, std::size_t size) {
+inline rdma_conn_param parameters_with(const void* data, std::size_t size_bytes) {
     rdma_conn_param parameters{};
     parameters.private_data = data;
-    parameters.private_data_len = static_cast<std::uint8_t>(size);
+    parameters.private_data_len = static_cast<std::uint8_t>(size_bytes);
     parameters.responder_resources = 2;
     parameters.initiator_depth = 3;
     parameters.retry_count = 5;
