@@ -210,10 +210,10 @@ def _make_api_view(api: str, run: Run, facts: Facts, records: Sequence[Record]) 
 
 def _list_reported_apis(facts: Facts, records: Sequence[Record]) -> tuple[str, ...]:
     """Return the APIs of the report: verbs and CUDA always, cuFile and hl-thunk only if facts or a case have them."""
-    list_used_apis = {api for record in records for api in record.substrate}
+    used_apis = {api for record in records for api in record.substrate}
     if facts.gaudi or facts.gaudi_failure:
-        list_used_apis.add("hlthunk")
-    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in list_used_apis))
+        used_apis.add("hlthunk")
+    return ("verbs", "cuda", *(api for api in ("cufile", "hlthunk") if api in used_apis))
 
 
 def _make_case_view(record: Record, anchor: str, origin: str, library_set: int) -> CaseView:

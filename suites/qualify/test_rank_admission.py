@@ -58,9 +58,9 @@ class Admission:
         connection.sendall(data)
         return connection
 
-    def start_rank(self, make_rank_hello: RankHello, facts: Facts) -> None:
+    def start_rank(self, hello: RankHello, facts: Facts) -> None:
         """Start a rank in another thread. It serves until the connection is closed."""
-        self._threads.submit(lambda: serve(join(self.address, make_rank_hello), facts, {}))
+        self._threads.submit(lambda: serve(join(self.address, hello), facts, {}))
 
     def wait_for_ranks(self) -> AdmittedRanks:
         """Wait for the end of the admission, and return the ranks that were admitted."""

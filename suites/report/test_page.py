@@ -306,7 +306,7 @@ def test_unproven_cases_name_the_needed_hardware() -> None:
         "verbs": ("an RDMA NIC with an active port", True, 1),
         "throughput": (throughput.needed, False, 0),
     }
-    make_measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
-    assert [group.what for group in unproven_cases([make_measured_record])] == []
+    measured_record = make_record(numbers={"rate_gb_per_s": 1.0}, substrate=HARDWARE)
+    assert [group.what for group in unproven_cases([measured_record])] == []
     for text in (render_page(records), render_markdown(make_run(), make_facts(), records)):
         assert "an RDMA NIC with an active port" in text
