@@ -187,8 +187,8 @@ except Refusal as error:
 
 def submit_to_stopped_server(
     agent: AgentProcess, client: RawClient, stack: contextlib.ExitStack
-) -> tuple[RawIov, RawRing]:
-    """Submit an operation to a server that is stopped by SIGSTOP, and return its iov and ring."""
+) -> tuple[RawIov, RawRing, int]:
+    """Submit an operation to a stopped server, and return its iov, its ring and the process ID of the server."""
     iov, ring = RawIov(MIB), RawRing(32, for_read=True)
     stack.callback(iov.close)
     stack.callback(ring.close)
@@ -202,7 +202,7 @@ def submit_to_stopped_server(
     stack.callback(continue_process, server_process_id)
     ring.prepare(iov.id.bytes, inode=inode, length=MIB)
     ring.submit()
-    return iov, ring
+    return iov, ring, server_process_id
 
 
 def continue_process(process_id: int) -> None:
@@ -216,8 +216,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
-        iov, ring = submit_to_stopped_server(agent, client, stack)
-        server_process_id = agent.server_process_id()
+        iov, ring, server_process_id = submit_to_stopped_server(agent, client, stack)
         assert ring.wait(1)[0][1] == -errno.EREMOTEIO
         iov.memory[:] = b"\xee" * MIB
         continue_process(server_process_id)
@@ -243,8 +242,7 @@ def test_memory_is_not_written_after_the_connection_ends(mount: Path) -> None:
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
-        iov, ring = submit_to_stopped_server(agent, client, stack)
-        server_process_id = agent.server_process_id()
+        iov, ring, server_process_id = submit_to_stopped_server(agent, client, stack)
         agent.process.send_signal(signal.SIGTERM)
         # The agent closes the connection only when no operation of the client is in flight.
         assert client.receive() == b""
