@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -72,7 +73,10 @@ def test_check_ends_in_time_if_a_driver_hangs(tmp_path: Path) -> None:
     hold_file.unlink()
     assert result.returncode == 1
     assert duration_s < 30
-    assert "no result within 30 s, while running the " in result.stdout
+    # The stage depends on the speed of the machine.
+    assert re.search(
+        r"no result within 30 s, while (querying CUDA, |running \d+ cases|running the case after )", result.stdout
+    )
 
 
 def test_check_with_an_impossible_budget_is_refused(tmp_path: Path) -> None:
