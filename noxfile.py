@@ -132,8 +132,10 @@ def long(session: nox.Session) -> None:
     system_packages.install_fuse()
     system_packages.install_filesystem_tools()
     codes = [builds.check_native(tree, "tsan") for tree in (builds.TWINS, builds.NATIVE)]
-    # The wheels are built without the precompiled header. A file that lacks an include then fails to compile.
+    # The wheels are built without the precompiled header, and each file alone. A file that lacks an include then fails
+    # to compile.
     wheel = [str(run / "pip"), "wheel", "--quiet", "--no-deps", "-C", "cmake.define.GDRKIT_PRECOMPILE=OFF"]
+    wheel += ["-C", "cmake.define.CMAKE_UNITY_BUILD=OFF"]
     codes += [call([*wheel, "-w", str(ROOT / "build" / "alone"), str(tree)]) for tree in (ROOT, builds.TWINS)]
     for seed in long_run.SEEDS:
         command = [*pytest(run), *ALL_CASES, "-q", *session.posargs]

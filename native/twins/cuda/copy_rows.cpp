@@ -10,7 +10,7 @@ namespace gdrkit::twin::cuda {
 namespace {
 
 // The numbers of bytes in a row, of rows in a slice, and of slices.
-struct Extent {
+struct CopyExtent {
     std::uint64_t width_bytes, height, depth;
 };
 
@@ -40,7 +40,7 @@ Result find_base(const CopySide3d& side, std::uint64_t* address, AllowedMemory* 
 }
 
 // Replace an array by its memory, and check that the copy is within the array.
-Result use_array(const Extent& extent, CopySide3d* side) {
+Result use_array(const CopyExtent& extent, CopySide3d* side) {
     const ArrayRef array = find_array(reinterpret_cast<Handle>(side->array));
     if (!array) {
         return invalid_value;
@@ -56,7 +56,7 @@ Result use_array(const Extent& extent, CopySide3d* side) {
 }
 
 // Convert one side of a copy. The pitch counts only with several rows, and the height only with several slices.
-Result compute_layout(const CopySide3d& requested, const Extent& extent, Layout* layout, AllowedMemory* allowed) {
+Result compute_layout(const CopySide3d& requested, const CopyExtent& extent, Layout* layout, AllowedMemory* allowed) {
     CopySide3d side = requested;
     if (requested.memory_type == memory_array) {
         if (const Result result = use_array(extent, &side); result != success) {
@@ -99,7 +99,7 @@ Result make_copy_request(const Copy3d* copy, CopyRequest* request) {
     if (copy == nullptr) {
         return invalid_value;
     }
-    const Extent extent{copy->width_bytes, copy->height, copy->depth};
+    const CopyExtent extent{copy->width_bytes, copy->height, copy->depth};
     const Result result = compute_layout(copy->from, extent, &request->from, &request->from_memory);
     return result != success ? result : compute_layout(copy->to, extent, &request->to, &request->to_memory);
 }

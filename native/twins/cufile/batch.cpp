@@ -25,7 +25,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view ledger_kind = "cufile_batch";
+constexpr std::string_view batch_ledger_kind = "cufile_batch";
 
 struct Batch {
     std::mutex mutex;
@@ -148,7 +148,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileBatchIOSetUp(BatchHandle* handle, unsigned capac
         const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
         Batches& state = batches();
         std::lock_guard lock(state.mutex);
-        ledger_add(ledger_kind, handle_value);
+        ledger_add(batch_ledger_kind, handle_value);
         state.open.emplace(handle_value, std::move(batch));
         *handle = reinterpret_cast<BatchHandle>(handle_value);
     });
@@ -220,7 +220,7 @@ GDRKIT_CUFILE_ENTRY void cuFileBatchIODestroy(BatchHandle handle) {
         Batches& state = batches();
         std::lock_guard lock(state.mutex);
         const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
-        if (!ledger_remove(ledger_kind, handle_value)) {
+        if (!ledger_remove(batch_ledger_kind, handle_value)) {
             // The function returns no error code. NIXL destroys handles that it has never set up.
             std::fprintf(stderr, "gdrkit twin: cuFileBatchIODestroy(%p): not a batch handle, or already destroyed\n",
                          handle);

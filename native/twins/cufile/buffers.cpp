@@ -13,7 +13,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view ledger_kind = "cufile_buffer";
+constexpr std::string_view buffer_ledger_kind = "cufile_buffer";
 constexpr int flags_mask = 3; // CU_FILE_RDMA_REGISTER, CU_FILE_RDMA_RELAXED_ORDERING
 
 struct Buffer {
@@ -37,7 +37,7 @@ void add_registration(std::uint64_t base, std::size_t length_bytes, const Memory
     if (state.registered.contains(base)) {
         throw CufileError{memory_already_registered};
     }
-    ledger_add(ledger_kind, base);
+    ledger_add(buffer_ledger_kind, base);
     state.registered.emplace(base, Buffer{length_bytes, location});
 }
 
@@ -49,7 +49,7 @@ Buffer remove_registration(std::uint64_t base) {
         // and 1.20). The twin fails instead, so that tests notice this leak.
         require_current_context(entry->second.location);
     }
-    if (!ledger_remove(ledger_kind, base)) {
+    if (!ledger_remove(buffer_ledger_kind, base)) {
         throw CufileError{memory_not_registered};
     }
     return state.registered.extract(base).mapped();
@@ -78,7 +78,7 @@ void drop_buffers() {
     Buffers& state = buffers();
     std::lock_guard lock(state.mutex);
     for (const auto& [base, buffer] : state.registered) {
-        static_cast<void>(ledger_remove(ledger_kind, base));
+        static_cast<void>(ledger_remove(buffer_ledger_kind, base));
     }
     state.registered.clear();
 }

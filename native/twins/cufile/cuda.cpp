@@ -23,7 +23,7 @@ constexpr unsigned stream_non_blocking = 1;
 
 using u64 = std::uint64_t;
 
-struct Driver {
+struct CudaDriver {
     int (*cuInit)(unsigned) = nullptr;
     int (*cuDeviceGetCount)(int*) = nullptr;
     int (*cuDeviceGetUuid_v2)(void*, int) = nullptr;
@@ -48,7 +48,7 @@ template <typename Function> bool find_symbol(void* library, const char* name, F
     return *function != nullptr;
 }
 
-bool resolve_symbols(void* library, Driver* driver) {
+bool resolve_symbols(void* library, CudaDriver* driver) {
     return find_symbol(library, "cuInit", &driver->cuInit) &&
            find_symbol(library, "cuDeviceGetCount", &driver->cuDeviceGetCount) &&
            find_symbol(library, "cuDeviceGetUuid_v2", &driver->cuDeviceGetUuid_v2) &&
@@ -69,13 +69,13 @@ bool resolve_symbols(void* library, Driver* driver) {
 }
 
 // Return the functions of this process's libcuda. It is opened once; a failed attempt is repeated at the next call.
-const Driver& cuda() {
+const CudaDriver& cuda() {
     static std::mutex mutex;
-    static const Driver* driver = nullptr;
+    static const CudaDriver* driver = nullptr;
     std::lock_guard lock(mutex);
     if (driver == nullptr) {
         void* const library = dlopen("libcuda.so.1", RTLD_NOW);
-        auto* const loaded_driver = new Driver;
+        auto* const loaded_driver = new CudaDriver;
         if (library == nullptr || !resolve_symbols(library, loaded_driver)) {
             delete loaded_driver;
             throw CufileError{cuda_driver_error, cuda_not_initialized};
@@ -179,7 +179,7 @@ void launch_host_function(const MemoryLocation& location, Stream stream, void (*
 }
 
 ScopedContext::ScopedContext(const MemoryLocation& location) {
-    const Driver& driver = cuda();
+    const CudaDriver& driver = cuda();
     u64 context = location.context;
     if (context == 0) {
         check_result(driver.cuDevicePrimaryCtxRetain(&context, location.device_ordinal));

@@ -18,7 +18,7 @@ namespace {
 
 std::atomic<std::uint64_t> properties_calls = 0;
 
-struct Driver {
+struct DriverState {
     std::mutex mutex;
     bool is_driver_open = false;
     long use_count = 0;
@@ -27,14 +27,14 @@ struct Driver {
     std::vector<std::array<std::uint8_t, 16>> uuids;
 };
 
-Driver& driver() {
-    static auto* const instance = new Driver;
+DriverState& driver() {
+    static auto* const instance = new DriverState;
     return *instance;
 }
 
 // Open the driver unless it is open. The caller holds the lock. Invalid environment variables and fault plans fail
 // here.
-void open_driver(Driver* state) {
+void open_driver(DriverState* state) {
     if (!configuration_error().empty()) {
         throw CufileError{invalid_value};
     }
@@ -51,7 +51,7 @@ void open_driver(Driver* state) {
 
 Error close_driver(std::string_view symbol) {
     return run_entry(symbol, [] {
-        Driver& state = driver();
+        DriverState& state = driver();
         std::lock_guard lock(state.mutex);
         if (!state.is_driver_open) {
             throw CufileError{driver_not_initialized};
@@ -83,13 +83,13 @@ Error set_while_closed(std::string_view symbol, SizeParameter index, std::size_t
 } // namespace
 
 void ensure_open() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     open_driver(&state);
 }
 
 bool is_open() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     return state.is_driver_open;
 }
@@ -101,7 +101,7 @@ void require_open_driver() {
 }
 
 CompatModes get_compat_modes() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     return state.compat_modes;
 }
@@ -111,13 +111,13 @@ std::uint64_t count_properties_calls() {
 }
 
 std::vector<std::array<std::uint8_t, 16>> get_device_uuids() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     return state.uuids;
 }
 
 OperationInProgress::OperationInProgress() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     if (!state.is_driver_open) {
         throw CufileError{driver_not_initialized};
@@ -126,14 +126,14 @@ OperationInProgress::OperationInProgress() {
 }
 
 OperationInProgress::~OperationInProgress() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     --state.operations_in_progress;
 }
 
 GDRKIT_CUFILE_ENTRY Error cuFileDriverOpen() {
     return run_entry("cuFileDriverOpen", [] {
-        Driver& state = driver();
+        DriverState& state = driver();
         std::lock_guard lock(state.mutex);
         open_driver(&state);
         ++state.use_count;
@@ -149,7 +149,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileDriverClose_v2() {
 }
 
 GDRKIT_CUFILE_ENTRY long cuFileUseCount() {
-    Driver& state = driver();
+    DriverState& state = driver();
     std::lock_guard lock(state.mutex);
     return state.use_count;
 }

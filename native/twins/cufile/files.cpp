@@ -24,7 +24,7 @@
 namespace gdrkit::twin::cufile {
 namespace {
 
-constexpr std::string_view ledger_kind = "cufile_handle";
+constexpr std::string_view handle_ledger_kind = "cufile_handle";
 // Values of statfs::f_type.
 constexpr std::uint32_t tmpfs_magic = 0x01021994;
 constexpr std::uint32_t ramfs_magic = 0x858458f6;
@@ -103,7 +103,7 @@ void add_registration(FileHandle* handle, FileRef file) {
     }
     // A random non-canonical address, so that dereferencing the handle faults.
     const std::uint64_t handle_value = random_u64() >> 2 | std::uint64_t{1} << 62;
-    ledger_add(ledger_kind, handle_value);
+    ledger_add(handle_ledger_kind, handle_value);
     state.registered.emplace(handle_value, std::move(file));
     *handle = reinterpret_cast<FileHandle>(handle_value);
 }
@@ -132,7 +132,7 @@ void drop_files() {
     Files& state = files();
     std::lock_guard lock(state.mutex);
     for (const auto& [handle_value, file] : state.registered) {
-        static_cast<void>(ledger_remove(ledger_kind, handle_value));
+        static_cast<void>(ledger_remove(handle_ledger_kind, handle_value));
     }
     state.registered.clear();
 }
@@ -155,7 +155,7 @@ GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
     Files& state = files();
     std::lock_guard lock(state.mutex);
     // This function cannot report an error, so an invalid handle ends the process, like a double release.
-    if (!ledger_remove(ledger_kind, handle_value)) {
+    if (!ledger_remove(handle_ledger_kind, handle_value)) {
         std::fprintf(stderr, "gdrkit twin: cuFileHandleDeregister(%p): not a file handle, or already deregistered\n",
                      handle);
         std::abort();

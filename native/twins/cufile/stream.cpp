@@ -22,7 +22,7 @@ namespace gdrkit::twin::cufile {
 namespace {
 
 // Type of registered streams in the ledger of live handles (model/ledger.hpp).
-constexpr std::string_view ledger_kind = "cufile_stream";
+constexpr std::string_view stream_ledger_kind = "cufile_stream";
 
 // A transfer from its call until its end.
 struct UnfinishedTransfer {
@@ -177,7 +177,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamRegister(Stream stream, unsigned flags) {
         if (!state.flags_by_stream.emplace(stream, flags).second) {
             throw CufileError{invalid_value};
         }
-        ledger_add(ledger_kind, stream);
+        ledger_add(stream_ledger_kind, stream);
     });
 }
 
@@ -186,7 +186,7 @@ GDRKIT_CUFILE_ENTRY Error cuFileStreamDeregister(Stream stream) {
         require_open_driver();
         Streams& state = streams();
         std::lock_guard lock(state.mutex);
-        if (!ledger_remove(ledger_kind, stream)) {
+        if (!ledger_remove(stream_ledger_kind, stream)) {
             throw CufileError{invalid_value};
         }
         state.flags_by_stream.erase(stream);

@@ -13,7 +13,7 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-constexpr std::uint64_t page_bytes = 4096;
+constexpr std::uint64_t small_page_bytes = 4096;
 // The largest capacity that the kernel grants an unprivileged user by default (pipe-max-size). If the user has too many
 // large pipes already, F_SETPIPE_SZ fails and the pipe keeps its default capacity.
 constexpr int requested_capacity_bytes = 1 << 20;
@@ -29,8 +29,8 @@ std::unique_ptr<Pipe> Pipe::make() {
     fcntl(writer.get(), F_SETPIPE_SZ, requested_capacity_bytes);
     const int bytes = fcntl(writer.get(), F_GETPIPE_SZ);
     auto pipe = std::unique_ptr<Pipe>(new Pipe(std::move(reader), std::move(writer), 0));
-    if (sysconf(_SC_PAGESIZE) == static_cast<long>(page_bytes) && bytes > 0 && pipe->can_splice()) {
-        pipe->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / page_bytes);
+    if (sysconf(_SC_PAGESIZE) == static_cast<long>(small_page_bytes) && bytes > 0 && pipe->can_splice()) {
+        pipe->max_pages_ = static_cast<std::uint32_t>(static_cast<std::uint64_t>(bytes) / small_page_bytes);
     }
     return pipe;
 }
@@ -53,9 +53,9 @@ std::unique_ptr<Pipe> Pipe::adopt(Fd fd) {
 }
 
 std::uint32_t Pipe::count_pages(std::uint64_t address, std::uint64_t size_bytes) {
-    return size_bytes == 0
-               ? 0
-               : static_cast<std::uint32_t>((address + size_bytes - 1) / page_bytes - address / page_bytes + 1);
+    return size_bytes == 0 ? 0
+                           : static_cast<std::uint32_t>((address + size_bytes - 1) / small_page_bytes -
+                                                        address / small_page_bytes + 1);
 }
 
 int Pipe::splice_in(const void* memory, std::size_t size_bytes) {

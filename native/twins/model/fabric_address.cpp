@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::array<std::uint8_t, 12> mapped_prefix = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
 constexpr unsigned address_bits = 128, ipv4_bits = 32;
-constexpr std::size_t max_nic_count = 16;
+constexpr std::size_t max_fabric_address_count = 16;
 
 bool is_ipv4(const FabricAddress& address) {
     return std::equal(mapped_prefix.begin(), mapped_prefix.end(), address.begin());
@@ -134,7 +134,7 @@ std::optional<std::vector<FabricAddress>> find_fabric_addresses(std::string_view
     std::vector<FabricAddress> addresses;
     const auto add = [&](const FabricAddress& address) {
         if (std::find(addresses.begin(), addresses.end(), address) == addresses.end() &&
-            addresses.size() < max_nic_count) {
+            addresses.size() < max_fabric_address_count) {
             addresses.push_back(address);
         }
     };

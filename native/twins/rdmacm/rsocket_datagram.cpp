@@ -17,9 +17,9 @@ namespace {
 
 constexpr std::size_t grh_bytes = 40; // before each received datagram, for the global routing header
 constexpr std::size_t datagram_bytes = 4096;
-constexpr unsigned receive_slot_count = 128, send_slot_count = 32;
+constexpr unsigned datagram_receive_slot_count = 128, datagram_send_slot_count = 32;
 constexpr std::size_t receive_slot_bytes = grh_bytes + datagram_bytes;
-constexpr int resolve_timeout_ms = 2000;
+constexpr int datagram_resolve_timeout_ms = 2000;
 
 struct DatagramHeader {
     std::uint32_t magic;
@@ -33,7 +33,8 @@ class DatagramSocket final : public RdmaSocket {
 public:
     explicit DatagramSocket(int domain)
         : RdmaSocket(domain, SOCK_DGRAM,
-                     {IBV_QPT_UD, receive_slot_count, send_slot_count, receive_slot_bytes, datagram_bytes}) {}
+                     {IBV_QPT_UD, datagram_receive_slot_count, datagram_send_slot_count, receive_slot_bytes,
+                      datagram_bytes}) {}
     ~DatagramSocket() override;
 
     int listen(int) override { return EOPNOTSUPP; }
@@ -152,8 +153,9 @@ int DatagramSocket::resolve_peer(sockaddr* address, rdma_ud_param* parameters) {
         return errno;
     }
     rdma_conn_param request{};
-    const bool is_resolved = rdma_resolve_addr(id, nullptr, address, resolve_timeout_ms) == 0 &&
-                             rdma_resolve_route(id, resolve_timeout_ms) == 0 && rdma_connect(id, &request) == 0;
+    const bool is_resolved = rdma_resolve_addr(id, nullptr, address, datagram_resolve_timeout_ms) == 0 &&
+                             rdma_resolve_route(id, datagram_resolve_timeout_ms) == 0 &&
+                             rdma_connect(id, &request) == 0;
     // rdma_connect sets errno to the status of the reply: 1 (IB_SIDR_UNSUPPORTED) means that there is no listener.
     const int error = is_resolved ? 0 : (errno == 1 ? ECONNREFUSED : errno);
     if (is_resolved) {
@@ -275,7 +277,8 @@ int DatagramSocket::close() {
     SocketLock lock(mutex_);
     // Wait until the sent datagrams have left, before the queue pair is destroyed.
     wait(
-        &lock, false, [this] { return !is_ready_ || free_send_slots_.size() == send_slot_count; }, close_timeout_ms);
+        &lock, false, [this] { return !is_ready_ || free_send_slots_.size() == datagram_send_slot_count; },
+        close_timeout_ms);
     return 0;
 }
 

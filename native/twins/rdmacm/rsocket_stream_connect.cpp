@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::uint32_t greeting_magic = 0x52534b31;
 constexpr std::uint16_t greeting_version = 2;
-constexpr int resolve_timeout_ms = 2000;
+constexpr int stream_resolve_timeout_ms = 2000;
 
 } // namespace
 
@@ -99,7 +99,8 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
 int StreamSocket::request_connection(sockaddr* address) {
     // The twin resolves at once, so only the connection itself is waited for.
     rdma_cm_event* event = nullptr;
-    if (rdma_resolve_addr(id_, nullptr, address, resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
+    if (rdma_resolve_addr(id_, nullptr, address, stream_resolve_timeout_ms) != 0 ||
+        rdma_get_cm_event(channel_, &event) != 0) {
         return errno;
     }
     const int status = event->status;
@@ -107,7 +108,7 @@ int StreamSocket::request_connection(sockaddr* address) {
     if (status != 0) {
         return -status;
     }
-    if (rdma_resolve_route(id_, resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
+    if (rdma_resolve_route(id_, stream_resolve_timeout_ms) != 0 || rdma_get_cm_event(channel_, &event) != 0) {
         return errno;
     }
     rdma_ack_cm_event(event);
