@@ -104,7 +104,9 @@ def test_payload_over_tcp_is_counted_once(tmp_path: Path) -> None:
 
 @needs(host.program("ucx_perftest"))
 def test_ucx_over_tcp_fell_back_from_rdma(tmp_path: Path) -> None:
-    server = "ucx_perftest -p 14447 >/dev/null & sleep 0.5;"
+    # The client starts when the kernel lists a listener on the port: 14447 is 386F in hexadecimal, 0A is TCP_LISTEN.
+    is_listening = "cat /proc/net/tcp /proc/net/tcp6 | grep -q ':386F 0*:0000 0A '"
+    server = f"ucx_perftest -p 14447 >/dev/null & until {is_listening}; do sleep 0.1; done;"
     client = "ucx_perftest 127.0.0.1 -p 14447 -t tag_bw -s 1000000 -n 300 >/dev/null; wait"
     command = ["env", "UCX_TLS=tcp,self", "sh", "-c", f"{server} {client}"]
     observation = observe(tmp_path / "report", command, options=["--logs"])
