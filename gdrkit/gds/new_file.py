@@ -55,18 +55,18 @@ class Destination:
         Descriptor of the folder (O_PATH). It is open inside the block of :func:`open_destination`.
     name : str
         The last part of the path.
-    old : os.stat_result or None
+    old_status : os.stat_result or None
         The stat result of the regular file that has this name now, if there is one. The new file will replace it.
     """
 
     path: str
     folder: int
     name: str
-    old: os.stat_result | None
+    old_status: os.stat_result | None
 
-    def is_same_file(self, info: os.stat_result) -> bool:
-        """Return whether `info` is the stat result of the file that has the name now."""
-        return self.old is not None and os.path.samestat(self.old, info)
+    def is_same_file(self, file_status: os.stat_result) -> bool:
+        """Return whether `file_status` is the stat result of the file that has the name now."""
+        return self.old_status is not None and os.path.samestat(self.old_status, file_status)
 
 
 @contextlib.contextmanager
@@ -119,20 +119,20 @@ def new_file(
         The kernel does not create, sync or name the file.
     """
     source_bits = source_mode & _ALL_BITS
-    bits = source_bits | _OWNER_READ_WRITE_BITS if destination.old is None else _OWNER_READ_WRITE_BITS
+    mode_bits = source_bits | _OWNER_READ_WRITE_BITS if destination.old_status is None else _OWNER_READ_WRITE_BITS
     # The temporary name is chosen before the file exists, so that the cleanup can remove the file after an interrupt.
     temporary_name = f".gdrkit-{uuid.uuid4().hex}.part"
     with contextlib.ExitStack() as stack:
         stack.callback(_remove, destination.folder, temporary_name)
         folder_fd = _open_to_sync(destination, stack) if durable else None
-        native_file, has_temporary_name = _create(destination, temporary_name, bits)
+        native_file, has_temporary_name = _create(destination, temporary_name, mode_bits)
         file = stack.enter_context(
             File.from_native(native_file, path=destination.path, writable=True, access=access, direct=direct)
         )
         yield file
         fd = file.fileno()
         try:
-            _set_permissions(fd, destination.old, source_bits)
+            _set_permissions(fd, destination.old_status, source_bits)
             if durable:
                 os.fsync(fd)
             _set_final_name(fd, destination, temporary_name, has_temporary_name=has_temporary_name)
@@ -166,16 +166,16 @@ def _follow_link(path: Path) -> Path:
 def _stat_regular(folder: int, name: str, path: str) -> os.stat_result | None:
     """Return the stat result of `name`, or None if it does not exist. Raise UsageError if it is not a regular file."""
     try:
-        info = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        file_status = os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise os_error("stat", path, error) from error
-    if not stat.S_ISREG(info.st_mode):
-        file_type = _FILE_TYPES.get(stat.S_IFMT(info.st_mode), "not a regular file")
+    if not stat.S_ISREG(file_status.st_mode):
+        file_type = _FILE_TYPES.get(stat.S_IFMT(file_status.st_mode), "not a regular file")
         message = f"{path} is {file_type}; a regular file is required"
         raise UsageError(message, what_to_do="name a regular file or a new one; use cp to write to a device or a FIFO")
-    return info
+    return file_status
 
 
 def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
@@ -188,40 +188,42 @@ def _open_to_sync(destination: Destination, stack: contextlib.ExitStack) -> int:
     return int(folder.fileno())
 
 
-def _create(destination: Destination, temporary_name: str, bits: int) -> tuple[Any, bool]:
+def _create(destination: Destination, temporary_name: str, mode_bits: int) -> tuple[Any, bool]:
     """Create an empty file. Return it as a file of the native engine, and whether it has the temporary name."""
     flags = os.O_RDWR
     try:
         try:
-            return open_file(".", flags | os.O_TMPFILE, bits, folder=destination.folder), False
+            return open_file(".", flags | os.O_TMPFILE, mode_bits, folder=destination.folder), False
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        return open_file(temporary_name, flags, bits, folder=destination.folder), True
+        return open_file(temporary_name, flags, mode_bits, folder=destination.folder), True
     except OSError as error:
         raise os_error("create", destination.path, error) from error
 
 
-def _set_permissions(fd: int, old: os.stat_result | None, source_bits: int) -> None:
-    info = os.fstat(fd)
-    current_bits = stat.S_IMODE(info.st_mode)
-    if old is None:
+def _set_permissions(fd: int, old_status: os.stat_result | None, source_bits: int) -> None:
+    file_status = os.fstat(fd)
+    current_bits = stat.S_IMODE(file_status.st_mode)
+    if old_status is None:
         # The kernel has applied the umask. Remove the owner bits that only the copy needed.
-        bits = current_bits & ~(_OWNER_READ_WRITE_BITS & ~source_bits)
+        mode_bits = current_bits & ~(_OWNER_READ_WRITE_BITS & ~source_bits)
     else:
-        bits = old.st_mode & _ALL_BITS
-        if (info.st_uid, info.st_gid) != (old.st_uid, old.st_gid) and not _set_owner(fd, old):
-            bits &= ~_GROUP_BITS  # These bits were meant for the group of the old file.
-    if bits != current_bits:
-        os.fchmod(fd, bits)
+        mode_bits = old_status.st_mode & _ALL_BITS
+        if (file_status.st_uid, file_status.st_gid) != (old_status.st_uid, old_status.st_gid) and not _set_owner(
+            fd, old_status
+        ):
+            mode_bits &= ~_GROUP_BITS  # These bits were meant for the group of the old file.
+    if mode_bits != current_bits:
+        os.fchmod(fd, mode_bits)
 
 
-def _set_owner(fd: int, old: os.stat_result) -> bool:
+def _set_owner(fd: int, old_status: os.stat_result) -> bool:
     """Set the owner and the group of the old file, or only the group. Return whether the group was set."""
-    for user_id in (old.st_uid, -1):
+    for user_id in (old_status.st_uid, -1):
         try:
-            os.fchown(fd, user_id, old.st_gid)
+            os.fchown(fd, user_id, old_status.st_gid)
         except PermissionError:
             continue
         return True
@@ -233,7 +235,7 @@ def _set_final_name(fd: int, destination: Destination, temporary_name: str, *, h
     name, folder = destination.name, destination.folder
     if not has_temporary_name:
         fd_path = f"/proc/self/fd/{fd}"
-        if destination.old is None:
+        if destination.old_status is None:
             with contextlib.suppress(FileExistsError):
                 os.link(fd_path, name, dst_dir_fd=folder)
                 return

@@ -116,9 +116,9 @@ def large(arguments: dict[str, Any]) -> dict[str, Any]:
         result["is_expected"] = setup.memory.read() == setup.data
         result["registered_bytes"] = buffers.registered_bytes
         result["again"] = _outcome(lambda: setup.file.read_into(setup.memory))
-        with setup.device.allocate(FILE_BYTES) as other:
-            result["foreign"] = _outcome(lambda: setup.file.read_into(_ForeignArray(other)))
-            result["foreign_is_expected"] = other.read() == setup.data
+        with setup.device.allocate(FILE_BYTES) as other_memory:
+            result["foreign"] = _outcome(lambda: setup.file.read_into(_ForeignArray(other_memory)))
+            result["foreign_is_expected"] = other_memory.read() == setup.data
             result["registered_bytes_after_foreign"] = buffers.registered_bytes
         new_data = pattern.payload(FILE_BYTES, seed=setup.seed + 1)
         setup.memory.write(new_data)

@@ -28,10 +28,10 @@ def main() -> None:
     with AgentProcess(mount) as agent:
         iov = usrbio.create_iovec(str(mount), length_bytes=length_bytes)
         memoryview(iov)[:] = bytes(length_bytes)
-        numbers = {"client": huge_bytes("self"), "agent": huge_bytes(agent.process.pid)}
+        huge_bytes_by_process = {"client": huge_bytes("self"), "agent": huge_bytes(agent.process.pid)}
         iov.close()
         assert agent.terminate() == 0, agent.error_output
-    sys.stdout.write(json.dumps(numbers))
+    sys.stdout.write(json.dumps(huge_bytes_by_process))
 
 
 if __name__ == "__main__":

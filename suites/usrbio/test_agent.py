@@ -228,11 +228,11 @@ def test_refused_publication_leaves_no_link(agent: AgentProcess, tmp_path: Path)
 def test_file_outside_of_the_store_is_not_registered(
     agent: AgentProcess, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    outside = tmp_path_factory.mktemp("outside") / "file"
-    outside.write_bytes(b"1")
+    outside_file = tmp_path_factory.mktemp("outside") / "file"
+    outside_file.write_bytes(b"1")
     with RawClient(agent.mount) as client:
         for path, flags, allowed_errnos in [
-            (outside, os.O_RDONLY, {errno.EXDEV, errno.EACCES, errno.ENOENT}),
+            (outside_file, os.O_RDONLY, {errno.EXDEV, errno.EACCES, errno.ENOENT}),
             (agent.mount, os.O_RDONLY, {errno.EBADF}),
             (agent.mount / "file", os.O_PATH, {errno.EBADF}),
         ]:

@@ -97,84 +97,86 @@ def served_ring(mount_folder: Path) -> Iterator[ServedRing]:
 
 @pytest.mark.parametrize("result", [KIB, 0, -errno.ENODATA, -4095])
 def test_result_of_the_server_completes_the_operation(tmp_path: Path, result: int) -> None:
-    with served_ring(tmp_path) as served:
-        served.submit(INODE)
-        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag, result)]))
-        assert served.results(1) == [result]
+    with served_ring(tmp_path) as ring_setup:
+        ring_setup.submit(INODE)
+        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag, result)]))
+        assert ring_setup.results(1) == [result]
 
 
 @pytest.mark.parametrize("result", [KIB + 1, (1 << 63) - 1, -4096, -1 << 63])
 def test_impossible_result_ends_the_connection(tmp_path: Path, result: int) -> None:
-    with served_ring(tmp_path) as served:
-        served.submit(INODE)
-        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag, result)]))
-        assert served.event_names() == ["disconnected"]
-        assert not served.loop.disconnect()
-        assert served.results(1) == [-errno.EREMOTEIO]
+    with served_ring(tmp_path) as ring_setup:
+        ring_setup.submit(INODE)
+        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag, result)]))
+        assert ring_setup.event_names() == ["disconnected"]
+        assert not ring_setup.loop.disconnect()
+        assert ring_setup.results(1) == [-errno.EREMOTEIO]
 
 
 # The low half of a tag is the index of an operation. The high half distinguishes the operations that use one index.
 @pytest.mark.parametrize("changed_bits", [1, 1 << 20, 1 << 32])
 def test_result_with_an_unknown_tag_ends_the_connection(tmp_path: Path, changed_bits: int) -> None:
-    with served_ring(tmp_path) as served:
-        served.submit(INODE)
-        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag ^ changed_bits, KIB)]))
-        assert served.event_names() == ["disconnected"]
-        assert not served.loop.disconnect()
-        assert served.results(1) == [-errno.EREMOTEIO]
+    with served_ring(tmp_path) as ring_setup:
+        ring_setup.submit(INODE)
+        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag ^ changed_bits, KIB)]))
+        assert ring_setup.event_names() == ["disconnected"]
+        assert not ring_setup.loop.disconnect()
+        assert ring_setup.results(1) == [-errno.EREMOTEIO]
 
 
 @pytest.mark.parametrize("new_handle", [0, 9], ids=["not-opened-again", "opened-again"])
 def test_new_session_gets_no_handle_of_the_old_one(tmp_path: Path, new_handle: int) -> None:
     """A handle of the old session would name the file of another client."""
-    with served_ring(tmp_path) as served, contextlib.closing(RawIov(MIB)) as refused_iov:
-        served.submit(INODE)
-        kept = served.operation()
-        served.loop.add_buffer(
+    with served_ring(tmp_path) as ring_setup, contextlib.closing(RawIov(MIB)) as refused_iov:
+        ring_setup.submit(INODE)
+        kept_operation = ring_setup.operation()
+        ring_setup.loop.add_buffer(
             CLIENT, refused_iov.id.bytes, length=MIB, block_bytes=0, keys=[(2 << 20, 8)], preferred_nics=[]
         )
-        served.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
-        served.ring.submit()
+        ring_setup.ring.prepare(refused_iov.id.bytes, inode=INODE, length=KIB)
+        ring_setup.ring.submit()
         # A NIC has refused the memory of the second operation. The first operation outlives the session.
-        served.server.sendall(wire.pack_results([wire.Result(served.operation().tag, -errno.EREMOTEIO)]))
-        assert "disconnected" in served.event_names()
-        assert served.loop.disconnect()
-        assert served.results(1) == [-errno.EREMOTEIO]
+        ring_setup.server.sendall(wire.pack_results([wire.Result(ring_setup.operation().tag, -errno.EREMOTEIO)]))
+        assert "disconnected" in ring_setup.event_names()
+        assert ring_setup.loop.disconnect()
+        assert ring_setup.results(1) == [-errno.EREMOTEIO]
         if new_handle:
-            served.loop.set_file(CLIENT, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False)
+            ring_setup.loop.set_file(
+                CLIENT, INODE, read_handle=new_handle, write_handle=0, readable=True, writable=False
+            )
         server, data_connection = socket.socketpair()
         with server:
-            served.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
-            again = dataclasses.replace(served, server=server).operation()
-        assert (kept.handle, again.handle) == (1, new_handle)
+            ring_setup.loop.connect(data_connection.detach(), queue_pair_nics=[0], generation=GENERATION + 1)
+            repeated_operation = dataclasses.replace(ring_setup, server=server).operation()
+        assert (kept_operation.handle, repeated_operation.handle) == (1, new_handle)
 
 
 def test_second_result_of_an_operation_ends_the_connection(tmp_path: Path) -> None:
-    with served_ring(tmp_path) as served:
-        served.submit(INODE)
-        reply = wire.pack_results([wire.Result(served.operation().tag, KIB)])
-        served.server.sendall(reply + reply)
-        assert served.event_names() == ["disconnected"]
-        assert served.results(1) == [KIB]
+    with served_ring(tmp_path) as ring_setup:
+        ring_setup.submit(INODE)
+        reply = wire.pack_results([wire.Result(ring_setup.operation().tag, KIB)])
+        ring_setup.server.sendall(reply + reply)
+        assert ring_setup.event_names() == ["disconnected"]
+        assert ring_setup.results(1) == [KIB]
 
 
 def test_submission_head_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
-    with served_ring(tmp_path) as served:
+    with served_ring(tmp_path) as ring_setup:
         # The loop claims the entries in order. So the first operation is in flight when the second operation has
         # failed.
-        served.submit(INODE, UNKNOWN_INODE)
-        assert served.results(1) == [-errno.EBADF]
-        served.ring.set_index(SUBMISSION_HEAD, 1)
-        served.ring.submit()
-        assert served.event_names() == ["ring_broken"]
+        ring_setup.submit(INODE, UNKNOWN_INODE)
+        assert ring_setup.results(1) == [-errno.EBADF]
+        ring_setup.ring.set_index(SUBMISSION_HEAD, 1)
+        ring_setup.ring.submit()
+        assert ring_setup.event_names() == ["ring_broken"]
 
 
 def test_completion_tail_that_goes_backwards_breaks_the_ring(tmp_path: Path) -> None:
-    with served_ring(tmp_path) as served:
+    with served_ring(tmp_path) as ring_setup:
         # The loop reads the tail when it claims an entry. When it claims the second entry, it reads the tail 1.
         for _ in range(2):
-            served.submit(UNKNOWN_INODE)
-            assert served.results(1) == [-errno.EBADF]
-        served.ring.set_index(COMPLETION_TAIL, 0)
-        served.submit(UNKNOWN_INODE)
-        assert served.event_names() == ["ring_broken"]
+            ring_setup.submit(UNKNOWN_INODE)
+            assert ring_setup.results(1) == [-errno.EBADF]
+        ring_setup.ring.set_index(COMPLETION_TAIL, 0)
+        ring_setup.submit(UNKNOWN_INODE)
+        assert ring_setup.event_names() == ["ring_broken"]

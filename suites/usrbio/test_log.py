@@ -84,7 +84,7 @@ def test_info_says_what_was_created_and_by_which_route(agent_file: Path) -> None
     assert {level for level, _text in lines} == {"INFO"}
     info_lines = texts(lines, "INFO")
     assert f"connected to the agent of {mount}" in info_lines
-    assert f"published UUID to the agent of {mount}, with 1 descriptors" in info_lines
+    assert f"published UUID to the agent of {mount}, with 1 descriptor" in info_lines
     assert f"created iov UUID: {READ_BYTES} bytes of shared memory" in info_lines
     assert re.search(r"^created ring UUID\.r\S*: \d+ bytes of shared memory$", info_lines, re.MULTILINE)
     assert re.search(r"^registered descriptor \d+: inode \d+, by the agent$", info_lines, re.MULTILINE)

@@ -126,10 +126,12 @@ def _parse_suffixes(text: str, publication_id: bytes, suffixes: list[str]) -> Li
     """Parse a name with the suffixes of host memory or of a ring."""
     matches: dict[str, re.Match[str]] = {}
     for suffix in suffixes:
-        parsed = next(((option, match) for option, pattern in _SUFFIXES if (match := pattern.fullmatch(suffix))), None)
-        if parsed is None or parsed[0] in matches:
+        option_and_match = next(
+            ((option, match) for option, pattern in _SUFFIXES if (match := pattern.fullmatch(suffix))), None
+        )
+        if option_and_match is None or option_and_match[0] in matches:
             _raise_einval(text, f"the suffix {suffix!r} is unknown or a duplicate")
-        option, match = parsed
+        option, match = option_and_match
         matches[option] = match
     block_bytes = int(matches["block"][1]) if "block" in matches else 0
     if block_bytes > _SIZE_MAX:

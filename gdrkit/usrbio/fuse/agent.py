@@ -81,7 +81,7 @@ class FuseAgent:
             links = LinkClients(self._agent.service)
             self._on_close.push(links.close)
             fuse = FuseMount(
-                path, store=store, links=links, real_folder=mount.virtual_folder, is_shared=mount.is_shared
+                path, store=store, links=links, agent_folder=mount.virtual_folder, is_shared=mount.is_shared
             )
             self._on_close.push(fuse.close)
         except BaseException as error:

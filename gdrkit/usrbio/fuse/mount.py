@@ -68,7 +68,7 @@ class FuseMount:
         The files of the mount.
     links : LinkClients
         The processes that publish by links in ``3fs-virt/iovs``.
-    real_folder : Path
+    agent_folder : Path
         The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
     is_shared : bool
         Whether all users of the machine may use the mount.
@@ -87,7 +87,7 @@ class FuseMount:
     """
 
     def __init__(
-        self, mount: Path, *, store: StoreFiles, links: LinkClients, real_folder: Path, is_shared: bool = False
+        self, mount: Path, *, store: StoreFiles, links: LinkClients, agent_folder: Path, is_shared: bool = False
     ) -> None:
         if (obstacle := _find_obstacle()) is not None:
             error_number, sentence = obstacle
@@ -104,7 +104,7 @@ class FuseMount:
             )
         unmount_stale(mount)
         self.path = _empty_folder(mount)
-        folder = VirtualFolder(real_folder, links, store, mount=str(self.path), is_shared=is_shared)
+        folder = VirtualFolder(agent_folder, links, store, mount=str(self.path), is_shared=is_shared)
         self._operations = MountOperations(store, folder, links, mount=str(self.path))
         self._session: FuseSession | None = FuseSession(
             self.path, self._operations, source=_SOURCE, is_shared=is_shared

@@ -43,7 +43,7 @@ class VirtualFolder:
 
     Parameters
     ----------
-    real_folder : Path
+    agent_folder : Path
         The real folder ``3fs-virt`` of the agent, with ``iovs`` and ``agent.sock``.
     links : LinkClients
         The processes that publish by links.
@@ -56,9 +56,9 @@ class VirtualFolder:
     """
 
     def __init__(
-        self, real_folder: Path, links: LinkClients, store: StoreFiles, *, mount: str, is_shared: bool = False
+        self, agent_folder: Path, links: LinkClients, store: StoreFiles, *, mount: str, is_shared: bool = False
     ) -> None:
-        self._real_folder, self._links, self._store, self._mount = real_folder, links, store, mount
+        self._agent_folder, self._links, self._store, self._mount = agent_folder, links, store, mount
         self._is_shared = is_shared
         self._lock = threading.Lock()
         # The targets of links in rm-rf. These links are not stored, but the kernel reads a new link once.
@@ -87,7 +87,7 @@ class VirtualFolder:
             entry.removeprefix(f"{path}/") for entry in (*_FOLDER_MODES, _SOCKET) if entry.rpartition("/")[0] == path
         ]
         if path == _IOVS:
-            links = (entry.name for entry in (self._real_folder / "iovs").iterdir() if entry.is_symlink())
+            links = (entry.name for entry in (self._agent_folder / "iovs").iterdir() if entry.is_symlink())
             names = sorted(filter(self._is_visible, links))
         for name in names:
             file_type = stat.S_IFDIR if f"{path}/{name}" in _FOLDER_MODES else stat.S_IFLNK
@@ -96,13 +96,13 @@ class VirtualFolder:
     def readlink(self, path: str) -> str:
         """Return the target of a link."""
         if path == _SOCKET:
-            return str(self._real_folder / "agent.sock")
+            return str(self._agent_folder / "agent.sock")
         folder, name = os.path.split(path)
         if folder == _IOVS:
             if not self._is_visible(name):
                 raise _make_error(errno.ENOENT)
             try:
-                return os.readlink(self._real_folder / "iovs" / name)  # noqa: PTH115 - a Path would change gdr://.
+                return os.readlink(self._agent_folder / "iovs" / name)  # noqa: PTH115 - a Path would change gdr://.
             except OSError as error:
                 raise _make_error(errno.ENOENT) from error
         with self._lock:

@@ -236,8 +236,9 @@ int publish_memory(const char* mount, std::string_view name, std::string_view ta
                 memory->adopt_name(); // Even after an error: the agent may have died between naming and replying.
             }
             if (status == 0) {
-                log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptors",
-                         static_cast<int>(name.size()), name.data(), mount, descriptors.size());
+                log_line(LogLevel::info, "published %.*s to the agent of %s, with %zu descriptor%s",
+                         static_cast<int>(name.size()), name.data(), mount, descriptors.size(),
+                         descriptors.size() == 1 ? "" : "s");
                 store_connection(mount, name, std::move(agent));
             }
         } else if (status == -ENOENT) {

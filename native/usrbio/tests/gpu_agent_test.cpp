@@ -25,7 +25,7 @@ using namespace gdrkit::usrbio::test;
 constexpr u64 chunk_bytes = 2 << 20;
 
 // The last publication that the agent received, counts of the requests, and the status of the next replies.
-struct Requests {
+struct ReceivedRequests {
     std::string name;
     GpuTarget target;
     ShareHandle handle;
@@ -62,9 +62,9 @@ bool receive(int socket, Message* message) {
     CHECK_EQUAL(message->payload.size(), std::size_t{message->header.length});
     for (cmsghdr* control_message = CMSG_FIRSTHDR(&request); control_message != nullptr;
          control_message = CMSG_NXTHDR(&request, control_message)) {
-        for (std::size_t position = 0; position < (control_message->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++position) {
+        for (std::size_t index = 0; index < (control_message->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++index) {
             int fd = -1;
-            std::memcpy(&fd, CMSG_DATA(control_message) + position * sizeof fd, sizeof fd);
+            std::memcpy(&fd, CMSG_DATA(control_message) + index * sizeof fd, sizeof fd);
             message->descriptors.emplace_back(fd);
         }
     }
@@ -72,44 +72,45 @@ bool receive(int socket, Message* message) {
     return true;
 }
 
-void record_publication(const Message& message, Requests* requests) {
+void record_publication(const Message& message, ReceivedRequests* received) {
     AgentPublish sizes;
     CHECK(message.payload.size() > sizeof sizes);
     std::memcpy(&sizes, message.payload.data(), sizeof sizes);
-    const auto* position = message.payload.data() + sizeof sizes;
+    const auto* next_byte = message.payload.data() + sizeof sizes;
     CHECK_EQUAL(message.payload.size(),
                 sizeof sizes + sizes.name_bytes + sizes.target_bytes + sizes.share_handle_bytes);
     const auto consume = [&](std::size_t length) {
-        const std::string text(reinterpret_cast<const char*>(position), length);
-        position += length;
+        const std::string text(reinterpret_cast<const char*>(next_byte), length);
+        next_byte += length;
         return text;
     };
-    requests->name = consume(sizes.name_bytes);
-    requests->target = parse_target(consume(sizes.target_bytes)).value();
-    requests->handle = parse_share_handle({position, sizes.share_handle_bytes}).value();
-    requests->descriptor_count = message.descriptors.size();
-    requests->dmabuf_bytes = 0;
+    received->name = consume(sizes.name_bytes);
+    received->target = parse_target(consume(sizes.target_bytes)).value();
+    received->handle = parse_share_handle({next_byte, sizes.share_handle_bytes}).value();
+    received->descriptor_count = message.descriptors.size();
+    received->dmabuf_bytes = 0;
     if (!message.descriptors.empty()) {
         const off_t end = lseek(message.descriptors.front().get(), 0, SEEK_END);
         CHECK(end > 0);
-        requests->dmabuf_bytes = static_cast<u64>(end);
+        received->dmabuf_bytes = static_cast<u64>(end);
     }
-    ++requests->publications;
+    ++received->publications;
 }
 
 // Checks that the borrow request repeats the last publication, without descriptors.
-void record_borrow(const Message& message, Requests* requests) {
+void record_borrow(const Message& message, ReceivedRequests* received) {
     AgentPublish sizes;
     std::memcpy(&sizes, message.payload.data(), sizeof sizes);
     const std::string text(message.payload.begin() + sizeof sizes, message.payload.end());
-    CHECK(text == requests->name + format_target(requests->target));
-    CHECK(sizes.share_handle_bytes == 0 && sizes.name_bytes == requests->name.size() && message.descriptors.empty());
-    ++requests->borrows;
+    CHECK(text == received->name + format_target(received->target));
+    CHECK(sizes.share_handle_bytes == 0 && sizes.name_bytes == received->name.size() && message.descriptors.empty());
+    ++received->borrows;
 }
 
-class Agent {
+// An agent that accepts publications and borrows, and records the requests.
+class RecordingAgent {
 public:
-    explicit Agent(const Mount& mount) : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
+    explicit RecordingAgent(const Mount& mount) : socket_(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)) {
         sockaddr_un address{};
         address.sun_family = AF_UNIX;
         std::snprintf(address.sun_path, sizeof address.sun_path, "%s/3fs-virt/agent.sock", mount.path());
@@ -117,13 +118,13 @@ public:
         CHECK(listen(socket_.get(), 4) == 0);
         thread_ = std::thread([this] { serve(); });
     }
-    Agent(const Agent&) = delete;
-    Agent& operator=(const Agent&) = delete;
-    ~Agent() {
+    RecordingAgent(const RecordingAgent&) = delete;
+    RecordingAgent& operator=(const RecordingAgent&) = delete;
+    ~RecordingAgent() {
         shutdown(socket_.get(), SHUT_RDWR);
         thread_.join();
     }
-    Requests requests;
+    ReceivedRequests received;
 
 private:
     // Serves each client in its own thread: while this process, a client, waits for its child process, the child must
@@ -156,20 +157,20 @@ private:
             reply.length = sizeof(AgentHello);
             break;
         case AgentRequest::publish:
-            record_publication(message, &requests);
-            reply.status = requests.reply_status;
-            is_ending_ = requests.publications == publications_max;
+            record_publication(message, &received);
+            reply.status = received.reply_status;
+            is_ending_ = received.publications == publications_max;
             break;
         case AgentRequest::borrow:
-            record_borrow(message, &requests);
-            reply.status = requests.reply_status;
+            record_borrow(message, &received);
+            reply.status = received.reply_status;
             break;
         case AgentRequest::return_borrowed:
-            ++requests.returned_borrows;
+            ++received.returned_borrows;
             break;
         default:
             CHECK(static_cast<AgentRequest>(message.header.type) == AgentRequest::unpublish);
-            ++requests.unpublications;
+            ++received.unpublications;
         }
         std::memcpy(bytes.data(), &reply, sizeof reply);
         CHECK(send(client, bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
@@ -184,13 +185,13 @@ private:
     std::thread thread_;
 };
 
-void check_dmabuf(const Requests& requests, u64 address, u64 bytes) {
-    CHECK(requests.handle.kind == ShareKind::dmabuf && requests.descriptor_count == 1);
-    CHECK(requests.handle.address == address && requests.handle.length_bytes == bytes);
-    CHECK(requests.handle.allocation_bytes == requests.dmabuf_bytes && requests.dmabuf_bytes % 4096 == 0);
-    CHECK(requests.handle.offset_bytes == address % 4096);
-    CHECK(is_running(requests.handle.owner) == true);
-    CHECK(requests.target.size_bytes == bytes && requests.target.device == 0);
+void check_dmabuf(const ReceivedRequests& received, u64 address, u64 bytes) {
+    CHECK(received.handle.kind == ShareKind::dmabuf && received.descriptor_count == 1);
+    CHECK(received.handle.address == address && received.handle.length_bytes == bytes);
+    CHECK(received.handle.allocation_bytes == received.dmabuf_bytes && received.dmabuf_bytes % 4096 == 0);
+    CHECK(received.handle.offset_bytes == address % 4096);
+    CHECK(is_running(received.handle.owner) == true);
+    CHECK(received.target.size_bytes == bytes && received.target.device == 0);
 }
 
 // CUmemLocation, CUmemAllocationProp and CUmemAccessDesc of the CUDA driver.
@@ -215,10 +216,10 @@ u64 map_chunks() {
     const AllocationProperties properties{1, 1, {1, 0}, nullptr, 0, 1, 0, {}};
     u64 base = 0;
     CHECK_EQUAL(call_cuda("cuMemAddressReserve", &base, 2 * chunk_bytes, u64{0}, u64{0}, u64{0}), 0);
-    for (u64 position = base; position < base + 2 * chunk_bytes; position += chunk_bytes) {
+    for (u64 chunk = base; chunk < base + 2 * chunk_bytes; chunk += chunk_bytes) {
         u64 handle = 0;
         CHECK_EQUAL(call_cuda("cuMemCreate", &handle, chunk_bytes, &properties, u64{0}), 0);
-        CHECK_EQUAL(call_cuda("cuMemMap", position, chunk_bytes, u64{0}, handle, u64{0}), 0);
+        CHECK_EQUAL(call_cuda("cuMemMap", chunk, chunk_bytes, u64{0}, handle, u64{0}), 0);
         CHECK_EQUAL(call_cuda("cuMemRelease", handle), 0);
     }
     const Access access{{1, 0}, 3};
@@ -227,8 +228,8 @@ u64 map_chunks() {
 }
 
 void unmap_chunks(u64 base) {
-    for (u64 position = base; position < base + 2 * chunk_bytes; position += chunk_bytes) {
-        CHECK_EQUAL(call_cuda("cuMemUnmap", position, chunk_bytes), 0);
+    for (u64 chunk = base; chunk < base + 2 * chunk_bytes; chunk += chunk_bytes) {
+        CHECK_EQUAL(call_cuda("cuMemUnmap", chunk, chunk_bytes), 0);
     }
     CHECK_EQUAL(call_cuda("cuMemAddressFree", base, 2 * chunk_bytes), 0);
 }
@@ -268,48 +269,48 @@ int main(int count, char** arguments) {
         CHECK_EQUAL(mount.link_count(), std::size_t{0});
     }
     const Mount mount;
-    Agent agent(mount);
+    RecordingAgent agent(mount);
     // The library allocates the memory.
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 70'001, 0, 0), 0);
-    check_dmabuf(agent.requests, reinterpret_cast<u64>(iov.base), 70'001);
-    CHECK(agent.requests.name == gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
-    CHECK(agent.requests.target.ipc.has_value() && agent.requests.target.offset_bytes == 0);
-    CHECK(!std::ranges::equal(agent.requests.handle.device_uuid, zeros));
+    check_dmabuf(agent.received, reinterpret_cast<u64>(iov.base), 70'001);
+    CHECK(agent.received.name == gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
+    CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes == 0);
+    CHECK(!std::ranges::equal(agent.received.handle.device_uuid, zeros));
     // A process that opens or imports the iov sends a request to borrow it, and ends the borrow when it destroys the
     // iov. If the agent refuses the request, the call fails with the agent's error.
     const std::string id_text = hex(iov.id, 16), size_text = "70001";
-    std::filesystem::create_symlink(format_target(agent.requests.target), mount.iovs() / agent.requests.name);
+    std::filesystem::create_symlink(format_target(agent.received.target), mount.iovs() / agent.received.name);
     hf3fs_gpu_ipc_handle_t exported_handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &exported_handle), 0);
     CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, "0"}), 0);
-    CHECK(agent.requests.borrows == 1 && agent.requests.returned_borrows == 1);
+    CHECK(agent.received.borrows == 1 && agent.received.returned_borrows == 1);
     CHECK_EQUAL(run_peer({"import", mount.path(), hex(exported_handle.data, sizeof exported_handle), size_text, "0"}),
                 0);
-    CHECK(agent.requests.borrows == 2 && agent.requests.returned_borrows == 2);
-    agent.requests.reply_status = EACCES;
+    CHECK(agent.received.borrows == 2 && agent.received.returned_borrows == 2);
+    agent.received.reply_status = EACCES;
     const std::string eacces = std::to_string(-EACCES);
     CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, eacces}), 0);
     CHECK_EQUAL(
         run_peer({"import", mount.path(), hex(exported_handle.data, sizeof exported_handle), size_text, eacces}), 0);
-    agent.requests.reply_status = 0;
-    CHECK(agent.requests.borrows == 4 && agent.requests.returned_borrows == 2);
-    std::filesystem::remove(mount.iovs() / agent.requests.name);
+    agent.received.reply_status = 0;
+    CHECK(agent.received.borrows == 4 && agent.received.returned_borrows == 2);
+    std::filesystem::remove(mount.iovs() / agent.received.name);
     hf3fs_iovunlink_gpu(&iov);
-    CHECK_EQUAL(agent.requests.unpublications.load(), 1);
+    CHECK_EQUAL(agent.received.unpublications.load(), 1);
     hf3fs_iovdestroy_gpu(&iov);
-    CHECK_EQUAL(agent.requests.unpublications.load(), 1);
+    CHECK_EQUAL(agent.received.unpublications.load(), 1);
     // Wrapped memory is inside an allocation, and begins and ends within a page.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory + 4099), id, mount.path(), 10'000, 0, 0), 0);
-    check_dmabuf(agent.requests, memory + 4099, 10'000);
-    CHECK(agent.requests.target.ipc.has_value() && agent.requests.target.offset_bytes >= 4099);
-    CHECK(agent.requests.dmabuf_bytes <= 16384);
+    check_dmabuf(agent.received, memory + 4099, 10'000);
+    CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes >= 4099);
+    CHECK(agent.received.dmabuf_bytes <= 16384);
     hf3fs_iovdestroy(&iov);
-    CHECK(iov.base == nullptr && agent.requests.unpublications == 2);
+    CHECK(iov.base == nullptr && agent.received.unpublications == 2);
     // Memory that extends over two VMM chunks is published only by its dma-buf, so the target ends in /dmabuf.
     CHECK_EQUAL(hf3fs_iovwrap_device(&iov, to_pointer(chunks + 513), id, mount.path(), chunk_bytes, 0, 0), 0);
-    check_dmabuf(agent.requests, chunks + 513, chunk_bytes);
-    CHECK(!agent.requests.target.ipc && agent.requests.target.offset_bytes == 513);
-    CHECK(format_target(agent.requests.target).ends_with("/dmabuf"));
+    check_dmabuf(agent.received, chunks + 513, chunk_bytes);
+    CHECK(!agent.received.target.ipc && agent.received.target.offset_bytes == 513);
+    CHECK(format_target(agent.received.target).ends_with("/dmabuf"));
     hf3fs_gpu_ipc_handle_t handle{};
     gdrkit_share_handle_t share{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &handle), -EINVAL);
@@ -318,15 +319,15 @@ int main(int count, char** arguments) {
     hf3fs_iovdestroy_gpu(&iov);
     // If the agent refuses the publication, the function returns the agent's error and changes nothing.
     const hf3fs_iov before = iov;
-    agent.requests.reply_status = EOPNOTSUPP;
+    agent.received.reply_status = EOPNOTSUPP;
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EOPNOTSUPP);
     CHECK(std::memcmp(&iov, &before, sizeof iov) == 0);
-    agent.requests.reply_status = 0;
+    agent.received.reply_status = 0;
     // The agent ends after this publication. Its memory regions end with it, so the iov can be destroyed.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id, mount.path(), 1 << 20, 0, 0), 0);
-    CHECK_EQUAL(agent.requests.publications.load(), Agent::publications_max);
+    CHECK_EQUAL(agent.received.publications.load(), RecordingAgent::publications_max);
     hf3fs_iovdestroy_gpu(&iov);
-    CHECK(iov.base == nullptr && agent.requests.unpublications == 3);
+    CHECK(iov.base == nullptr && agent.received.unpublications == 3);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EREMOTEIO);
     release(memory);
     unmap_chunks(chunks);
