@@ -68,7 +68,7 @@ private:
     u64 address_ = 0;
 };
 
-inline void* current_context() {
+inline void* get_current_context() {
     void* context = nullptr;
     CHECK(call_driver("cuCtxGetCurrent", &context) == 0);
     return context;

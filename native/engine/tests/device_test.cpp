@@ -40,7 +40,7 @@ void check_reads(const Folder& folder, Engine& engine) {
             }
         }
     }
-    CHECK(current_context() == nullptr);
+    CHECK(get_current_context() == nullptr);
 }
 
 void check_writes(const Folder& folder, Engine& engine) {

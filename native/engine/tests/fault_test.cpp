@@ -122,7 +122,7 @@ int run_small_transfers(bool is_write, int status) {
     const IoResult next_result = engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0);
     CHECK(!next_result.failure && next_result.bytes == small_bytes);
     CHECK(memory.read(0, small_bytes) == data);
-    CHECK(current_context() == nullptr);
+    CHECK(get_current_context() == nullptr);
     return 0;
 }
 
@@ -137,9 +137,9 @@ int run_drain_without_context() {
     std::ranges::copy(data, staging.data());
     stream.to_device(memory.address(), staging.data(), small_bytes);
     std::thread([&] {
-        CHECK(current_context() == nullptr);
+        CHECK(get_current_context() == nullptr);
         stream.drain();
-        CHECK(current_context() == nullptr);
+        CHECK(get_current_context() == nullptr);
     }).join();
     memory.fill();
     memory.synchronize();
@@ -168,7 +168,7 @@ void check_allocations() {
         } catch (const std::bad_alloc&) {
         }
         allocations_left = -1;
-        CHECK(current_context() == nullptr);
+        CHECK(get_current_context() == nullptr);
         CHECK(engine.transfer_small(Direction::read, file, 0, memory.address(), small_bytes, 0).bytes == small_bytes);
         CHECK(memory.read(0, small_bytes) == data);
     }

@@ -393,7 +393,7 @@ int make_connection(const std::string& mount, std::shared_ptr<AgentConnection>& 
 
 } // namespace
 
-int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept {
+int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept {
     char* resolved = realpath(mount, nullptr);
     if (resolved == nullptr) {
         return errno == ENOTDIR ? -ENOENT : -errno;

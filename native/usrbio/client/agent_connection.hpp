@@ -1,8 +1,8 @@
 // The connection of this process to the agent of a mount. There is one socket per mount, over which the library
 // publishes memory and rings, and registers files.
 //
-// agent_connection() creates the connection when a function first needs it, and again after a fork or after the agent
-// died. A publication ends with the connection over which it was made.
+// find_agent_connection() creates the connection when a function first needs it, and again after a fork or after the
+// agent died. A publication ends with the connection over which it was made.
 #pragma once
 
 #include "usrbio/client/agent_protocol.hpp"
@@ -91,6 +91,6 @@ private:
 // Sets `connection` to the open connection of a mount, and creates it if necessary. Returns 0 or -errno. -ENOENT: the
 // mount has no socket of an agent (it may still be a FUSE mount of 3FS). -EREMOTEIO: no process listens on the socket.
 // -EACCES: the socket belongs to another user.
-int agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept;
+int find_agent_connection(const char* mount, std::shared_ptr<AgentConnection>& connection) noexcept;
 
 } // namespace gdrkit::usrbio

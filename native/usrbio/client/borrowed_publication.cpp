@@ -19,7 +19,7 @@ int BorrowedPublication::borrow(const char* mount, std::string_view name, std::s
     }
     try {
         std::shared_ptr<AgentConnection> agent;
-        int status = agent_connection(mount, agent);
+        int status = find_agent_connection(mount, agent);
         if (status == -ENOENT) {
             return 0;
         }

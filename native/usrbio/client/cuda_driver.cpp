@@ -52,7 +52,7 @@ const Driver* driver() noexcept {
     return loaded_driver ? &*loaded_driver : nullptr;
 }
 
-int errno_of(Result result) noexcept {
+int convert_to_errno(Result result) noexcept {
     switch (result) {
     case success:
         return 0;

@@ -13,6 +13,6 @@ using namespace gdrkit::cuda;
 const Driver* driver() noexcept;
 
 // Converts a result of the driver to -ENOMEM, -ENODEV, -ENOTSUP or -EIO; 0 for success.
-int errno_of(Result result) noexcept;
+int convert_to_errno(Result result) noexcept;
 
 } // namespace gdrkit::usrbio::cuda

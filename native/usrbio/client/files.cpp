@@ -64,7 +64,7 @@ Registrations& registrations() {
 // Sets `agent` to the connection of a mount. The mount was found by the agent's socket, so if the socket no longer
 // exists, the agent has ended. Returns 0 or an errno.
 int find_agent(const std::string& mount, std::shared_ptr<AgentConnection>& agent) noexcept {
-    const int error = -agent_connection(mount.c_str(), agent);
+    const int error = -find_agent_connection(mount.c_str(), agent);
     return error == ENOENT ? EREMOTEIO : error;
 }
 

@@ -43,7 +43,7 @@ bool is_usable(const cuda::Driver& driver, cuda::Device device) {
            driver.device_uuid(&uuid, device) == cuda::success && is_reached_by_nic(uuid);
 }
 
-int usable_device_count() {
+int count_usable_devices() {
     int count = 0, usable_count = 0;
     const cuda::Driver& driver = *cuda::driver();
     if (driver.device_count(&count) != cuda::success) {
@@ -63,7 +63,7 @@ GDRKIT_GPU_ENTRY bool hf3fs_gdr_available(void) {
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_gdr_device_count(void) {
-    return std::max(0, call_with_cuda(usable_device_count));
+    return std::max(0, call_with_cuda(count_usable_devices));
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovcreate_gpu(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size,
@@ -100,7 +100,7 @@ GDRKIT_GPU_ENTRY bool hf3fs_iov_is_gpu(const hf3fs_iov* iov) {
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_gpu_device(const hf3fs_iov* iov) {
-    return gpu_device(iov);
+    return find_gpu_device(iov);
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovsync_gpu(const hf3fs_iov* iov, int direction) {
@@ -136,7 +136,7 @@ GDRKIT_GPU_ENTRY hf3fs_mem_type hf3fs_iov_mem_type(const hf3fs_iov* iov) {
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iov_device_id(const hf3fs_iov* iov) {
-    return gpu_device(iov);
+    return find_gpu_device(iov);
 }
 
 GDRKIT_GPU_ENTRY int hf3fs_iovsync(const hf3fs_iov* iov, int direction) {
@@ -173,7 +173,7 @@ GDRKIT_GPU_ENTRY int gdrkit_gpu_pool_query(gdrkit_gpu_pool_statistics_t* statist
         if (statistics == nullptr || size != sizeof *statistics) {
             return -EINVAL;
         }
-        *statistics = pool_statistics();
+        *statistics = get_pool_statistics();
         return 0;
     });
 }

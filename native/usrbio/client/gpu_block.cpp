@@ -15,7 +15,7 @@ namespace {
 
 int log_failure(const cuda::Driver& driver, const char* call, cuda::Result result) {
     log_line(LogLevel::error, "%s failed: %s (%d)", call, cuda::result_name(driver, result), result);
-    return cuda::errno_of(result);
+    return cuda::convert_to_errno(result);
 }
 
 } // namespace
@@ -52,7 +52,7 @@ int GpuBlock::create(const cuda::Driver& driver, int device, std::size_t block_b
     const cuda::Result result = driver.allocate(&new_block->base, block_bytes);
     if (result != cuda::success) {
         new_block->base = 0;
-        return result == cuda::invalid_value ? -ENOMEM : cuda::errno_of(result);
+        return result == cuda::invalid_value ? -ENOMEM : cuda::convert_to_errno(result);
     }
     if (const int error = new_block->fill_and_export(); error != 0) {
         return error;

@@ -95,7 +95,7 @@ int allocate(GpuIov& gpu) {
     if (result != cuda::success) {
         log_line(LogLevel::error, "cuMemAlloc(%zu) failed: %s (%d)", allocated_bytes,
                  cuda::result_name(gpu.driver, result), result);
-        return result == cuda::invalid_value ? -ENOMEM : cuda::errno_of(result);
+        return result == cuda::invalid_value ? -ENOMEM : cuda::convert_to_errno(result);
     }
     gpu.memory = GpuIov::Memory::allocated;
     gpu.pointer = gpu.base;
@@ -105,9 +105,9 @@ int allocate(GpuIov& gpu) {
 // Takes a block from the pool, or allocates one. Returns null if the pool cannot serve this iov: no agent keeps
 // registrations, the pool is off, the size is above its limit, the device is short of memory, or the block cannot be
 // created.
-std::unique_ptr<GpuBlock> pooled_block(const GpuIov& gpu) {
+std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu) {
     std::shared_ptr<AgentConnection> agent;
-    if (!may_use_pool(gpu.size_bytes) || agent_connection(gpu.mount.c_str(), agent) != 0 ||
+    if (!may_use_pool(gpu.size_bytes) || find_agent_connection(gpu.mount.c_str(), agent) != 0 ||
         !agent->keeps_registrations()) {
         return nullptr;
     }
@@ -116,7 +116,7 @@ std::unique_ptr<GpuBlock> pooled_block(const GpuIov& gpu) {
                  static_cast<unsigned long long>(idle_block->base), gpu.size_bytes);
         return idle_block;
     }
-    const std::size_t block_bytes = pool_block_bytes(gpu.size_bytes);
+    const std::size_t block_bytes = choose_pool_block_bytes(gpu.size_bytes);
     if (would_exhaust_memory(gpu.driver, block_bytes) &&
         (trim_pool(0) == 0 || would_exhaust_memory(gpu.driver, block_bytes))) {
         return nullptr;
@@ -191,7 +191,7 @@ bool is_gpu_iov(const hf3fs_iov* iov) noexcept {
     return find_gpu_iov(iov) != nullptr;
 }
 
-int gpu_device(const hf3fs_iov* iov) noexcept {
+int find_gpu_device(const hf3fs_iov* iov) noexcept {
     const auto gpu = find_gpu_iov(iov);
     return gpu ? gpu->device : -1;
 }
@@ -207,13 +207,13 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
     if (const int error = new_gpu_iov(device, mount, size, &gpu); error != 0) {
         return error;
     }
-    const Uuid id = random_uuid();
+    const Uuid id = make_random_uuid();
     const CurrentContext current_context(gpu->driver, gpu->context);
     if (current_context.error() != 0) {
         return current_context.error();
     }
     int status = 0;
-    if (auto block = pooled_block(*gpu)) {
+    if (auto block = take_pooled_block(*gpu)) {
         status = use_block(*gpu, std::move(block), id.data());
     } else {
         status = allocate(*gpu);
@@ -395,7 +395,7 @@ int export_shared_gpu_iov(const hf3fs_iov* iov, gdrkit_share_handle_t* handle) {
     share.allocation_bytes = gpu->allocation.bytes;
     share.offset_bytes = gpu->pointer - gpu->allocation.base;
     share.length_bytes = gpu->size_bytes;
-    share.owner = this_process();
+    share.owner = identify_this_process();
     share.ipc = *gpu->ipc;
     if (const int error = query_device_uuid(*gpu, &share.device_uuid); error != 0) {
         return error;

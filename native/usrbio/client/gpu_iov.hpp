@@ -11,7 +11,7 @@
 namespace gdrkit::usrbio {
 
 bool is_gpu_iov(const hf3fs_iov* iov) noexcept;
-int gpu_device(const hf3fs_iov* iov) noexcept; // Returns -1 if `iov` is not a GPU iov.
+int find_gpu_device(const hf3fs_iov* iov) noexcept; // Returns -1 if `iov` is not a GPU iov.
 
 int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::size_t block_size, int device);
 int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const char* mount, std::size_t size,

@@ -15,7 +15,7 @@ namespace {
 int log_failure(const cuda::Driver& driver, const char* call, cuda::DevicePointer pointer, cuda::Result result) {
     log_line(LogLevel::error, "%s failed for device memory at 0x%" PRIx64 ": %s (%d)", call, pointer,
              cuda::result_name(driver, result), result);
-    return cuda::errno_of(result);
+    return cuda::convert_to_errno(result);
 }
 
 template <typename Value>
@@ -25,7 +25,7 @@ cuda::Result query_pointer(const cuda::Driver& driver, cuda::PointerAttribute at
 }
 
 // Returns null if a NIC can access the byte at `pointer` as memory of `device`, else the reason why not.
-const char* obstacle_to_dma(const cuda::Driver& driver, int device, cuda::DevicePointer pointer) {
+const char* find_dma_obstacle(const cuda::Driver& driver, int device, cuda::DevicePointer pointer) {
     std::uint32_t type = 0, managed = 0;
     int owner_device = -1;
     // For an address of ordinary host memory, the driver returns an error.
@@ -116,7 +116,7 @@ int check_device_memory(const cuda::Driver& driver, int device, cuda::DevicePoin
     // The driver reports only the allocation or VMM chunk at an address, so check the range piece by piece.
     const cuda::DevicePointer last = pointer + (size_bytes - 1);
     for (cuda::DevicePointer position = pointer;;) {
-        if (const char* const obstacle = obstacle_to_dma(driver, device, position); obstacle != nullptr) {
+        if (const char* const obstacle = find_dma_obstacle(driver, device, position); obstacle != nullptr) {
             return log_refusal(obstacle);
         }
         Allocation chunk;

@@ -45,9 +45,9 @@ struct Pool {
 Pool& pool() {
     static auto* instance = [] {
         auto* new_pool = new Pool;
-        new_pool->idle_bytes_max = number_from_environment("GDRKIT_USRBIO_GPU_POOL_BYTES", idle_bytes_default);
+        new_pool->idle_bytes_max = read_number_variable("GDRKIT_USRBIO_GPU_POOL_BYTES", idle_bytes_default);
         new_pool->idle_time_max = std::chrono::milliseconds(
-            std::min(number_from_environment("GDRKIT_USRBIO_GPU_POOL_IDLE_MS", idle_ms_default), std::size_t{1} << 31));
+            std::min(read_number_variable("GDRKIT_USRBIO_GPU_POOL_IDLE_MS", idle_ms_default), std::size_t{1} << 31));
         // A child can use neither the memory nor the driver of its parent. The old objects are abandoned.
         add_fork_handler([] {
             for (GpuBlock* const block : pool().blocks) {
@@ -64,7 +64,7 @@ Pool& pool() {
     return *instance;
 }
 
-std::size_t rounded_up(std::size_t bytes, std::size_t step_bytes) {
+std::size_t round_up_to_block(std::size_t bytes, std::size_t step_bytes) {
     return (bytes + step_bytes - 1) / step_bytes * step_bytes;
 }
 
@@ -82,7 +82,7 @@ void log_trimmed(const Blocks& removed) {
     if (removed.empty()) {
         return;
     }
-    const gdrkit_gpu_pool_statistics_t statistics = pool_statistics();
+    const gdrkit_gpu_pool_statistics_t statistics = get_pool_statistics();
     log_line(LogLevel::info, "GPU pool: frees %zu idle blocks; %llu bytes stay idle, %llu are in use", removed.size(),
              static_cast<unsigned long long>(statistics.idle_bytes),
              static_cast<unsigned long long>(statistics.in_use_bytes));
@@ -136,23 +136,23 @@ void start_thread(Pool& state) {
 
 } // namespace
 
-std::size_t pool_block_bytes(std::size_t size_bytes) noexcept {
-    const std::size_t bytes = rounded_up(size_bytes, page_bytes);
+std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept {
+    const std::size_t bytes = round_up_to_block(size_bytes, page_bytes);
     if (bytes <= fine_steps_above_bytes) {
         return std::bit_ceil(bytes);
     }
-    return rounded_up(bytes, std::bit_floor(bytes - 1) / 2);
+    return round_up_to_block(bytes, std::bit_floor(bytes - 1) / 2);
 }
 
 bool may_use_pool(std::size_t size_bytes) noexcept {
     Pool& state = pool();
     const std::lock_guard lock(library_mutex());
-    return size_bytes <= state.idle_bytes_max && pool_block_bytes(size_bytes) <= state.idle_bytes_max;
+    return size_bytes <= state.idle_bytes_max && choose_pool_block_bytes(size_bytes) <= state.idle_bytes_max;
 }
 
 std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, std::size_t size_bytes) noexcept {
     Pool& state = pool();
-    const std::size_t needed_bytes = rounded_up(size_bytes, page_bytes);
+    const std::size_t needed_bytes = round_up_to_block(size_bytes, page_bytes);
     for (;;) {
         std::unique_ptr<GpuBlock> block;
         {
@@ -235,7 +235,7 @@ void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept 
     trim_pool(idle_bytes_max);
 }
 
-gdrkit_gpu_pool_statistics_t pool_statistics() noexcept {
+gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept {
     Pool& state = pool();
     const std::lock_guard lock(library_mutex());
     return {.idle_bytes_max = state.idle_bytes_max,

@@ -16,7 +16,7 @@ class GpuBlock;
 // Returns the size of the block for an iov of `size_bytes`, rounded up. Sizes of blocks are powers of two from 64 KiB
 // on and, above 1 MiB, also 1.5 times these powers. So iovs of similar sizes can use the same block, and a large iov
 // leaves at most a third of its block unused.
-std::size_t pool_block_bytes(std::size_t size_bytes) noexcept;
+std::size_t choose_pool_block_bytes(std::size_t size_bytes) noexcept;
 
 // Returns whether an iov of `size_bytes` may come from the pool: the limit of idle bytes admits its block.
 bool may_use_pool(std::size_t size_bytes) noexcept;
@@ -38,7 +38,7 @@ std::size_t trim_pool(std::size_t bytes_max) noexcept;
 // Sets the limit of idle bytes (0: no pool) and the time after which an idle block is freed.
 void set_pool_limits(std::size_t idle_bytes_max, unsigned idle_ms_max) noexcept;
 
-gdrkit_gpu_pool_statistics_t pool_statistics() noexcept;
+gdrkit_gpu_pool_statistics_t get_pool_statistics() noexcept;
 
 // Called by the constructor and the destructor of a block.
 void add_block(GpuBlock& block);

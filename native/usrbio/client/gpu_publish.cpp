@@ -16,7 +16,7 @@
 namespace gdrkit::usrbio {
 namespace {
 
-std::filesystem::path iovs_folder(const std::string& mount) {
+std::filesystem::path make_iovs_folder_path(const std::string& mount) {
     return mount + "/3fs-virt/iovs";
 }
 
@@ -24,7 +24,7 @@ std::filesystem::path iovs_folder(const std::string& mount) {
 // directory.
 template <typename Visit> int for_each_gpu_link(const std::string& mount, const Visit& visit) {
     std::error_code error;
-    for (std::filesystem::directory_iterator entry(iovs_folder(mount), error), end; !error && entry != end;
+    for (std::filesystem::directory_iterator entry(make_iovs_folder_path(mount), error), end; !error && entry != end;
          entry.increment(error)) {
         const std::string name = entry->path().filename().native();
         if (const auto link = parse_gpu_link_name(name); link && visit(name, *link)) {
@@ -43,7 +43,7 @@ bool has_agent(const std::string& mount) {
 // the agent can use the same registration for each iov in the block.
 ShareHandle make_share_handle(const GpuIov& gpu, const Dmabuf& dmabuf) {
     ShareHandle handle;
-    handle.owner = this_process();
+    handle.owner = identify_this_process();
     handle.length_bytes = gpu.block != nullptr ? gpu.block->block_bytes : gpu.size_bytes;
     if (dmabuf.descriptor) {
         handle.kind = ShareKind::dmabuf;
@@ -62,7 +62,7 @@ ShareHandle make_share_handle(const GpuIov& gpu, const Dmabuf& dmabuf) {
 
 // Returns the target of the link. The target contains no address, because an address of this process has no meaning in
 // other processes.
-GpuTarget link_target(const GpuIov& gpu, const Dmabuf& dmabuf) {
+GpuTarget make_link_target(const GpuIov& gpu, const Dmabuf& dmabuf) {
     if (gpu.ipc) {
         return {gpu.device, gpu.allocation.bytes, gpu.pointer - gpu.allocation.base, gpu.size_bytes, gpu.ipc};
     }
@@ -85,8 +85,8 @@ int send_to_agent(GpuIov& gpu, const std::string& name, const Dmabuf& dmabuf) {
     }
     const int fd = dmabuf.descriptor.get();
     const auto descriptors = dmabuf.descriptor ? std::span(&fd, 1) : std::span<const int>();
-    return publish(gpu.mount.c_str(), name, format_target(link_target(gpu, dmabuf)), std::as_bytes(std::span(*bytes)),
-                   descriptors);
+    return publish(gpu.mount.c_str(), name, format_target(make_link_target(gpu, dmabuf)),
+                   std::as_bytes(std::span(*bytes)), descriptors);
 }
 
 int publish_to_agent(GpuIov& gpu, const std::string& name) {
@@ -113,7 +113,7 @@ int publish_by_link(GpuIov& gpu, const std::string& name) {
             name.c_str());
         return -ENOTSUP;
     }
-    return publish(gpu.mount.c_str(), name, format_target(link_target(gpu, {})), {}, {});
+    return publish(gpu.mount.c_str(), name, format_target(make_link_target(gpu, {})), {}, {});
 }
 
 } // namespace
@@ -128,7 +128,7 @@ int query_device_uuid(const GpuIov& gpu, std::array<std::uint8_t, 16>* uuid) {
 }
 
 int publish_gpu_iov(GpuIov& gpu, const std::uint8_t id[16]) {
-    const std::string name = gpu_link_name(id, gpu.device);
+    const std::string name = make_gpu_link_name(id, gpu.device);
     const int error = has_agent(gpu.mount) ? publish_to_agent(gpu, name) : publish_by_link(gpu, name);
     if (error == 0) {
         gpu.publication_name = name;
@@ -166,7 +166,8 @@ int borrow_publication(GpuIov& gpu, std::uint64_t offset_bytes, std::uint8_t id[
     for_each_gpu_link(gpu.mount, [&](const std::string& name, const GpuLinkName& link) {
         // Ignore errors, because another process may remove its link meanwhile.
         std::error_code read_error;
-        const std::string text = std::filesystem::read_symlink(iovs_folder(gpu.mount) / name, read_error).native();
+        const std::string text =
+            std::filesystem::read_symlink(make_iovs_folder_path(gpu.mount) / name, read_error).native();
         const auto target = parse_target(text);
         // The IPC handle identifies the allocation. The device may have another number in the owner.
         const bool is_same = target && target->device == link.owner_device && target->ipc == gpu.ipc &&

@@ -94,7 +94,7 @@ std::optional<GpuTarget> parse_target(std::string_view text) {
     return text.empty() && are_sizes_valid && !is_ipc_zero ? std::optional(target) : std::nullopt;
 }
 
-std::string gpu_link_name(const std::uint8_t id[16], int device) {
+std::string make_gpu_link_name(const std::uint8_t id[16], int device) {
     std::string name;
     for (std::size_t byte = 0; byte < 16; ++byte) {
         if (has_hyphen_before(byte)) {

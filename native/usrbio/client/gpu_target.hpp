@@ -29,7 +29,7 @@ std::string format_target(const GpuTarget& target);
 std::optional<GpuTarget> parse_target(std::string_view text);
 
 // Returns the name <uuid>.gdr.d<device>, in which the UUID has hyphens.
-std::string gpu_link_name(const std::uint8_t id[16], int device);
+std::string make_gpu_link_name(const std::uint8_t id[16], int device);
 
 // The UUID and the device of a link's name. It is the owner's number of the device. In another process the
 // device may have another number (CUDA_VISIBLE_DEVICES).
@@ -38,7 +38,7 @@ struct GpuLinkName {
     int owner_device = 0;
 };
 
-// Parses a name of exactly the form that gpu_link_name writes.
+// Parses a name of exactly the form that make_gpu_link_name writes.
 std::optional<GpuLinkName> parse_gpu_link_name(std::string_view name);
 
 } // namespace gdrkit::usrbio

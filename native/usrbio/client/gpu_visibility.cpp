@@ -41,9 +41,9 @@ ContextToFlush::ContextToFlush(cuda::Context context) : context_(context) {
 
 ContextToFlush::~ContextToFlush() {
     std::lock_guard lock(contexts_to_flush().mutex);
-    const auto found = contexts_to_flush().iov_counts.find(context_);
-    if (--found->second == 0) {
-        contexts_to_flush().iov_counts.erase(found);
+    const auto entry = contexts_to_flush().iov_counts.find(context_);
+    if (--entry->second == 0) {
+        contexts_to_flush().iov_counts.erase(entry);
     }
     --flushed_iov_count;
 }

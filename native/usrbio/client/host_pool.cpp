@@ -79,9 +79,8 @@ HostPool& host_pool() {
     return *instance;
 }
 
-std::size_t idle_bytes_max() noexcept {
-    static const std::size_t bytes_max =
-        number_from_environment("GDRKIT_USRBIO_HOST_POOL_BYTES", host_idle_bytes_default);
+std::size_t read_idle_bytes_max() noexcept {
+    static const std::size_t bytes_max = read_number_variable("GDRKIT_USRBIO_HOST_POOL_BYTES", host_idle_bytes_default);
     return bytes_max;
 }
 
@@ -127,7 +126,7 @@ void free_expired_memory() {
 } // namespace
 
 bool may_keep_host_memory(std::size_t size_bytes) noexcept {
-    return size_bytes >= size_bytes_min && size_bytes <= idle_bytes_max();
+    return size_bytes >= size_bytes_min && size_bytes <= read_idle_bytes_max();
 }
 
 bool leaves_shared_memory_free(int file, std::size_t size_bytes) noexcept {
@@ -163,7 +162,7 @@ KeptMemory take_host_memory(const AgentConnection& agent, std::size_t size_bytes
 
 void keep_host_memory(KeptMemory kept, std::shared_ptr<AgentConnection> agent, int numa) noexcept {
     HostPool& all = host_pool();
-    std::size_t bytes_max = idle_bytes_max();
+    std::size_t bytes_max = read_idle_bytes_max();
     try {
         IdleList added;
         added.push_back({std::move(kept), std::move(agent), numa, Clock::now()});
@@ -195,7 +194,7 @@ void trim_host_pool(std::size_t bytes_max) noexcept {
     free_idle_memory(all, [&](const IdleMemory&) { return all.idle_bytes > bytes_max; });
 }
 
-std::uint64_t host_pool_frees() noexcept {
+std::uint64_t count_host_pool_frees() noexcept {
     return host_pool().frees;
 }
 

@@ -47,6 +47,6 @@ void drop_registration(const KeptMemory& kept, AgentConnection& agent) noexcept;
 void trim_host_pool(std::size_t bytes_max) noexcept;
 
 // Returns how often the pool has freed memory in this process.
-std::uint64_t host_pool_frees() noexcept;
+std::uint64_t count_host_pool_frees() noexcept;
 
 } // namespace gdrkit::usrbio

@@ -29,9 +29,9 @@ namespace {
 
 // Opens the semaphore that wakes the agent. The link <mount>/3fs-virt/iovs/submit-ios{,.ph,.pl} points to it.
 int open_submit_semaphore(const char* mount, int priority, NamedSemaphore& semaphore) {
-    const std::string link = link_path(mount, priority == 0  ? "submit-ios"
-                                              : priority < 0 ? "submit-ios.ph"
-                                                             : "submit-ios.pl");
+    const std::string link = make_link_path(mount, priority == 0  ? "submit-ios"
+                                                   : priority < 0 ? "submit-ios.ph"
+                                                                  : "submit-ios.pl");
     char buffer[PATH_MAX];
     const ssize_t length = readlink(link.c_str(), buffer, sizeof(buffer));
     if (length < 0) {
@@ -62,7 +62,7 @@ int make_handle(const char* mount, const RingAttributes& attributes, std::unique
     if (const int status = open_submit_semaphore(mount, attributes.priority, handle->submit_semaphore); status != 0) {
         return status;
     }
-    const int status = agent_connection(mount, handle->agent);
+    const int status = find_agent_connection(mount, handle->agent);
     return status == -ENOENT ? 0 : status;
 }
 

@@ -36,7 +36,7 @@ bool is_valid_mount(const char* mount) noexcept {
 
 namespace {
 
-Uuid id_of(const hf3fs_iov& iov) noexcept {
+Uuid get_id(const hf3fs_iov& iov) noexcept {
     Uuid id;
     std::memcpy(id.data(), iov.id, id.size());
     return id;
@@ -56,7 +56,7 @@ void fill_struct(hf3fs_iov& iov, void* base, hf3fs_iov_handle handle, const Uuid
 
 // Returns the shm_open name of the file in /dev/shm that is the target of a link. Returns an empty string if the target
 // is not directly in /dev/shm.
-std::string shared_memory_name_in(std::string_view target) {
+std::string read_shared_memory_name(std::string_view target) {
     const std::string_view folder = shared_memory_folder;
     if (!target.starts_with(folder) || target.size() < folder.size() + 2 || target[folder.size()] != '/' ||
         target.find('/', folder.size() + 1) != std::string_view::npos) {
@@ -124,7 +124,7 @@ namespace {
 // error of the publication.
 int publish_kept_memory(HostIov& iov, const char* mount, const std::string& name, std::size_t size, int numa) {
     std::shared_ptr<AgentConnection> agent;
-    if (agent_connection(mount, agent) != 0) {
+    if (find_agent_connection(mount, agent) != 0) {
         return -ENOENT;
     }
     KeptMemory kept = take_host_memory(*agent, size, numa);
@@ -162,14 +162,14 @@ int allocate_and_publish(HostIov& iov, const char* mount, const std::string& nam
 int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::size_t block_size, int numa,
                     const RingAttributes* ring) noexcept {
     try {
-        const Uuid id = random_uuid();
-        const std::string name = link_name(id, block_size, ring);
-        const std::string shared_name = shared_memory_name(id);
+        const Uuid id = make_random_uuid();
+        const std::string name = make_link_name(id, block_size, ring);
+        const std::string shared_name = make_shared_memory_name(id);
         const auto new_iov = std::make_shared<HostIov>(true, mount, name);
         new_iov->may_keep_memory = ring == nullptr && may_keep_host_memory(size);
         new_iov->numa = numa;
         hf3fs_iov_handle handle = register_iov(new_iov);
-        const std::uint64_t frees_before = host_pool_frees();
+        const std::uint64_t frees_before = count_host_pool_frees();
         int status = new_iov->may_keep_memory ? publish_kept_memory(*new_iov, mount, name, size, numa) : -ENOENT;
         if (status != 0) {
             status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
@@ -177,7 +177,7 @@ int create_host_iov(hf3fs_iov& iov, const char* mount, std::size_t size, std::si
             // agent may pin.
             if (status == -EIO || status == -EDQUOT || status == -ENOMEM) {
                 trim_host_pool(0);
-                if (host_pool_frees() != frees_before) {
+                if (count_host_pool_frees() != frees_before) {
                     status = allocate_and_publish(*new_iov, mount, name, shared_name, size, numa);
                 }
             }
@@ -203,12 +203,12 @@ namespace {
 
 int open_host_iov(hf3fs_iov& iov, const Uuid& id, const char* mount, std::size_t size, std::size_t block_size,
                   int numa) {
-    const std::string name = link_name(id, block_size, nullptr);
+    const std::string name = make_link_name(id, block_size, nullptr);
     std::string target;
-    if (const int status = read_link(link_path(mount, name), target); status != 0) {
+    if (const int status = read_link(make_link_path(mount, name), target); status != 0) {
         return status;
     }
-    const std::string shared_name = shared_memory_name_in(target);
+    const std::string shared_name = read_shared_memory_name(target);
     if (shared_name.empty()) {
         log_line(LogLevel::error, "%s points to %s, which is not in /dev/shm", name.c_str(), target.c_str());
         return -EINVAL;
@@ -232,7 +232,7 @@ bool must_notify_agent(const char* mount) noexcept {
     struct statfs attributes {};
     std::shared_ptr<AgentConnection> agent;
     return statfs(mount, &attributes) == 0 && attributes.f_type != FUSE_SUPER_MAGIC &&
-           agent_connection(mount, agent) == 0;
+           find_agent_connection(mount, agent) == 0;
 }
 
 // Parses the block size in the name of a link to host memory with this id: <id> or <id>.b<block size>. Returns false
@@ -256,10 +256,10 @@ bool parse_block_size(std::string_view name, const std::string& id, std::size_t&
 // Finds the link that the caller has made for an id. The block size belongs to the link, so `block_size` becomes that
 // of the link if no link has the caller's. Returns -ENOENT if there is no link.
 int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::string& target) {
-    if (read_link(link_path(mount, link_name(id, block_size, nullptr)), target) == 0) {
+    if (read_link(make_link_path(mount, make_link_name(id, block_size, nullptr)), target) == 0) {
         return 0;
     }
-    const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(link_path(mount, "").c_str()), closedir);
+    const std::unique_ptr<DIR, int (*)(DIR*)> folder(opendir(make_link_path(mount, "").c_str()), closedir);
     if (folder == nullptr) {
         return -errno;
     }
@@ -267,7 +267,7 @@ int find_link(const char* mount, const Uuid& id, std::size_t& block_size, std::s
     std::size_t found_block_size = 0;
     while (const dirent* entry = readdir(folder.get())) {
         if (parse_block_size(entry->d_name, id_text, found_block_size) &&
-            read_link(link_path(mount, entry->d_name), target) == 0) {
+            read_link(make_link_path(mount, entry->d_name), target) == 0) {
             block_size = found_block_size;
             return 0;
         }
@@ -280,10 +280,10 @@ int publish_wrapped(const char* mount, const Uuid& id, std::size_t& block_size) 
     std::string target;
     if (const int status = find_link(mount, id, block_size, target); status != 0) {
         log_line(LogLevel::error, "hf3fs_iovwrap: find the link %s in %s failed: %s; make it before",
-                 to_string(id).c_str(), link_path(mount, "").c_str(), ErrnoText(-status).c_str());
+                 to_string(id).c_str(), make_link_path(mount, "").c_str(), ErrnoText(-status).c_str());
         return status;
     }
-    return must_notify_agent(mount) ? publish(mount, link_name(id, block_size, nullptr), target) : 0;
+    return must_notify_agent(mount) ? publish(mount, make_link_name(id, block_size, nullptr), target) : 0;
 }
 
 } // namespace
@@ -326,7 +326,7 @@ int hf3fs_iovwrap(hf3fs_iov* iov, void* base, const uint8_t id[16], const char* 
             return status;
         }
         log_line(LogLevel::info, "wrapped iov %s: %zu bytes of the application's memory",
-                 link_name(uuid, block_size, nullptr).c_str(), size);
+                 make_link_name(uuid, block_size, nullptr).c_str(), size);
         bind_to_numa_node(base, size, numa);
         fill_struct(*iov, base, nullptr, uuid, mount, size, block_size, numa);
         return 0;
@@ -358,7 +358,7 @@ void hf3fs_iovdestroy(hf3fs_iov* iov) {
     }
     if (is_valid_mount(iov->mount_point) && must_notify_agent(iov->mount_point)) {
         try {
-            unpublish(iov->mount_point, link_name(id_of(*iov), iov->block_size, nullptr));
+            unpublish(iov->mount_point, make_link_name(get_id(*iov), iov->block_size, nullptr));
         } catch (const std::bad_alloc&) {
             log_line(LogLevel::error, "hf3fs_iovdestroy: out of memory");
         }

@@ -31,7 +31,7 @@ LogLevel parse_level(const char* value) noexcept {
 
 } // namespace
 
-LogLevel configured_log_level() noexcept {
+LogLevel read_log_level() noexcept {
     return parse_level(std::getenv("HF3FS_USRBIO_LIB_LOG"));
 }
 

@@ -9,12 +9,12 @@ namespace gdrkit::usrbio {
 enum class LogLevel { debug, info, warning, error, off };
 
 // Returns the level that the environment variable sets.
-LogLevel configured_log_level() noexcept;
+LogLevel read_log_level() noexcept;
 
 // hf3fs_prep_io calls this for each operation, so it is inline. No line has the level `off`, so this level disables the
 // whole log.
 inline bool log_enabled(LogLevel level) noexcept {
-    static const LogLevel level_min = configured_log_level();
+    static const LogLevel level_min = read_log_level();
     return level >= level_min;
 }
 

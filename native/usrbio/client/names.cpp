@@ -12,7 +12,7 @@ namespace gdrkit::usrbio {
 namespace {
 
 // Returns the flags in base 2 without leading zeros, as in the name of a ring.
-std::string binary_digits(std::uint64_t flags) {
+std::string format_binary(std::uint64_t flags) {
     std::string digits;
     for (int bit = std::bit_width(flags) - 1; bit >= 0; --bit) {
         digits += (flags >> bit & 1) != 0 ? '1' : '0';
@@ -22,7 +22,7 @@ std::string binary_digits(std::uint64_t flags) {
 
 } // namespace
 
-Uuid random_uuid() noexcept {
+Uuid make_random_uuid() noexcept {
     Uuid id;
     // getrandom returns all 16 bytes or fails. Apart from EINTR, it fails only in kernels without this system call.
     while (getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
@@ -50,7 +50,7 @@ std::string to_string(const Uuid& id) {
     return text;
 }
 
-std::string link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring) {
+std::string make_link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring) {
     std::string name = to_string(id);
     if (block_size != 0) {
         name += ".b" + std::to_string(block_size);
@@ -62,17 +62,17 @@ std::string link_name(const Uuid& id, std::size_t block_size, const RingAttribut
         }
         name += ".t" + std::to_string(ring->timeout_ms);
         if (ring->flags != 0) {
-            name += ".f" + binary_digits(ring->flags);
+            name += ".f" + format_binary(ring->flags);
         }
     }
     return name;
 }
 
-std::string shared_memory_name(const Uuid& id) {
+std::string make_shared_memory_name(const Uuid& id) {
     return "/hf3fs-iov-" + to_string(id);
 }
 
-std::string link_path(const char* mount, const std::string& name) {
+std::string make_link_path(const char* mount, const std::string& name) {
     return std::string(mount) + "/3fs-virt/iovs/" + name;
 }
 

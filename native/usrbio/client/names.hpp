@@ -11,7 +11,7 @@ namespace gdrkit::usrbio {
 using Uuid = std::array<std::uint8_t, 16>;
 
 // Returns a random UUID (version 4).
-Uuid random_uuid() noexcept;
+Uuid make_random_uuid() noexcept;
 // Returns the 36 characters of a UUID.
 std::string to_string(const Uuid& id);
 
@@ -24,11 +24,11 @@ struct RingAttributes {
 };
 
 // Returns `<uuid>[.b<block>][.r|w<io_depth>][.ph|.pl][.t<ms>][.f<flags base 2>]`. `ring` is null for data.
-std::string link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring);
+std::string make_link_name(const Uuid& id, std::size_t block_size, const RingAttributes* ring);
 // Returns the name of the shared memory for shm_open.
-std::string shared_memory_name(const Uuid& id);
+std::string make_shared_memory_name(const Uuid& id);
 // Returns the path of the link of a publication.
-std::string link_path(const char* mount, const std::string& name);
+std::string make_link_path(const char* mount, const std::string& name);
 
 inline constexpr char shared_memory_folder[] = "/dev/shm";
 

@@ -13,7 +13,7 @@
 
 namespace gdrkit::usrbio {
 
-std::size_t number_from_environment(const char* variable, std::size_t default_value) noexcept {
+std::size_t read_number_variable(const char* variable, std::size_t default_value) noexcept {
     const char* const text = std::getenv(variable);
     if (text == nullptr) {
         return default_value;

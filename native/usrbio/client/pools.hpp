@@ -6,7 +6,7 @@
 namespace gdrkit::usrbio {
 
 // Returns the number in an environment variable. For any other text, logs a warning and returns the default.
-std::size_t number_from_environment(const char* variable, std::size_t default_value) noexcept;
+std::size_t read_number_variable(const char* variable, std::size_t default_value) noexcept;
 
 // Starts a thread that frees idle memory. The thread blocks all signals, so that only threads of the application handle
 // them. `name` has at most 15 characters. Returns false if the thread cannot be started.

@@ -17,7 +17,7 @@ namespace {
 constexpr int fields_before_start = 19; // Fields of /proc/<pid>/stat after the name and before field 22 (proc(5)).
 
 // Returns the 16 bytes of the boot's UUID; zeros if the kernel does not report a UUID.
-std::array<std::uint8_t, 16> boot_id() {
+std::array<std::uint8_t, 16> read_boot_id() {
     std::ifstream file("/proc/sys/kernel/random/boot_id");
     std::string text;
     file >> text;
@@ -32,7 +32,7 @@ std::array<std::uint8_t, 16> boot_id() {
     return bytes;
 }
 
-std::uint32_t pid_namespace() {
+std::uint32_t read_pid_namespace() {
     struct stat status {};
     return stat("/proc/self/ns/pid", &status) == 0 ? static_cast<std::uint32_t>(status.st_ino) : 0;
 }
@@ -65,18 +65,18 @@ std::optional<ProcessStart> read_start(const std::string& process) {
 
 } // namespace
 
-ProcessIdentity this_process() {
+ProcessIdentity identify_this_process() {
     const auto start = read_start("self");
-    return {boot_id(), static_cast<std::uint32_t>(getpid()), pid_namespace(), start ? start->ticks : 0};
+    return {read_boot_id(), static_cast<std::uint32_t>(getpid()), read_pid_namespace(), start ? start->ticks : 0};
 }
 
 std::optional<bool> is_running(const ProcessIdentity& identity) {
     constexpr std::array<std::uint8_t, 16> zeros{};
-    const auto this_boot = boot_id();
+    const auto this_boot = read_boot_id();
     if (this_boot != zeros && identity.boot_id != zeros && this_boot != identity.boot_id) {
         return false;
     }
-    const std::uint32_t this_namespace = pid_namespace();
+    const std::uint32_t this_namespace = read_pid_namespace();
     if (this_namespace == 0 || this_namespace != identity.pid_namespace) {
         return std::nullopt;
     }

@@ -16,7 +16,7 @@ struct ProcessIdentity {
     bool operator==(const ProcessIdentity&) const = default;
 };
 
-ProcessIdentity this_process();
+ProcessIdentity identify_this_process();
 
 // Returns whether the process still runs. Returns nothing if this is unknown: the process is in another PID namespace,
 // or /proc hides processes of other users.

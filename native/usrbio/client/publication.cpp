@@ -96,7 +96,7 @@ Folders& folders() {
 
 void keep_folder_open(const char* mount, std::string_view name) {
     Folders& table = folders();
-    const int fd = open(link_path(mount, "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const int fd = open(make_link_path(mount, "").c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     const std::lock_guard lock(library_mutex());
     Folder& folder = table.by_mount[mount];
     folder.link_names.emplace(name);
@@ -129,7 +129,7 @@ bool has_link(const char* mount, std::string_view name) {
 }
 
 int publish_by_link(const char* mount, std::string_view name, std::string_view target) {
-    if (const int error = make_link(std::string(target), link_path(mount, std::string(name))); error != 0) {
+    if (const int error = make_link(std::string(target), make_link_path(mount, std::string(name))); error != 0) {
         return error;
     }
     keep_folder_open(mount, name);
@@ -176,7 +176,7 @@ int unpublish_from(const char* mount, std::string_view name,
         // Use the connection over which the name was published, unless its agent has ended. Another agent does not know
         // the name.
         std::shared_ptr<AgentConnection> agent = find_connection(mount, name);
-        int status = agent != nullptr && !agent->check_closed_by_agent() ? 0 : agent_connection(mount, agent);
+        int status = agent != nullptr && !agent->check_closed_by_agent() ? 0 : find_agent_connection(mount, agent);
         if (status == 0) {
             status = withdraw_from_agent(agent, name, registering_agent);
             if (status == 0) {
@@ -203,7 +203,7 @@ int unpublish_from(const char* mount, std::string_view name,
             return status;
         }
         drop_connection(mount, name);
-        const bool is_removed = unlink(link_path(mount, std::string(name)).c_str()) == 0;
+        const bool is_removed = unlink(make_link_path(mount, std::string(name)).c_str()) == 0;
         const int error = is_removed ? 0 : -errno;
         if (is_removed) {
             log_line(LogLevel::info, "removed the link %.*s from %s", static_cast<int>(name.size()), name.data(),
@@ -229,7 +229,7 @@ int publish_memory(const char* mount, std::string_view name, std::string_view ta
                    SharedMemory* memory) noexcept {
     try {
         std::shared_ptr<AgentConnection> agent;
-        int status = agent_connection(mount, agent);
+        int status = find_agent_connection(mount, agent);
         if (status == 0) {
             status = publish_to_agent(*agent, name, target, share_handle, descriptors);
             if (memory != nullptr) {

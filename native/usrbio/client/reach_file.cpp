@@ -19,7 +19,7 @@ namespace {
 // The writer keeps the file below this size.
 constexpr std::size_t file_bytes_max = 64U << 10;
 
-std::string file_path() {
+std::string make_file_path() {
     const char* const folder = std::getenv("GDRKIT_STATE");
     return (folder != nullptr && *folder != '\0' ? std::string(folder)
                                                  : "/dev/shm/gdrkit-" + std::to_string(geteuid())) +
@@ -49,7 +49,7 @@ std::string read_file(const std::string& path) {
 }
 
 // Returns the UUID as the CUDA tools print it, GPU-00112233-4455-6677-8899-aabbccddeeff.
-std::string text_of(const cuda::Uuid& uuid) {
+std::string read_text(const cuda::Uuid& uuid) {
     std::string text = "GPU-";
     for (std::size_t index = 0; index < sizeof uuid.bytes; ++index) {
         char digits[3];
@@ -63,7 +63,7 @@ std::string text_of(const cuda::Uuid& uuid) {
 } // namespace
 
 bool is_reached_by_nic(const cuda::Uuid& uuid) {
-    const std::string path = file_path(), text = read_file(path), begin = "gpu=" + text_of(uuid) + ' ';
+    const std::string path = make_file_path(), text = read_file(path), begin = "gpu=" + read_text(uuid) + ' ';
     if (!text.starts_with("gdrkit-reach 1\n")) {
         log_line(LogLevel::info, "%s has no measurement of NICs; start the agent, or run `gdrkit reach`", path.c_str());
         return false;

@@ -34,7 +34,7 @@ inline std::size_t count_shared_memory() {
                       [](const std::string& name) { return std::filesystem::exists("/dev/shm" + name); }));
 }
 
-inline timespec deadline_after(long milliseconds) {
+inline timespec make_deadline_after(long milliseconds) {
     timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_nsec += milliseconds % 1000 * 1000000;

@@ -91,16 +91,16 @@ void test_wait_ends_at_count_or_deadline() {
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 0, &invalid_deadline), -EINVAL);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 0, nullptr), 0);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, -5, nullptr), 0);
-    const timespec begin = deadline_after(0);
-    const timespec deadline = deadline_after(30);
+    const timespec begin = make_deadline_after(0);
+    const timespec deadline = make_deadline_after(30);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &deadline), 0);
-    const timespec end = deadline_after(0);
+    const timespec end = make_deadline_after(0);
     CHECK((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000 >= 29);
-    const timespec past = deadline_after(-1000);
+    const timespec past = make_deadline_after(-1000);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &past), 0);
     CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    const timespec second_deadline = deadline_after(300);
+    const timespec second_deadline = make_deadline_after(300);
     // After the deadline the function returns the number of completions, not -ETIMEDOUT.
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &second_deadline), 1);
     for (int i = 0; i < 3; ++i) {
@@ -254,7 +254,7 @@ void test_poll_returns_while_another_thread_waits() {
     Sleeper sleeper(session.reads);
     hf3fs_cqe cqe;
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), 0);
-    const timespec short_deadline = deadline_after(20);
+    const timespec short_deadline = make_deadline_after(20);
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &short_deadline), 0);
     agent.hold(false);
     CHECK_EQUAL(sleeper.wait_result(), 1);
@@ -285,7 +285,7 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     {
         Session session(mount);
         wait_until_true([] { return !has_watch_thread(); }); // A thread of an earlier test may still run.
-        const timespec deadline = deadline_after(10000);
+        const timespec deadline = make_deadline_after(10000);
         read_while_asleep(session, agent, &deadline);
         CHECK(!has_watch_thread()); // A wait with a timer checks the agent itself.
         read_while_asleep(session, agent, nullptr);
@@ -309,7 +309,7 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     std::atomic<bool> is_waiting{false};
     std::thread waiter([&] { // This thread holds the mutex of a ring, which the child inherits locked.
         hf3fs_cqe cqe;
-        const timespec deadline = deadline_after(1000);
+        const timespec deadline = make_deadline_after(1000);
         is_waiting = true;
         CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, &deadline), 0);
     });

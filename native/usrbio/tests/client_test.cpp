@@ -87,13 +87,13 @@ void test_iov_is_published_and_removed() {
 void test_wrapped_memory_is_published_by_its_link() {
     Mount mount;
     Agent agent(mount);
-    const Uuid id = random_uuid();
+    const Uuid id = make_random_uuid();
     SharedMemory memory;
-    CHECK_EQUAL(memory.create(shared_memory_name(id), 8192, -1), 0);
+    CHECK_EQUAL(memory.create(make_shared_memory_name(id), 8192, -1), 0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
     CHECK_EQUAL(agent.publications.load(), 0);
-    CHECK_EQUAL(symlink(("/dev/shm" + shared_memory_name(id)).c_str(), mount.link(to_string(id)).c_str()), 0);
+    CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), mount.link(to_string(id)).c_str()), 0);
     agent.refuse = ENOSPC;
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOSPC);
     agent.refuse = 0;
@@ -109,13 +109,13 @@ void test_wrapped_memory_has_the_block_size_of_its_link() {
     Mount mount;
     Agent agent(mount);
     SharedMemory memory;
-    const Uuid id = random_uuid();
-    CHECK_EQUAL(memory.create(shared_memory_name(id), 8192, -1), 0);
+    const Uuid id = make_random_uuid();
+    CHECK_EQUAL(memory.create(make_shared_memory_name(id), 8192, -1), 0);
     hf3fs_iov iov{};
     for (const std::size_t link_block_size : {std::size_t{0}, std::size_t{4096}}) {
-        const std::string link = mount.link(link_name(id, link_block_size, nullptr));
+        const std::string link = mount.link(make_link_name(id, link_block_size, nullptr));
         for (const std::size_t block_size : {std::size_t{0}, std::size_t{100}, std::size_t{4096}}) {
-            CHECK_EQUAL(symlink(("/dev/shm" + shared_memory_name(id)).c_str(), link.c_str()), 0);
+            CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), link.c_str()), 0);
             CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, block_size, -1), 0);
             CHECK_EQUAL(iov.block_size, link_block_size);
             CHECK_EQUAL(agent.publications.load(), 1);
@@ -332,7 +332,7 @@ void test_mount_without_agent_has_links() {
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), 0);
     Uuid id;
     std::memcpy(id.data(), iov.id, 16);
-    CHECK(std::filesystem::read_symlink(mount.link(to_string(id))) == "/dev/shm" + shared_memory_name(id));
+    CHECK(std::filesystem::read_symlink(mount.link(to_string(id))) == "/dev/shm" + make_shared_memory_name(id));
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), 0);
     int value = -1;

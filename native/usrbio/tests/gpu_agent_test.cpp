@@ -238,7 +238,7 @@ void unmap_chunks(u64 base) {
 int run_as_peer(const std::string& action, const char* mount, const std::string& id_or_handle, std::size_t size,
                 int expected) {
     hf3fs_iov iov{};
-    const auto bytes = from_hex(id_or_handle);
+    const auto bytes = parse_hex(id_or_handle);
     hf3fs_gpu_ipc_handle_t handle{};
     if (action == "import") {
         std::ranges::copy(bytes, handle.data);
@@ -266,32 +266,34 @@ int main(int count, char** arguments) {
         // Without an agent, memory is published by its IPC handle, which VMM memory does not have.
         const Mount mount;
         CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(chunks), id, mount.path(), 2 * chunk_bytes, 0, 0), -ENOTSUP);
-        CHECK_EQUAL(mount.link_count(), std::size_t{0});
+        CHECK_EQUAL(mount.count_links(), std::size_t{0});
     }
     const Mount mount;
     RecordingAgent agent(mount);
     // The library allocates the memory.
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 70'001, 0, 0), 0);
     check_dmabuf(agent.received, reinterpret_cast<u64>(iov.base), 70'001);
-    CHECK(agent.received.name == gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
+    CHECK(agent.received.name == make_gpu_link_name(reinterpret_cast<std::uint8_t*>(iov.id), 0));
     CHECK(agent.received.target.ipc.has_value() && agent.received.target.offset_bytes == 0);
     CHECK(!std::ranges::equal(agent.received.handle.device_uuid, zeros));
     // A process that opens or imports the iov sends a request to borrow it, and ends the borrow when it destroys the
     // iov. If the agent refuses the request, the call fails with the agent's error.
-    const std::string id_text = hex(iov.id, 16), size_text = "70001";
+    const std::string id_text = format_hex(iov.id, 16), size_text = "70001";
     std::filesystem::create_symlink(format_target(agent.received.target), mount.iovs() / agent.received.name);
     hf3fs_gpu_ipc_handle_t exported_handle{};
     CHECK_EQUAL(hf3fs_iov_export_gpu(&iov, &exported_handle), 0);
     CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, "0"}), 0);
     CHECK(agent.received.borrows == 1 && agent.received.returned_borrows == 1);
-    CHECK_EQUAL(run_peer({"import", mount.path(), hex(exported_handle.data, sizeof exported_handle), size_text, "0"}),
-                0);
+    CHECK_EQUAL(
+        run_peer({"import", mount.path(), format_hex(exported_handle.data, sizeof exported_handle), size_text, "0"}),
+        0);
     CHECK(agent.received.borrows == 2 && agent.received.returned_borrows == 2);
     agent.received.reply_status = EACCES;
     const std::string eacces = std::to_string(-EACCES);
     CHECK_EQUAL(run_peer({"open", mount.path(), id_text, size_text, eacces}), 0);
     CHECK_EQUAL(
-        run_peer({"import", mount.path(), hex(exported_handle.data, sizeof exported_handle), size_text, eacces}), 0);
+        run_peer({"import", mount.path(), format_hex(exported_handle.data, sizeof exported_handle), size_text, eacces}),
+        0);
     agent.received.reply_status = 0;
     CHECK(agent.received.borrows == 4 && agent.received.returned_borrows == 2);
     std::filesystem::remove(mount.iovs() / agent.received.name);

@@ -45,7 +45,7 @@ inline void* use_device(int device) {
     return context;
 }
 
-inline void* current_context() {
+inline void* get_current_context() {
     void* context = nullptr;
     CHECK_EQUAL(call_cuda("cuCtxGetCurrent", &context), 0);
     return context;
@@ -107,12 +107,12 @@ public:
     [[nodiscard]] const char* path() const { return path_.c_str(); }
     // The folder in which the client library creates one symbolic link for each iov.
     [[nodiscard]] std::filesystem::path iovs() const { return std::filesystem::path(path_) / "3fs-virt/iovs"; }
-    [[nodiscard]] std::size_t link_count() const {
+    [[nodiscard]] std::size_t count_links() const {
         return static_cast<std::size_t>(
             std::distance(std::filesystem::directory_iterator(iovs()), std::filesystem::directory_iterator()));
     }
-    [[nodiscard]] std::filesystem::path only_link() const {
-        CHECK_EQUAL(link_count(), std::size_t{1});
+    [[nodiscard]] std::filesystem::path get_only_link() const {
+        CHECK_EQUAL(count_links(), std::size_t{1});
         return std::filesystem::directory_iterator(iovs())->path();
     }
 
@@ -120,7 +120,7 @@ private:
     std::string path_;
 };
 
-inline std::string hex(const void* bytes, std::size_t length) {
+inline std::string format_hex(const void* bytes, std::size_t length) {
     static constexpr char digits[] = "0123456789abcdef";
     std::string text;
     for (std::size_t index = 0; index < length; ++index) {
@@ -131,7 +131,7 @@ inline std::string hex(const void* bytes, std::size_t length) {
     return text;
 }
 
-inline std::vector<std::uint8_t> from_hex(const std::string& text) {
+inline std::vector<std::uint8_t> parse_hex(const std::string& text) {
     std::vector<std::uint8_t> bytes;
     for (std::size_t index = 0; index + 1 < text.size(); index += 2) {
         bytes.push_back(static_cast<std::uint8_t>(std::stoul(text.substr(index, 2), nullptr, 16)));
@@ -165,8 +165,8 @@ inline void store_reach(const std::string& folder, int device, bool has_moved, m
     std::uint8_t uuid[16];
     CHECK_EQUAL(call_cuda("cuInit", 0U), 0);
     CHECK_EQUAL(call_cuda("cuDeviceGetUuid", static_cast<void*>(uuid), device), 0);
-    const std::string name = hex(uuid, 4) + '-' + hex(uuid + 4, 2) + '-' + hex(uuid + 6, 2) + '-' + hex(uuid + 8, 2) +
-                             '-' + hex(uuid + 10, 6);
+    const std::string name = format_hex(uuid, 4) + '-' + format_hex(uuid + 4, 2) + '-' + format_hex(uuid + 6, 2) + '-' +
+                             format_hex(uuid + 8, 2) + '-' + format_hex(uuid + 10, 6);
     const std::string text = "gdrkit-reach 1\ngpu=GPU-another nic=twin0 moved=yes state=unproven\ngpu=GPU-" + name +
                              " nic=twin0 moved=" + (has_moved ? "yes" : "no") + " state=unproven\n";
     CHECK(mkdir(folder.c_str(), 0700) == 0 || errno == EEXIST);

@@ -17,7 +17,7 @@ std::size_t open_descriptor_count() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
-std::size_t link_count(const char* mount) {
+std::size_t count_links(const char* mount) {
     const std::filesystem::path folder = std::string(mount) + "/3fs-virt/iovs";
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
 }
@@ -31,7 +31,7 @@ int run_as_peer(const std::string& action, const char* mount, std::size_t bytes,
     if (action == "create") {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
-        CHECK_EQUAL(link_count(mount), std::size_t{0});
+        CHECK_EQUAL(count_links(mount), std::size_t{0});
         if (expected == -ENOTSUP && !hf3fs_gdr_available()) {
             return 0;
         }
@@ -44,7 +44,7 @@ int run_as_peer(const std::string& action, const char* mount, std::size_t bytes,
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
-        CHECK_EQUAL(link_count(mount), std::size_t{0});
+        CHECK_EQUAL(count_links(mount), std::size_t{0});
         CHECK(round == 0 || open_descriptor_count() == descriptors_before);
         descriptors_before = open_descriptor_count();
     }

@@ -40,7 +40,7 @@ void test_create_publishes_and_destroy_releases_everything() {
         CHECK_EQUAL(hf3fs_iov_mem_type(&iov), HF3FS_MEM_DEVICE);
         const auto address = reinterpret_cast<u64>(iov.base);
         CHECK(has_sync_memops(address));
-        const fs::path link = mount.only_link();
+        const fs::path link = mount.get_only_link();
         const auto name = parse_gpu_link_name(link.filename().native());
         CHECK(name.has_value() && name->owner_device == 0 && std::memcmp(name->id.data(), iov.id, 16) == 0);
         CHECK((iov.id[6] & 0xf0) == 0x40);
@@ -55,7 +55,7 @@ void test_create_publishes_and_destroy_releases_everything() {
         const hf3fs_iov copy = iov;
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(is_zero(iov));
-        CHECK_EQUAL(mount.link_count(), std::size_t{0});
+        CHECK_EQUAL(mount.count_links(), std::size_t{0});
         CHECK(!hf3fs_iov_is_gpu(&copy) && hf3fs_iov_gpu_device(&copy) == -1);
         hf3fs_iov stale = copy;
         hf3fs_iovdestroy_gpu(&stale);
@@ -72,19 +72,19 @@ void test_current_context_is_preserved() {
     CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, count - 1), 0);
-    CHECK(current_context() == previous);
+    CHECK(get_current_context() == previous);
     CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 1), 0);
-    CHECK(current_context() == previous);
+    CHECK(get_current_context() == previous);
     // A thread without a context can destroy the iov, and has no context afterwards.
     std::thread([&] {
-        CHECK(current_context() == nullptr);
+        CHECK(get_current_context() == nullptr);
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         hf3fs_iovdestroy_gpu(&iov);
-        CHECK(current_context() == nullptr);
+        CHECK(get_current_context() == nullptr);
     }).join();
-    CHECK(is_zero(iov) && current_context() == previous);
+    CHECK(is_zero(iov) && get_current_context() == previous);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, "/nonexistent", mib, 0, 0), -ENOENT);
-    CHECK(current_context() == previous);
+    CHECK(get_current_context() == previous);
 }
 
 void test_invalid_arguments_have_error_codes() {
@@ -129,7 +129,7 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovsync_gpu(nullptr, 0), -EINVAL);
     CHECK(std::memcmp(&iov, &before, sizeof iov) == 0);
-    CHECK_EQUAL(mount.link_count(), std::size_t{0});
+    CHECK_EQUAL(mount.count_links(), std::size_t{0});
     release(memory);
 }
 
@@ -183,7 +183,7 @@ void test_memory_of_host_or_other_device_is_refused() {
         CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 1), -EINVAL);
         release(memory);
     }
-    CHECK_EQUAL(mount.link_count(), std::size_t{0});
+    CHECK_EQUAL(mount.count_links(), std::size_t{0});
 }
 
 void test_wrapped_memory_belongs_to_its_owner() {
@@ -198,7 +198,7 @@ void test_wrapped_memory_belongs_to_its_owner() {
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&duplicate, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), -EEXIST);
     CHECK(is_zero(duplicate));
     CHECK_EQUAL(hf3fs_iovwrap_device(&second, to_pointer(memory + 4099), other.data(), mount.path(), 1000, 0, 0), 0);
-    const auto target = parse_target(fs::read_symlink(mount.iovs() / gpu_link_name(other.data(), 0)).native());
+    const auto target = parse_target(fs::read_symlink(mount.iovs() / make_gpu_link_name(other.data(), 0)).native());
     CHECK(target.has_value() && target->offset_bytes >= 4099 && target->size_bytes == 1000);
     // The handle without an offset refuses memory inside an allocation.
     hf3fs_gpu_ipc_handle_t handle{};
@@ -208,7 +208,7 @@ void test_wrapped_memory_belongs_to_its_owner() {
     CHECK_EQUAL(gdrkit_iov_export_share(&second, &share), 0);
     // Destroying one iov does not affect the other, nor the memory.
     hf3fs_iovdestroy_gpu(&first);
-    CHECK_EQUAL(mount.link_count(), std::size_t{1});
+    CHECK_EQUAL(mount.count_links(), std::size_t{1});
     CHECK_EQUAL(hf3fs_iovsync_gpu(&second, 1), 0);
     hf3fs_iovdestroy_gpu(&second);
     CHECK(copy_from_device(memory, mib) == pattern(mib, 9));
@@ -219,9 +219,9 @@ void test_replaced_link_stays() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
-    const fs::path link = mount.only_link();
+    const fs::path link = mount.get_only_link();
     hf3fs_iovunlink_gpu(&iov);
-    CHECK_EQUAL(mount.link_count(), std::size_t{0});
+    CHECK_EQUAL(mount.count_links(), std::size_t{0});
     CHECK(hf3fs_iov_is_gpu(&iov));
     fs::create_symlink("another process's", link);
     hf3fs_iovunlink_gpu(&iov);
@@ -237,7 +237,7 @@ void test_undeletable_link_keeps_the_iov() {
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
     const auto address = reinterpret_cast<u64>(iov.base);
     // Replace the link by a folder: unlink(2) then fails with EISDIR for every user.
-    const fs::path link = mount.only_link();
+    const fs::path link = mount.get_only_link();
     fs::remove(link);
     fs::create_directory(link);
     hf3fs_iovdestroy_gpu(&iov);
@@ -262,7 +262,7 @@ void test_concurrent_destroy_ends_the_iov_once() {
         thread.join();
     }
     CHECK(!hf3fs_iov_is_gpu(&iov));
-    CHECK_EQUAL(mount.link_count(), std::size_t{0});
+    CHECK_EQUAL(mount.count_links(), std::size_t{0});
 }
 
 void test_forked_child_removes_nothing() {
@@ -280,9 +280,9 @@ void test_forked_child_removes_nothing() {
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
     CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
-    CHECK_EQUAL(mount.link_count(), std::size_t{1});
+    CHECK_EQUAL(mount.count_links(), std::size_t{1});
     hf3fs_iovdestroy_gpu(&iov);
-    CHECK_EQUAL(mount.link_count(), std::size_t{0});
+    CHECK_EQUAL(mount.count_links(), std::size_t{0});
 }
 
 void test_device_is_available_after_a_nic_moved_bytes() {

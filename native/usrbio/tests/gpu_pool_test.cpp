@@ -11,22 +11,22 @@ using namespace gdrkit::usrbio;
 constexpr std::size_t kib = 1024, mib = 1 << 20;
 
 void test_blocks_grow_in_powers_of_two_then_in_halves() {
-    CHECK_EQUAL(pool_block_bytes(1), 64 * kib);
-    CHECK_EQUAL(pool_block_bytes(64 * kib), 64 * kib);
-    CHECK_EQUAL(pool_block_bytes(64 * kib + 1), 128 * kib);
-    CHECK_EQUAL(pool_block_bytes(600 * kib), mib);
-    CHECK_EQUAL(pool_block_bytes(mib), mib);
-    CHECK_EQUAL(pool_block_bytes(mib + 1), 3 * mib / 2);
-    CHECK_EQUAL(pool_block_bytes(3 * mib / 2), 3 * mib / 2);
-    CHECK_EQUAL(pool_block_bytes(3 * mib / 2 + 1), 2 * mib);
+    CHECK_EQUAL(choose_pool_block_bytes(1), 64 * kib);
+    CHECK_EQUAL(choose_pool_block_bytes(64 * kib), 64 * kib);
+    CHECK_EQUAL(choose_pool_block_bytes(64 * kib + 1), 128 * kib);
+    CHECK_EQUAL(choose_pool_block_bytes(600 * kib), mib);
+    CHECK_EQUAL(choose_pool_block_bytes(mib), mib);
+    CHECK_EQUAL(choose_pool_block_bytes(mib + 1), 3 * mib / 2);
+    CHECK_EQUAL(choose_pool_block_bytes(3 * mib / 2), 3 * mib / 2);
+    CHECK_EQUAL(choose_pool_block_bytes(3 * mib / 2 + 1), 2 * mib);
     for (std::size_t size = mib + 1; size < 64 * mib; size += 333'333) {
-        const std::size_t block_bytes = pool_block_bytes(size);
+        const std::size_t block_bytes = choose_pool_block_bytes(size);
         CHECK(block_bytes >= size && block_bytes - size <= block_bytes / 3 && block_bytes % (64 * kib) == 0);
     }
 }
 
 void test_limit_of_the_environment_admits_smaller_blocks() {
-    CHECK_EQUAL(pool_statistics().idle_bytes_max, 3 * mib);
+    CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 3 * mib);
     CHECK(may_use_pool(3 * mib) && !may_use_pool(3 * mib + 1) && !may_use_pool(SIZE_MAX));
     set_pool_limits(0, 1);
     CHECK(!may_use_pool(1));
@@ -38,7 +38,7 @@ void test_limit_of_the_environment_admits_smaller_blocks() {
 
 int main(int count, char**) {
     if (count > 1) { // In a second process, because the variables are read once.
-        CHECK_EQUAL(pool_statistics().idle_bytes_max, 256 * mib);
+        CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 256 * mib);
         return 0;
     }
     setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "3145728", 1);

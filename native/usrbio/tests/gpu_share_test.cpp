@@ -37,7 +37,7 @@ int run_as_peer(const std::string& action, const char* mount, const std::string&
                 int expected) {
     hf3fs_iov iov{};
     int error = 0;
-    const auto handle_bytes = from_hex(bytes), expected_id = from_hex(id);
+    const auto handle_bytes = parse_hex(bytes), expected_id = parse_hex(id);
     if (action == "open") {
         error = hf3fs_iovopen_gpu(&iov, expected_id.data(), mount, size, 0, 0);
     } else if (action == "open_other_size") {
@@ -69,7 +69,7 @@ int run_as_peer(const std::string& action, const char* mount, const std::string&
 // Runs `action` in the second process, and checks that it returns `expected`.
 
 void run_and_check(const char* action, const Mount& mount, const std::string& bytes, const void* id, int expected = 0) {
-    CHECK_EQUAL(run_peer({action, mount.path(), bytes, hex(id, 16), std::to_string(expected)}), 0);
+    CHECK_EQUAL(run_peer({action, mount.path(), bytes, format_hex(id, 16), std::to_string(expected)}), 0);
 }
 
 // Checks the pattern that the second process wrote, and writes the first pattern again.
@@ -94,22 +94,22 @@ void test_created_memory_is_opened_and_imported() {
     std::memcpy(fields, handle.data + 64, sizeof fields);
     CHECK(fields[0] == size && fields[1] == 0);
     // The importer gets the id of the publication, so that it can use the iov with a ring.
-    run_and_check("import", mount, hex(handle.data, sizeof handle), iov.id);
+    run_and_check("import", mount, format_hex(handle.data, sizeof handle), iov.id);
     check_and_restore_pattern(address);
     gdrkit_share_handle_t share{};
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), 0);
-    run_and_check("import_share", mount, hex(share.data, sizeof share), iov.id);
+    run_and_check("import_share", mount, format_hex(share.data, sizeof share), iov.id);
     check_and_restore_pattern(address);
     // Memory that is not published any more can be imported, and the iov has an id of zeros.
     hf3fs_iovunlink_gpu(&iov);
     const std::uint8_t zeros[16] = {};
     run_and_check("open", mount, "", iov.id, -ENOENT);
-    run_and_check("import", mount, hex(handle.data, sizeof handle), zeros);
+    run_and_check("import", mount, format_hex(handle.data, sizeof handle), zeros);
     check_and_restore_pattern(address);
     hf3fs_iovdestroy_gpu(&iov);
     // The memory was freed, so its handles are invalid.
-    run_and_check("import", mount, hex(handle.data, sizeof handle), zeros, -EINVAL);
-    run_and_check("import_share", mount, hex(share.data, sizeof share), zeros, -EINVAL);
+    run_and_check("import", mount, format_hex(handle.data, sizeof handle), zeros, -EINVAL);
+    run_and_check("import_share", mount, format_hex(share.data, sizeof share), zeros, -EINVAL);
 }
 
 void test_changed_handles_are_refused() {
@@ -123,7 +123,7 @@ void test_changed_handles_are_refused() {
     const auto handle_with = [&](std::size_t position, u64 value) {
         hf3fs_gpu_ipc_handle_t changed_handle = handle;
         std::memcpy(changed_handle.data + position, &value, sizeof value);
-        return hex(changed_handle.data, sizeof changed_handle);
+        return format_hex(changed_handle.data, sizeof changed_handle);
     };
     run_and_check("import", mount, handle_with(64, 0), iov.id, -EINVAL);
     run_and_check("import", mount, handle_with(64, 1 << 30), iov.id, -EINVAL);
@@ -135,7 +135,7 @@ void test_changed_handles_are_refused() {
     gdrkit_share_handle_t share{};
     CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), 0);
     share.data[100] ^= 1;
-    run_and_check("import_share", mount, hex(share.data, sizeof share), iov.id, -EINVAL);
+    run_and_check("import_share", mount, format_hex(share.data, sizeof share), iov.id, -EINVAL);
     // A process cannot open memory that it published itself.
     hf3fs_iov opened{};
     CHECK_EQUAL(hf3fs_iovopen_gpu(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), size, 0, 0), -EIO);
@@ -157,7 +157,7 @@ void test_interior_memory_keeps_its_offset() {
         check_and_restore_pattern(memory + offset);
         gdrkit_share_handle_t share{};
         CHECK_EQUAL(gdrkit_iov_export_share(&iov, &share), 0);
-        run_and_check("import_share", mount, hex(share.data, sizeof share), id);
+        run_and_check("import_share", mount, format_hex(share.data, sizeof share), id);
         check_and_restore_pattern(memory + offset);
         CHECK(copy_from_device(memory, offset) == std::vector<std::uint8_t>(offset, 0xee));
         hf3fs_iovdestroy_gpu(&iov);
@@ -170,7 +170,7 @@ void test_forged_targets_are_refused() {
     use_device(0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), size, 0, 0), 0);
-    const fs::path link = mount.only_link();
+    const fs::path link = mount.get_only_link();
     const auto original = parse_target(fs::read_symlink(link).native()).value();
     const auto set_target = [&](const std::string& text) {
         fs::remove(link);

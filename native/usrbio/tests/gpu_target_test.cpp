@@ -82,10 +82,10 @@ void test_link_names_contain_id_and_device() {
         id[position] = static_cast<std::uint8_t>(position * 16 + 1);
     }
     const std::string name = "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d3";
-    CHECK(gpu_link_name(id, 3) == name);
+    CHECK(make_gpu_link_name(id, 3) == name);
     const auto parsed = parse_gpu_link_name(name);
     CHECK(parsed.has_value() && std::ranges::equal(parsed->id, id) && parsed->owner_device == 3);
-    CHECK(gpu_link_name(parsed->id.data(), 3) == name);
+    CHECK(make_gpu_link_name(parsed->id.data(), 3) == name);
     for (const char* const malformed :
          {"", "01112131-4151-6171-8191-a1b1c1d1e1f1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d",
           "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d-1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d99999999999",

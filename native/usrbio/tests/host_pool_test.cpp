@@ -34,7 +34,7 @@ hf3fs_iov create(const Mount& mount, std::size_t bytes = iov_bytes, int numa = -
 }
 
 // Returns the file in /dev/shm with the memory of an iov.
-std::string file_of(const Mount& mount, const hf3fs_iov& iov) {
+std::string make_file_name(const Mount& mount, const hf3fs_iov& iov) {
     Uuid id;
     std::memcpy(id.data(), iov.id, id.size());
     return std::filesystem::read_symlink(mount.link(to_string(id)));
@@ -46,7 +46,7 @@ void test_next_iov_gets_the_memory_with_zeros() {
     Agent agent(mount);
     agent.keeps_registrations = true;
     hf3fs_iov iov = create(mount);
-    const std::string file = file_of(mount, iov);
+    const std::string file = make_file_name(mount, iov);
     const std::uint8_t* const base = iov.base;
     hf3fs_iovdestroy(&iov);
     CHECK(mount.links().empty());
@@ -54,12 +54,12 @@ void test_next_iov_gets_the_memory_with_zeros() {
     CHECK_EQUAL(count_shared_memory(), before + 1);
     hf3fs_iov larger = create(mount, 2 * iov_bytes);
     hf3fs_iov bound = create(mount, iov_bytes, 0);
-    CHECK(file_of(mount, larger) != file && file_of(mount, bound) != file);
+    CHECK(make_file_name(mount, larger) != file && make_file_name(mount, bound) != file);
     hf3fs_iovdestroy(&larger);
     hf3fs_iovdestroy(&bound);
     CHECK_EQUAL(agent.kept.load(), 3);
     iov = create(mount);
-    CHECK(iov.base == base && file_of(mount, iov) == file);
+    CHECK(iov.base == base && make_file_name(mount, iov) == file);
     CHECK_EQUAL(agent.publications.load(), 1);
     hf3fs_iovdestroy(&iov);
     // The thread of the pool frees memory that is idle for 3 s.
@@ -99,7 +99,7 @@ void test_longest_idle_memory_is_freed_at_the_limit() {
     std::vector<std::string> files;
     for (hf3fs_iov& iov : iovs) {
         iov = create(mount);
-        files.push_back(file_of(mount, iov));
+        files.push_back(make_file_name(mount, iov));
     }
     for (hf3fs_iov& iov : iovs) {
         hf3fs_iovdestroy(&iov);
@@ -125,19 +125,19 @@ void test_memory_of_an_ended_agent_is_not_used() {
         Agent agent(mount);
         agent.keeps_registrations = true;
         hf3fs_iov iov = create(mount);
-        file = file_of(mount, iov);
+        file = make_file_name(mount, iov);
         hf3fs_iovdestroy(&iov);
     }
     Agent agent(mount);
     agent.keeps_registrations = true;
     hf3fs_iov iov = create(mount);
-    CHECK(file_of(mount, iov) != file);
+    CHECK(make_file_name(mount, iov) != file);
     // The next agent does not know memory whose name was removed.
-    const std::string removed = file_of(mount, iov);
+    const std::string removed = make_file_name(mount, iov);
     hf3fs_iovdestroy(&iov);
     CHECK(std::filesystem::remove(removed));
     iov = create(mount);
-    CHECK(file_of(mount, iov) != removed);
+    CHECK(make_file_name(mount, iov) != removed);
     CHECK_EQUAL(agent.kept.load(), 0);
     hf3fs_iovdestroy(&iov);
 }
@@ -148,7 +148,7 @@ void test_registration_ends_although_the_name_was_removed() {
     agent.keeps_registrations = true;
     for (const bool is_trimmed : {true, false}) {
         hf3fs_iov iov = create(mount);
-        const std::string file = file_of(mount, iov);
+        const std::string file = make_file_name(mount, iov);
         hf3fs_iovdestroy(&iov);
         CHECK_EQUAL(agent.kept.load(), 1);
         CHECK(std::filesystem::remove(file));
@@ -165,16 +165,16 @@ void test_protection_and_holes_of_the_application() {
     Agent agent(mount);
     agent.keeps_registrations = true;
     hf3fs_iov iov = create(mount);
-    const std::string file = file_of(mount, iov);
+    const std::string file = make_file_name(mount, iov);
     CHECK_EQUAL(mprotect(iov.base, iov_bytes, PROT_READ), 0);
     hf3fs_iovdestroy(&iov);
     iov = create(mount);
-    CHECK(file_of(mount, iov) == file);
+    CHECK(make_file_name(mount, iov) == file);
     CHECK_EQUAL(munmap(iov.base + mib, mib), 0);
     hf3fs_iovdestroy(&iov);
     CHECK_EQUAL(agent.kept.load(), 1); // The publication that the second iov took.
     iov = create(mount);
-    CHECK(file_of(mount, iov) != file);
+    CHECK(make_file_name(mount, iov) != file);
     hf3fs_iovdestroy(&iov);
 }
 
@@ -213,10 +213,10 @@ void test_threads_wait_for_memory_that_is_being_freed() {
 #ifndef __SANITIZE_THREAD__ // It does not support threads in a child of a process with threads.
 
 // Destroys an iov, and returns the file of the next one with the same size.
-std::string next_file(const Mount& mount, hf3fs_iov& iov) {
+std::string make_next_file_name(const Mount& mount, hf3fs_iov& iov) {
     hf3fs_iovdestroy(&iov);
     hf3fs_iov next = create(mount);
-    const std::string file = file_of(mount, next);
+    const std::string file = make_file_name(mount, next);
     hf3fs_iovunlink(&next); // So its memory is not kept.
     hf3fs_iovdestroy(&next);
     return file;
@@ -248,8 +248,8 @@ void test_memory_that_a_child_has_mapped_is_not_used() {
     agent.keeps_registrations = true;
     hf3fs_iov iov = create(mount);
     std::uint8_t* const base = iov.base;
-    const std::string file = file_of(mount, iov);
-    run_in_child([&] { CHECK_EQUAL(base[1], 'x'); }, [&] { CHECK(next_file(mount, iov) != file); });
+    const std::string file = make_file_name(mount, iov);
+    run_in_child([&] { CHECK_EQUAL(base[1], 'x'); }, [&] { CHECK(make_next_file_name(mount, iov) != file); });
     CHECK_EQUAL(agent.kept.load(), 0);
 }
 
@@ -258,7 +258,7 @@ void test_child_does_not_map_idle_memory() {
     Agent agent(mount);
     agent.keeps_registrations = true;
     hf3fs_iov iov = create(mount);
-    const std::string file = file_of(mount, iov);
+    const std::string file = make_file_name(mount, iov);
     struct stat attributes {};
     CHECK_EQUAL(stat(file.c_str(), &attributes), 0);
     // /proc/self/maps has the name of the time when the file was opened, and the inode.
@@ -271,17 +271,17 @@ void test_child_does_not_map_idle_memory() {
             const std::string text{std::istreambuf_iterator<char>(maps), {}};
             CHECK(text.find(inode) == std::string::npos);
             hf3fs_iov own = create(mount);
-            const std::string own_file = file_of(mount, own);
+            const std::string own_file = make_file_name(mount, own);
             CHECK(own_file != file);
             hf3fs_iovdestroy(&own);
             own = create(mount);
-            CHECK(file_of(mount, own) == own_file);
+            CHECK(make_file_name(mount, own) == own_file);
             hf3fs_iovunlink(&own);
             hf3fs_iovdestroy(&own);
         },
         [] {});
     iov = create(mount);
-    CHECK(file_of(mount, iov) != file);
+    CHECK(make_file_name(mount, iov) != file);
     hf3fs_iovdestroy(&iov);
 }
 

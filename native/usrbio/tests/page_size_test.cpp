@@ -33,7 +33,7 @@ ShareHandle make_vmm_handle(std::uint64_t chunk_bytes) {
     handle.allocation_bytes = 2 * chunk_bytes;
     handle.length_bytes = 2 * chunk_bytes;
     handle.device_uuid.fill(1);
-    handle.owner = this_process();
+    handle.owner = identify_this_process();
     return handle;
 }
 
@@ -45,7 +45,7 @@ ShareHandle make_dmabuf_handle(std::uint64_t address) {
     handle.length_bytes = small_page_bytes;
     handle.address = address;
     handle.device_uuid.fill(1);
-    handle.owner = this_process();
+    handle.owner = identify_this_process();
     return handle;
 }
 

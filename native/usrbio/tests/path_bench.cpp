@@ -54,7 +54,7 @@ struct Settings {
 };
 
 // Returns the processor time of all current threads of a process, in seconds.
-double process_cpu_seconds(int process) {
+double read_cpu_s(int process) {
     double seconds = 0;
     std::error_code error;
     for (const auto& task : std::filesystem::directory_iterator("/proc/" + std::to_string(process) + "/task", error)) {
@@ -65,7 +65,7 @@ double process_cpu_seconds(int process) {
     return seconds;
 }
 
-double this_process_cpu_seconds() {
+double read_process_cpu_s() {
     rusage used{};
     getrusage(RUSAGE_SELF, &used);
     const auto to_seconds = [](const timeval& time) {
@@ -85,9 +85,9 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
     run_step(); // Warm up.
     std::vector<double> process_cpu_before;
     for (const auto& [process_name, process] : settings.processes) {
-        process_cpu_before.push_back(process_cpu_seconds(process));
+        process_cpu_before.push_back(read_cpu_s(process));
     }
-    const double cpu_before = this_process_cpu_seconds();
+    const double cpu_before = read_process_cpu_s();
     const auto begin = Clock::now();
     std::uint64_t completed_count = 0;
     double elapsed_s = 0;
@@ -100,10 +100,10 @@ void run_turn(const Settings& settings, const char* name, int round, std::size_t
     std::printf("{\"turn\": \"%s\", \"round\": %d, \"bytes\": %zu, \"operations\": %llu, \"passed_s\": %.6f, "
                 "\"cpu_s\": {\"client\": %.6f",
                 name, round, bytes, static_cast<unsigned long long>(completed_count), elapsed_s,
-                this_process_cpu_seconds() - cpu_before);
+                read_process_cpu_s() - cpu_before);
     for (std::size_t index = 0; index < process_cpu_before.size(); ++index) {
         const auto& [process_name, process] = settings.processes[index];
-        std::printf(", \"%s\": %.6f", process_name.c_str(), process_cpu_seconds(process) - process_cpu_before[index]);
+        std::printf(", \"%s\": %.6f", process_name.c_str(), read_cpu_s(process) - process_cpu_before[index]);
     }
     std::printf("}}\n");
     std::fflush(stdout);

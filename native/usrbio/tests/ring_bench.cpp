@@ -47,7 +47,7 @@ constexpr unsigned batch_size = 32; // Operations.
 constexpr std::size_t entries = 127;
 constexpr int fake_fd = 12345; // Not an open file, because the agent of this program reads no file.
 
-double thread_cpu_seconds() {
+double read_thread_cpu_s() {
     timespec now{};
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
     return static_cast<double>(now.tv_sec) + static_cast<double>(now.tv_nsec) * 1e-9;
@@ -321,7 +321,7 @@ struct Measurement {
     std::vector<double> wall_ns = {};
 };
 
-double median(std::vector<double> values) {
+double compute_median(std::vector<double> values) {
     std::sort(values.begin(), values.end());
     return values[values.size() / 2];
 }
@@ -330,17 +330,18 @@ void measure(Measurement& measurement, unsigned batch_count) {
     const std::unique_ptr<Variant> variant = measurement.make();
     variant->run(batch_count / 10 + 1); // Warm up the caches, the branch prediction and the library's spin limit.
     const std::int64_t begin_ns = monotonic_ns();
-    const double cpu_begin_seconds = thread_cpu_seconds();
+    const double cpu_begin_seconds = read_thread_cpu_s();
     variant->run(batch_count);
-    measurement.cpu_ns.push_back((thread_cpu_seconds() - cpu_begin_seconds) * 1e9 / batch_count / batch_size);
+    measurement.cpu_ns.push_back((read_thread_cpu_s() - cpu_begin_seconds) * 1e9 / batch_count / batch_size);
     measurement.wall_ns.push_back(static_cast<double>(monotonic_ns() - begin_ns) / batch_count / batch_size);
 }
 
 void print(const Measurement& measurement) {
     std::printf("{\"name\": \"%s\", \"batch\": %u, \"rounds\": %zu, \"client_cpu_ns_per_operation\": %.2f, "
                 "\"client_cpu_ns_per_operation_min\": %.2f, \"wall_ns_per_operation\": %.2f}\n",
-                measurement.name, batch_size, measurement.cpu_ns.size(), median(measurement.cpu_ns),
-                *std::min_element(measurement.cpu_ns.begin(), measurement.cpu_ns.end()), median(measurement.wall_ns));
+                measurement.name, batch_size, measurement.cpu_ns.size(), compute_median(measurement.cpu_ns),
+                *std::min_element(measurement.cpu_ns.begin(), measurement.cpu_ns.end()),
+                compute_median(measurement.wall_ns));
 }
 
 void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
@@ -349,8 +350,8 @@ void print_ratio(const char* name, const Measurement& usrbio, const Measurement&
     for (std::size_t i = 0; i < usrbio.cpu_ns.size(); ++i) {
         ratios.push_back(usrbio.cpu_ns[i] / reference.cpu_ns[i]);
     }
-    std::printf("{\"name\": \"%s\", \"ratio\": %.3f, \"limit\": %.1f, \"holds\": %s}\n", name, median(ratios), limit,
-                median(ratios) <= limit ? "true" : "false");
+    std::printf("{\"name\": \"%s\", \"ratio\": %.3f, \"limit\": %.1f, \"holds\": %s}\n", name, compute_median(ratios),
+                limit, compute_median(ratios) <= limit ? "true" : "false");
 }
 
 } // namespace

@@ -22,7 +22,7 @@ constexpr int round_count = 20000;
 // Then glibc aborts the process.
 constexpr std::uint32_t hostile_sharing = 0x40;
 
-timespec deadline_after(long milliseconds) {
+timespec make_deadline_after(long milliseconds) {
     timespec deadline{};
     clock_gettime(CLOCK_REALTIME, &deadline);
     deadline.tv_nsec += milliseconds % 1000 * 1000000;
@@ -65,13 +65,13 @@ struct NamedPair {
     NamedSemaphore gdrkit;
 };
 
-void glibc_wait(sem_t* semaphore) {
-    const timespec deadline = deadline_after(20000);
+void wait_with_glibc(sem_t* semaphore) {
+    const timespec deadline = make_deadline_after(20000);
     CHECK_EQUAL(sem_timedwait(semaphore, &deadline), 0);
 }
 
 void gdrkit_wait(Semaphore& semaphore) {
-    const timespec deadline = deadline_after(20000);
+    const timespec deadline = make_deadline_after(20000);
     CHECK(wait_until(semaphore, &deadline));
 }
 
@@ -88,7 +88,7 @@ void test_initialize_equals_sem_init() {
 
 void test_glibc_waiter_counts_in_high_half() {
     const SharedSemaphore shared;
-    std::thread waiter([&] { glibc_wait(shared.glibc()); });
+    std::thread waiter([&] { wait_with_glibc(shared.glibc()); });
     while (shared.semaphore->word.load() != semaphore_one_waiter) {
         std::this_thread::yield();
     }
@@ -101,7 +101,7 @@ void test_glibc_and_gdrkit_wake_each_other() {
     const SharedSemaphore request, response;
     std::thread peer([&] {
         for (int i = 0; i < round_count; ++i) {
-            glibc_wait(request.glibc());
+            wait_with_glibc(request.glibc());
             CHECK_EQUAL(sem_post(response.glibc()), 0);
         }
     });
@@ -118,7 +118,7 @@ void test_mixed_waiters_share_mixed_posts() {
     const SharedSemaphore shared;
     std::thread glibc_waiter([&] {
         for (int i = 0; i < round_count; ++i) {
-            glibc_wait(shared.glibc());
+            wait_with_glibc(shared.glibc());
         }
     });
     std::thread gdrkit_waiter([&] {
@@ -137,7 +137,7 @@ void test_mixed_waiters_share_mixed_posts() {
 
 void test_deadline_ends_a_wait() {
     const SharedSemaphore shared;
-    const timespec short_deadline = deadline_after(5);
+    const timespec short_deadline = make_deadline_after(5);
     CHECK(!wait_until(*shared.semaphore, &short_deadline));
     CHECK_EQUAL(shared.semaphore->word.load(), 0u);
     // A wait returns a post that has already come, even if the deadline has passed.
@@ -155,7 +155,7 @@ void test_hostile_words_do_not_abort() {
                 shared.semaphore->word = std::uint64_t{waiters} << 32 | value;
                 post(*shared.semaphore);
                 CHECK(try_wait(*shared.semaphore));
-                const timespec short_deadline = deadline_after(0);
+                const timespec short_deadline = make_deadline_after(0);
                 wait_until(*shared.semaphore, &short_deadline);
             }
         }
@@ -184,7 +184,7 @@ void test_named_semaphore_and_glibc_wake_each_other() {
     NamedPair request;
     std::thread daemon([&] { // The daemon of 3FS waits like this.
         for (int i = 0; i < round_count; ++i) {
-            glibc_wait(request.glibc);
+            wait_with_glibc(request.glibc);
         }
     });
     for (int i = 0; i < round_count; ++i) {

@@ -18,7 +18,7 @@
 namespace gdrkit::usrbio {
 namespace {
 
-std::vector<std::uint8_t> from_hex(const std::string& text) {
+std::vector<std::uint8_t> parse_hex(const std::string& text) {
     std::vector<std::uint8_t> bytes;
     for (std::size_t index = 0; text != "-" && index < text.size(); index += 2) {
         bytes.push_back(static_cast<std::uint8_t>(std::stoul(text.substr(index, 2), nullptr, 16)));
@@ -34,7 +34,7 @@ struct Vector {
 
     [[nodiscard]] std::uint64_t to_number(const char* field) const { return std::stoull(fields.at(field)); }
     template <std::size_t size> std::array<std::uint8_t, size> to_array(const char* field) const {
-        const auto field_bytes = from_hex(fields.at(field));
+        const auto field_bytes = parse_hex(fields.at(field));
         CHECK_EQUAL(field_bytes.size(), size);
         std::array<std::uint8_t, size> array{};
         std::ranges::copy(field_bytes, array.begin());
@@ -53,7 +53,7 @@ std::vector<Vector> read_vectors() {
         Vector vector;
         std::string text;
         words >> vector.format >> vector.verdict >> vector.name >> text;
-        vector.bytes = from_hex(text);
+        vector.bytes = parse_hex(text);
         while (words >> text) {
             const auto separator = text.find('=');
             vector.fields[text.substr(0, separator)] = text.substr(separator + 1);
@@ -99,7 +99,7 @@ void check_vector(const Vector& vector, Handle (*make_handle)(const Vector&), Pa
     }
 }
 
-std::string hex_digest(std::string_view text) {
+std::string format_hex_digest(std::string_view text) {
     Sha256 hash;
     hash.add(text);
     std::string hex;
@@ -117,12 +117,14 @@ std::string hex_digest(std::string_view text) {
 int main() {
     using namespace gdrkit::usrbio;
     // The examples of FIPS 180, and lengths near those where the padding needs another block.
-    CHECK(hex_digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
-    CHECK(hex_digest("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
-    CHECK(hex_digest("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
+    CHECK(format_hex_digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
+    CHECK(format_hex_digest("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+    CHECK(format_hex_digest("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
           "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1");
-    CHECK(hex_digest(std::string(55, 'a')) == "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");
-    CHECK(hex_digest(std::string(64, 'a')) == "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
+    CHECK(format_hex_digest(std::string(55, 'a')) ==
+          "9f4390f8d30c2dd92ec9f095b65e2b9ae9b0a925a5258e241c9f1e910f734318");
+    CHECK(format_hex_digest(std::string(64, 'a')) ==
+          "ffe054fe7ae0cb6dc65c3af9b61d5209f439851db43d0ba5997337df154668eb");
     int vector_count = 0;
     for (const Vector& vector : read_vectors()) {
         if (vector.format == "share") {
@@ -134,7 +136,7 @@ int main() {
         ++vector_count;
     }
     CHECK(vector_count > 50);
-    const ProcessIdentity identity = this_process();
+    const ProcessIdentity identity = identify_this_process();
     CHECK_EQUAL(identity.process_id, static_cast<std::uint32_t>(getpid()));
     CHECK(is_running(identity) == true);
     ProcessIdentity other = identity;

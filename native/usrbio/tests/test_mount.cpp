@@ -28,7 +28,7 @@ Mount::Mount() {
     fs::create_directories(path_ + "/3fs-virt/iovs");
     static constexpr const char* suffixes[] = {".ph", "", ".pl"};
     for (int i = 0; i < 3; ++i) {
-        semaphore_names_[i] = "hf3fs-submit-ios." + to_string(random_uuid());
+        semaphore_names_[i] = "hf3fs-submit-ios." + to_string(make_random_uuid());
         semaphores_[i] = sem_open(("/" + semaphore_names_[i]).c_str(), O_CREAT | O_EXCL, 0600, 0);
         CHECK(semaphores_[i] != SEM_FAILED);
         fs::create_symlink("/dev/shm/sem." + semaphore_names_[i], link(std::string("submit-ios") + suffixes[i]));

@@ -31,7 +31,7 @@ public:
 
     const char* path() const noexcept { return path_.c_str(); }
     std::string file(const std::string& name) const { return path_ + "/" + name; }
-    std::string link(const std::string& name) const { return link_path(path_.c_str(), name); }
+    std::string link(const std::string& name) const { return make_link_path(path_.c_str(), name); }
     std::vector<std::string> links() const; // Names of the links of publications.
     // Submit semaphore of a priority: 0 high, 1 normal, 2 low.
     sem_t* submit_semaphore(int priority) const noexcept { return semaphores_[priority]; }
