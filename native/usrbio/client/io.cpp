@@ -5,6 +5,7 @@
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/ring_handle.hpp"
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <climits>
@@ -19,11 +20,14 @@ namespace gdrkit::usrbio {
 namespace {
 
 constexpr long second_ns = 1000000000;
-constexpr unsigned spins_min = 16;
-constexpr unsigned spins_max = 2048;
+// A wait spins for at least the minimum, or not at all. A sleep and the wake-up cost 10 to 25 us on a virtual machine.
+constexpr long spin_ns_min = 2000;
+constexpr long spin_ns_max = 150000;
 // If spinning did not help on a ring, its waits stop spinning. Every 64th wait spins again, because the agent may have
-// become faster.
+// become faster. It spins long enough for a batch of reads by the agent.
 constexpr unsigned waits_per_spin_retry = 64;
+constexpr long spin_retry_ns = 50000;
+constexpr unsigned spins_per_clock_read = 16;
 
 inline void pause() noexcept {
 #if defined(__x86_64__)
@@ -48,6 +52,12 @@ RingHandle* ring_handle(const hf3fs_ior* ior) noexcept {
 
 bool is_before(const timespec& left, const timespec& right) noexcept {
     return left.tv_sec < right.tv_sec || (left.tv_sec == right.tv_sec && left.tv_nsec < right.tv_nsec);
+}
+
+long monotonic_ns() noexcept {
+    timespec now{};
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * second_ns + now.tv_nsec;
 }
 
 timespec add_nanoseconds(timespec time, long nanoseconds) noexcept {
@@ -142,23 +152,32 @@ private:
         cqes_[reaped_count_++] = {index, 0, result, reinterpret_cast<const void*>(userdata)};
     }
 
+    // Checks for completions until there are enough, or until the ring's spin limit has passed.
     void spin() noexcept {
         if (handle_.agent_was_asleep.load(std::memory_order_relaxed) ||
-            (handle_.spin_limit < spins_min && ++handle_.wait_count % waits_per_spin_retry != 0)) {
+            (handle_.spin_limit_ns < spin_ns_min && ++handle_.wait_count % waits_per_spin_retry != 0)) {
             return;
         }
-        const unsigned spin_limit = handle_.spin_limit < spins_min ? spins_min : handle_.spin_limit;
-        for (unsigned i = 0; i < spin_limit; ++i) {
+        const long limit_ns = handle_.spin_limit_ns < spin_ns_min ? spin_retry_ns : handle_.spin_limit_ns;
+        long end_ns = 0; // 0: not known, because a short wait need not read the clock.
+        for (unsigned i = 1;; ++i) {
             if (ring_.has_completions()) {
                 reap();
                 if (reaped_count_ >= count_min_) {
-                    handle_.spin_limit = spin_limit < spins_max / 2 ? spin_limit * 2 : spins_max;
+                    handle_.spin_limit_ns = std::min(limit_ns * 2, spin_ns_max);
+                    return;
+                }
+            }
+            if (i % spins_per_clock_read == 0) {
+                const long now_ns = monotonic_ns();
+                end_ns = end_ns == 0 ? now_ns + limit_ns : end_ns;
+                if (now_ns >= end_ns) {
+                    handle_.spin_limit_ns = limit_ns / 2;
                     return;
                 }
             }
             pause();
         }
-        handle_.spin_limit = spin_limit / 2;
     }
 
     // Returns false if the deadline has passed.
@@ -166,7 +185,7 @@ private:
         // Call start_watching() before the announcement, because the first call takes long.
         const bool is_timed = deadline_ != nullptr || !ring_.agent_has_extension() || configured_sleep_ns() != 0 ||
                               !handle_.start_watching();
-        if (!ring_.prepare_to_sleep()) {
+        if (!ring_.prepare_to_sleep(count_min_ - reaped_count_)) {
             return true;
         }
         if (is_timed) {

@@ -2,6 +2,7 @@
 #include "usrbio/ring/agent_side.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <new>
 #include <utility>
 
@@ -184,10 +185,18 @@ void AgentRing::flush() noexcept {
         for (; unpublished_count_ != 0; --unpublished_count_) {
             post(*view_.completion_semaphore);
         }
-    } else if (must_wake(view_.extension->application)) {
+    } else if (must_wake(view_.extension->application, [this] { return count_untaken(); })) {
         post(*view_.completion_semaphore);
     }
     unpublished_count_ = 0;
+}
+
+// Returns the number of published completions that the application has not taken. If the application has written an
+// invalid index, returns the largest number, so that the application is woken.
+std::uint32_t AgentRing::count_untaken() const noexcept {
+    const std::int32_t tail = view_.indices->completion_tail.load(std::memory_order_acquire);
+    return view_.is_valid(tail) ? view_.distance(static_cast<std::uint32_t>(tail), completion_head_)
+                                : std::numeric_limits<std::uint32_t>::max();
 }
 
 bool AgentRing::prepare_to_sleep() noexcept {

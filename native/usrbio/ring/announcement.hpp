@@ -62,14 +62,18 @@ private:
 };
 
 // Returns whether the caller must post the semaphore of the other side. Call it after work was published.
-inline bool must_wake(SideState& other_side) noexcept {
+// `count_available()` returns the number of completions that the other side can take; it is called if that side sleeps.
+template <typename CountAvailable> bool must_wake(SideState& other_side, CountAvailable count_available) noexcept {
     const std::uint32_t sleeping = other_side.sleeping.load(std::memory_order_seq_cst);
+    if (sleeping == awake || count_available() < other_side.awaited_count.load(std::memory_order_seq_cst)) {
+        return false;
+    }
     if (sleeping == asleep_once) {
         // No atomic exchange is needed: if this store overwrites a later announcement, the post of the caller ends that
         // sleep.
         other_side.sleeping.store(awake, std::memory_order_relaxed);
     }
-    return sleeping != awake;
+    return true;
 }
 
 } // namespace gdrkit::usrbio

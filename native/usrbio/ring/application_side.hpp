@@ -8,7 +8,9 @@
 #include "usrbio/ring/announcement.hpp"
 #include "usrbio/ring/view.hpp"
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <memory>
 
 namespace gdrkit::usrbio {
@@ -60,7 +62,8 @@ public:
             view_.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_seq_cst);
             published_head_ = head_;
         }
-        return !agent_has_extension() || must_wake(view_.extension->agent);
+        return !agent_has_extension() ||
+               must_wake(view_.extension->agent, [] { return std::numeric_limits<std::uint32_t>::max(); });
     }
 
     // -- for the thread that reaps ----------------------------------------------------------------------------------
@@ -112,9 +115,17 @@ public:
                static_cast<std::int32_t>(completion_tail_);
     }
 
-    // Announces that this side will sleep on completion_semaphore(). If a completion is available, withdraws the
-    // announcement and returns false.
-    bool prepare_to_sleep() noexcept {
+    // Announces that this side will sleep on completion_semaphore() until `awaited_count` completions are available. If
+    // a completion is available, withdraws the announcement and returns false. The agent posts already when half of the
+    // entries have completed, because another thread may need free entries for its submissions.
+    bool prepare_to_sleep(std::uint32_t awaited_count = 1) noexcept {
+        awaited_count = std::min(awaited_count, std::max(entries() / 2, 1U));
+        // The agent reads the count after it has published completions. Both accesses are sequentially consistent, as
+        // in an announcement. An equal count is not stored again, so that its cache line stays with both processors.
+        auto& published_count = view_.extension->application.awaited_count;
+        if (published_count.load(std::memory_order_relaxed) != awaited_count) {
+            published_count.store(awaited_count, std::memory_order_seq_cst);
+        }
         sleep_announcement_.announce();
         if (view_.indices->completion_head.load(std::memory_order_seq_cst) !=
             static_cast<std::int32_t>(completion_tail_)) {

@@ -65,6 +65,8 @@ struct alignas(64) SideState {
     std::atomic<std::uint32_t> magic;    // extension_magic if this side supports the extension.
     std::atomic<std::uint32_t> sleeping; // One of the three values above.
     std::atomic<std::uint32_t> ended;    // 1: this side has finished and no longer writes to the ring.
+    // Only of the application: the number of completions in the completion queue that end its sleep. 0 means 1.
+    std::atomic<std::uint32_t> awaited_count;
 };
 struct Extension {
     SideState application;

@@ -205,6 +205,38 @@ void test_sleeper_is_woken_once() {
     CHECK_EQUAL(pair.reap(), 1u);
 }
 
+// A sleeper that needs several completions is woken by the last of them, and not by each batch.
+void test_sleeper_is_woken_when_it_has_enough() {
+    RingPair pair(8);
+    const auto complete = [&](std::size_t index) {
+        CHECK(pair.agent->complete(pair.claimed[index].position, 0));
+        pair.agent->flush();
+    };
+    for (std::uint64_t user = 0; user < 8; ++user)
+        pair.prepare(user);
+    pair.application->submit();
+    CHECK_EQUAL(pair.claim(), 8u);
+    CHECK(pair.application->prepare_to_sleep(3));
+    complete(0);
+    complete(1);
+    CHECK_EQUAL(pair.semaphore_value(), 0);
+    complete(2);
+    CHECK_EQUAL(pair.semaphore_value(), 1);
+    CHECK_EQUAL(pair.memory.view.extension->application.sleeping.load(), awake);
+    // Half of the entries are always enough, because another thread may need the entries.
+    CHECK_EQUAL(pair.reap(), 3u);
+    CHECK(pair.application->prepare_to_sleep(8));
+    CHECK_EQUAL(pair.memory.view.extension->application.awaited_count.load(), 4u);
+    complete(3);
+    CHECK_EQUAL(pair.reap(), 1u);
+    CHECK(pair.application->prepare_to_sleep(1));
+    // A post that is not needed does no harm. An application that writes invalid indices gets one.
+    pair.memory.view.extension->application.awaited_count = 100;
+    pair.memory.view.indices->completion_tail = 1000;
+    complete(4);
+    CHECK_EQUAL(pair.semaphore_value(), 2);
+}
+
 // Runs a round in which each side sleeps until one post. `announced`: how each side announces its sleep.
 void run_sleeping_round(RingPair& pair, std::uint32_t announced) {
     CHECK_EQUAL(pair.claim(), 0u);
@@ -510,6 +542,7 @@ int main() {
     test_negative_depth_holds_an_incomplete_batch();
     test_negative_depth_without_timeout_holds_nothing();
     test_sleeper_is_woken_once();
+    test_sleeper_is_woken_when_it_has_enough();
     test_announcement_becomes_permanent();
     test_announcement_stays_single_without_posts();
     test_no_wake_up_is_lost();
