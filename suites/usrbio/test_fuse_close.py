@@ -1,4 +1,7 @@
-"""The close of a FUSE agent whose unmount fails: it raises ApiError, and a second close unmounts."""
+"""The start of a FUSE agent with wrong arguments, and its close if the unmount fails.
+
+That close raises ApiError, and a second close unmounts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,11 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING
 
+import pytest
+
+from gdrkit.errors import UsageError
 from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.usrbio.fuse.agent import fuse_agent
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -45,3 +52,17 @@ def test_close_after_a_failed_unmount_unmounts(tmp_path: Path) -> None:
     closes = json.loads(completed.stdout)
     assert closes["first"] == ["umount", "busy", True]
     assert closes["second"] == [False, []]
+
+
+@pytest.mark.parametrize("given", [("store", "server"), ()], ids=["both", "neither"])
+def test_agent_needs_either_a_store_or_a_server(tmp_path: Path, given: tuple[str, ...]) -> None:
+    store = tmp_path / "store"
+    for folder in (store, tmp_path / "mount"):
+        folder.mkdir()
+    with pytest.raises(UsageError, match="either a store or a server"):
+        fuse_agent(
+            tmp_path / "mount",
+            store=store if "store" in given else None,
+            server="127.0.0.1:1" if "server" in given else None,
+        ).close()
+    assert list(store.iterdir()) == []

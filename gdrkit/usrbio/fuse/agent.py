@@ -138,11 +138,15 @@ def fuse_agent(
     Raises
     ------
     UsageError
-        `path` or `store` is not a folder, or `server` is not ``HOST:PORT``. The agent or its storage server does
-        not run as root, and `is_shared` is set.
+        Both `store` and `server` were given, or neither. `path` or `store` is not a folder, or `server` is not
+        ``HOST:PORT``. The agent or its storage server does not run as root, and `is_shared` is set.
     SetupMissing, ApiError, GdrkitError
         The mount or the agent failed; see :class:`FuseMount` and :class:`~gdrkit.usrbio.agent.agent.Agent`.
     """
+    if (store is None) == (server is None):
+        given = "neither" if store is None else "both"
+        message = f"an agent needs either a store or a server, not {given}: store {store}, server {server}"
+        raise UsageError(message, what_to_do="name the folder of a store, or HOST:PORT of a running storage server")
     if is_shared:
         check_may_share()
     unmount_stale(path)
@@ -155,7 +159,7 @@ def fuse_agent(
             endpoint: ServerEndpoint = EmbeddedServer(check_mount(store), mount)
             address = f"unix:{mount.virtual_folder / SERVER_SOCKET}"
         else:
-            host, _, port = (server or "").rpartition(":")
+            host, _, port = str(server).rpartition(":")
             if not host or not port.isdecimal():
                 message = f"server must be HOST:PORT, not {server!r}"
                 raise UsageError(message)  # noqa: TRY301 - the mount is closed below.
