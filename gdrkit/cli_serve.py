@@ -126,6 +126,12 @@ def serve(root: Path, listen: str | None, nics: tuple[str, ...], chunk_bytes: in
     metavar="MIB",
     help="With --shared: the most host memory that the programs of one user may publish. Default: no limit.",
 )
+@click.option(
+    "--local-reads/--no-local-reads",
+    default=True,
+    show_default=True,
+    help="With --store: the agent reads cached bytes of files into host memory itself, without the server and a NIC.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the ready message and the counters as JSON.")
 def agent(
     mount: Path,
@@ -138,13 +144,14 @@ def agent(
     metrics: str | None,
     shared: bool,
     user_memory_mib: int | None,
+    local_reads: bool,
     as_json: bool,
 ) -> int:
     """Serve the hf3fs interface below MOUNT, until SIGTERM or SIGINT.
 
     The agent registers the memory of applications with every active NIC. A storage server moves the bytes. With
-    --server it is the given server; with --store the agent starts a server. The agent prints a line as soon as
-    applications can connect.
+    --server it is the given server; with --store the agent starts a server, and reads cached bytes into host memory
+    itself. The agent prints a line as soon as applications can connect.
     """
     from gdrkit.host import raise_open_files_limit
     from gdrkit.usrbio.agent._agent_loop import limit_arenas
@@ -169,6 +176,7 @@ def agent(
             silence_ms=silence_ms,
             is_shared=shared,
             user_memory_bytes_max=user_memory_bytes_max,
+            local_reads=local_reads,
         )
         serve_until_signalled(running_agent, as_json=as_json, export=export)
         return 0
@@ -185,6 +193,7 @@ def agent(
         silence_ms=silence_ms,
         is_shared=shared,
         user_memory_bytes_max=user_memory_bytes_max,
+        local_reads=local_reads,
     )
     serve_until_signalled(fuse_mount_agent, as_json=as_json, export=export)
     return 0

@@ -22,7 +22,7 @@ class Store:
     The files of a store and their checksums. The caller owns the descriptor of the folder.
     """
 
-    def __init__(self, sums_folder: int, chunk_bytes: int) -> None: ...
+    def __init__(self, sums_folder: int, chunk_bytes: int, *, generation: int = -1) -> None: ...
 
     def adopt(self, fd: int, *, read: bool, write: bool) -> OpenFile:
         """

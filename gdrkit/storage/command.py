@@ -37,11 +37,13 @@ def serve(
     listen: str | None,
     nic_names: Sequence[str],
     chunk_bytes: int | None,
+    sums_generation: int = -1,
     export: Callable[[Callable[[], dict[str, int]]], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> int:
     """Serve a store until SIGTERM or SIGINT, and return the exit code.
 
-    `export` is called with the function that returns the counters. Its context is open while the server runs.
+    `export` is called with the function that returns the counters. Its context is open while the server runs. For
+    `sums_generation`, see :class:`~gdrkit.storage.store.FileStore`.
     """
     logging.basicConfig(level=logging.INFO, format="gdrkit serve: %(message)s", stream=sys.stderr)
     raise_open_files_limit()
@@ -50,7 +52,7 @@ def serve(
     # sigwait() below receives the signals. Threads that start from here on inherit the mask and never get them.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
     try:
-        with FileStore(root, chunk_bytes=chunk_bytes) as store:
+        with FileStore(root, chunk_bytes=chunk_bytes, sums_generation=sums_generation) as store:
             address = ServerAddress(path=store.default_socket()) if listen is None else ServerAddress.parse(listen)
             with StorageServer(store, address, nic_names=nic_names) as server:
                 sys.stdout.write(f"gdrkit serve: {root} at {server.address} by {', '.join(server.nics)}\n")

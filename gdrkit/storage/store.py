@@ -59,6 +59,9 @@ class FileStore:
     chunk_bytes : int or None
         Number of bytes that one checksum covers, a power of two from 4096 to 65536. It is fixed when the store is
         created. None: the existing value, or 4096.
+    sums_generation : int
+        Descriptor of a page of memory that the caller shares with a reader of the checksums in another process. The
+        store counts there when it creates checksums in a new place. -1: there is no such reader.
 
     Raises
     ------
@@ -70,7 +73,7 @@ class FileStore:
         The store was created with another chunk size, or by another version.
     """
 
-    def __init__(self, root: Path, *, chunk_bytes: int | None = None) -> None:
+    def __init__(self, root: Path, *, chunk_bytes: int | None = None, sums_generation: int = -1) -> None:
         self._on_close = ReleaseStack()
         self._is_closed = False
         # The user with whose rights a thread executes requests.
@@ -86,7 +89,7 @@ class FileStore:
             self.token = self._read_or_create_token()
             sums = self._private_folder.folder("sums")
             self._on_close.push(sums.close)
-            self.native = engine.Store(sums.fd, self.chunk_bytes)
+            self.native = engine.Store(sums.fd, self.chunk_bytes, generation=sums_generation)
         except BaseException as error:
             self._on_close.run_after(error)
             raise

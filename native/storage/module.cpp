@@ -115,13 +115,13 @@ void bind_files(nb::module_& module) {
                       "The files of a store and their checksums. The caller owns the descriptor of the folder.")
         .def(
             "__init__",
-            [](Store* self, int folder, std::uint32_t chunk_bytes) {
+            [](Store* self, int folder, std::uint32_t chunk_bytes, int generation) {
                 if (chunk_bytes < 4096 || chunk_bytes > 65536 || (chunk_bytes & (chunk_bytes - 1)) != 0) {
                     raise_os_error(EINVAL, "chunk_bytes must be a power of two from 4096 to 65536");
                 }
-                new (self) Store(folder, chunk_bytes);
+                new (self) Store(folder, chunk_bytes, generation);
             },
-            "sums_folder"_a, "chunk_bytes"_a)
+            "sums_folder"_a, "chunk_bytes"_a, nb::kw_only(), "generation"_a = -1)
         .def(
             "adopt",
             [](Store& self, int fd, bool may_read, bool may_write) {

@@ -47,9 +47,16 @@ bool is_zero(std::span<const std::byte> bytes) {
 
 } // namespace
 
-Store::Store(int sums_folder, std::uint32_t chunk_bytes) : sums_folder_(sums_folder), chunk_bytes_(chunk_bytes) {
+Store::Store(int sums_folder, std::uint32_t chunk_bytes, int generation)
+    : sums_folder_(sums_folder), chunk_bytes_(chunk_bytes) {
     if (chunk_bytes < 4096 || chunk_bytes > chunk_bytes_max || (chunk_bytes & (chunk_bytes - 1)) != 0) {
         throw std::system_error(EINVAL, std::generic_category(), "chunk_bytes");
+    }
+    if (generation >= 0) {
+        if (const int status = generation_.open(generation, true); status != 0) {
+            throw std::system_error(-status, std::generic_category(), "the counter of the sums");
+        }
+        generation_.advance();
     }
 }
 
@@ -102,24 +109,18 @@ void Store::remove_sums(std::uint64_t inode_number) {
     inode->remove_sums();
 }
 
-std::string Inode::sums_name() const {
-    char name[32];
-    std::snprintf(name, sizeof name, "%02" PRIx64 "/%016" PRIx64, inode_number_ & 255, inode_number_);
-    return name;
-}
-
 int Inode::open_sums(int file, bool create) {
-    const std::string name = sums_name();
+    const std::string name = sums_name(inode_number_);
     if (create && mkdirat(store_.sums_folder_, name.substr(0, 2).c_str(), 0700) != 0 && errno != EEXIST) {
         return -errno;
     }
-    return sums_.open(store_.sums_folder_, name.c_str(), create, file, store_.chunk_bytes_);
+    return sums_.open(store_.sums_folder_, name.c_str(), create, file, store_.chunk_bytes_, store_.generation_);
 }
 
 void Inode::remove_sums() {
     const std::unique_lock guard(lock_);
     is_unlinked_ = true;
-    const std::string name = sums_name();
+    const std::string name = sums_name(inode_number_);
     const std::size_t slash = name.find('/');
     // If the subfolder does not exist, there is nothing to remove. If a symbolic link has replaced the subfolder, it is
     // not followed.

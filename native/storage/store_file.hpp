@@ -18,8 +18,6 @@
 
 namespace gdrkit::storage {
 
-inline constexpr std::size_t chunk_bytes_max = 65536;
-
 struct Counters {
     std::atomic<std::uint64_t> reads{0}, writes{0}, read_bytes{0}, written_bytes{0}, corruptions{0}, outside_changes{0},
         rdma_errors{0}, refused_frames{0}, sessions{0};
@@ -59,7 +57,6 @@ private:
         std::array<std::byte, chunk_bytes_max> bytes;
     };
 
-    std::string sums_name() const;
     // The functions that return int return 0 or -errno.
     int open_sums(int file, bool create);
     void discard_sums_if_changed_outside(const struct stat& file);
@@ -88,8 +85,9 @@ struct OpenFile {
 
 class Store {
 public:
-    // The caller owns the descriptor `sums_folder`. chunk_bytes is a power of two from 4096 to 65536.
-    Store(int sums_folder, std::uint32_t chunk_bytes);
+    // The caller owns the descriptors. chunk_bytes is a power of two from 4096 to 65536. `generation`: the memory of
+    // SumsGeneration, or -1 if no other process reads the sums. Throws std::system_error.
+    Store(int sums_folder, std::uint32_t chunk_bytes, int generation = -1);
 
     // Makes an OpenFile of an open descriptor. `may_read` and `may_write` are the rights of the client. Throws
     // std::system_error.
@@ -104,6 +102,7 @@ private:
     friend class Inode;
     const int sums_folder_;
     const std::uint32_t chunk_bytes_;
+    SumsGeneration generation_;
     Counters counters_;
     std::mutex lock_;
     std::map<std::uint64_t, std::weak_ptr<Inode>> inodes_;

@@ -5,11 +5,18 @@
 #include <linux/stat.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cerrno>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
 #include <ctime>
+#include <utility>
 
 #include "storage/open_beneath.hpp"
 
@@ -26,6 +33,11 @@ constexpr std::int64_t before_change_ns = 20'000'000, after_change_ns = 200'000'
 // Packs a sum into 64 bits: from the lowest bit, 32 bits of CRC, 2 bits of state and 30 bits of length.
 std::uint64_t packed(const Sum& sum) {
     return sum.crc | std::uint64_t{static_cast<std::uint32_t>(sum.state)} << 32 | std::uint64_t{sum.length} << 34;
+}
+
+Sum unpacked(std::uint64_t entry) {
+    return {static_cast<std::uint32_t>(entry), static_cast<std::uint32_t>(entry >> 34),
+            static_cast<SumState>(entry >> 32 & 3)};
 }
 
 // Atomic access to a field of the mapped file.
@@ -68,6 +80,36 @@ struct SumsFile::Header {
     std::int64_t change_begin_ns; // Time at which the change in progress began, or 0 if no change is in progress.
 };
 
+std::string sums_name(std::uint64_t inode_number) {
+    char name[32];
+    std::snprintf(name, sizeof name, "%02" PRIx64 "/%016" PRIx64, inode_number & 255, inode_number);
+    return name;
+}
+
+SumsGeneration::~SumsGeneration() {
+    if (counter_ != nullptr) {
+        munmap(counter_, page_bytes);
+    }
+}
+
+int SumsGeneration::open(int memory, bool may_advance) {
+    struct stat now {};
+    const int seals = fcntl(memory, F_GET_SEALS);
+    if (seals < 0 || fstat(memory, &now) != 0) {
+        return -errno;
+    }
+    if (now.st_size < static_cast<off_t>(page_bytes) || (seals & F_SEAL_SHRINK) == 0) {
+        return -EINVAL;
+    }
+    void* const mapped =
+        mmap(nullptr, page_bytes, may_advance ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, memory, 0);
+    if (mapped == MAP_FAILED) {
+        return -errno;
+    }
+    counter_ = static_cast<std::atomic<std::uint64_t>*>(mapped);
+    return 0;
+}
+
 SumsFile::~SumsFile() {
     unmap();
 }
@@ -89,6 +131,9 @@ int SumsFile::map(std::uint64_t chunks_count) {
         (static_cast<std::uint64_t>(now.st_size) < bytes && ftruncate(fd_.get(), static_cast<off_t>(bytes)) != 0)) {
         return -errno;
     }
+    if (static_cast<std::uint64_t>(now.st_size) < bytes) {
+        generation_->advance();
+    }
     void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
     if (mapped == MAP_FAILED) {
         return -errno;
@@ -101,7 +146,9 @@ int SumsFile::map(std::uint64_t chunks_count) {
     return 0;
 }
 
-int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes) {
+int SumsFile::open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
+                   SumsGeneration& generation) {
+    generation_ = &generation;
     const int descriptor = open_beneath(folder, name, O_RDWR | (create ? O_CREAT : 0), 0600);
     if (descriptor < 0) {
         return descriptor;
@@ -184,9 +231,7 @@ Sum SumsFile::get(std::uint64_t chunk) const noexcept {
     if (chunk >= capacity_) {
         return {};
     }
-    const std::uint64_t entry = load(entries_[chunk]);
-    return {static_cast<std::uint32_t>(entry), static_cast<std::uint32_t>(entry >> 34),
-            static_cast<SumState>(entry >> 32 & 3)};
+    return unpacked(load(entries_[chunk]));
 }
 
 void SumsFile::set(std::uint64_t chunk, const Sum& sum) noexcept {
@@ -242,6 +287,66 @@ void SumsFile::end_change(const Version& version) noexcept {
 void SumsFile::reset(const Version& version) noexcept {
     discard_from(0);
     end_change(version);
+}
+
+std::int64_t read_cached(int file, void* into, std::size_t length, std::uint64_t offset) noexcept {
+    static_assert(sizeof(long) == 8, "the offset must fit into one argument");
+    const iovec part{into, length};
+    for (;;) {
+        const long count = syscall(SYS_preadv2, file, &part, 1L, offset, 0L, RWF_NOWAIT);
+        if (count >= 0 || errno != EINTR) {
+            return count < 0 ? -errno : count;
+        }
+    }
+}
+
+int SumsReader::open(int folder, int file) {
+    fd_ = Descriptor();
+    struct stat info {};
+    if (fstat(file, &info) != 0) {
+        return -errno;
+    }
+    Descriptor sums(open_beneath(folder, sums_name(info.st_ino), O_RDONLY, 0));
+    if (!sums) {
+        return sums.get();
+    }
+    SumsFile::Header header{};
+    const std::int64_t count = read_cached(sums.get(), &header, sizeof header, 0);
+    if (count < 0) {
+        return static_cast<int>(count);
+    }
+    // A short header: the server creates the file now.
+    if (count != sizeof header || std::memcmp(header.magic, magic, sizeof magic) != 0 ||
+        !(header.identity == identity_of(file)) || header.chunk_bytes < page_bytes ||
+        header.chunk_bytes > chunk_bytes_max || !std::has_single_bit(header.chunk_bytes)) {
+        return -ESTALE;
+    }
+    chunk_bytes_ = header.chunk_bytes;
+    fd_ = std::move(sums);
+    return 0;
+}
+
+bool SumsReader::read(std::uint64_t first, std::span<Sum> sums) const noexcept {
+    std::array<std::uint64_t, sums_per_read_max> entries{};
+    if (sums.size() > entries.size()) {
+        return false;
+    }
+    const std::span bytes = std::as_writable_bytes(std::span(entries).first(sums.size()));
+    // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file.
+    for (std::size_t done = 0; done < bytes.size();) {
+        const std::int64_t count = read_cached(fd_.get(), bytes.data() + done, bytes.size() - done,
+                                               page_bytes + first * sizeof entries[0] + done);
+        if (count < 0) {
+            return false;
+        }
+        if (count == 0) {
+            break;
+        }
+        done += static_cast<std::size_t>(count);
+    }
+    std::transform(sums.begin(), sums.end(), entries.begin(), sums.begin(),
+                   [](const Sum&, std::uint64_t entry) { return unpacked(entry); });
+    return true;
 }
 
 } // namespace gdrkit::storage

@@ -1,16 +1,21 @@
 // The sums file of one inode, which stores a CRC32C per chunk of its file. It is mapped into memory, so that the sums
-// survive the process.
+// survive the process. Another process on this machine can read the sums too (SumsReader).
 #pragma once
 
 #include <sys/stat.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "common/descriptor.hpp"
 
 namespace gdrkit::storage {
+
+inline constexpr std::size_t chunk_bytes_max = 65536; // Largest number of bytes of which a sum is stored.
 
 enum class SumState : std::uint32_t { unknown = 0, valid = 1, being_written = 2 };
 
@@ -29,6 +34,33 @@ struct Version {
     static Version of(const struct stat& file) { return {file.st_mtim.tv_sec, file.st_mtim.tv_nsec, file.st_size}; }
 };
 
+// A counter in memory that the server shares with a reader of the sums in another process. The server advances it when
+// it starts, and before it stores the first sums in a new part of a sums file. A reader that has found no sums file
+// then searches it again.
+class SumsGeneration {
+public:
+    SumsGeneration() = default;
+    SumsGeneration(const SumsGeneration&) = delete;
+    SumsGeneration& operator=(const SumsGeneration&) = delete;
+    ~SumsGeneration();
+
+    // Maps the counter in the shared memory `memory`, which the caller still owns. `may_advance`: the memory is open
+    // for writing. Returns 0 or -errno. -EINVAL: the memory has less than a page, or other processes may shrink it.
+    int open(int memory, bool may_advance);
+    std::uint64_t get() const noexcept { return counter_->load(std::memory_order_seq_cst); }
+    void advance() noexcept {
+        if (counter_ != nullptr) {
+            counter_->fetch_add(1, std::memory_order_seq_cst);
+        }
+    }
+
+private:
+    std::atomic<std::uint64_t>* counter_ = nullptr;
+};
+
+// Returns the name of the sums file of an inode, relative to the folder of the sums.
+std::string sums_name(std::uint64_t inode_number);
+
 // The class stores its entries in program order. So after a SIGKILL, the file contains all stores before the last
 // write(2). The caller must hold the lock of the inode.
 class SumsFile {
@@ -40,8 +72,9 @@ public:
 
     // Opens the sums file `name` in `folder`, and creates it if `create` is set. `file` is a descriptor of the inode's
     // file. Returns 0 or -errno. If the sums belong to another inode or chunk size, or another program has changed the
-    // file, all sums are discarded. Afterwards version() is the version of the file.
-    int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes);
+    // file, all sums are discarded. Afterwards version() is the version of the file. The caller keeps `generation`.
+    int open(int folder, const char* name, bool create, int file, std::uint32_t chunk_bytes,
+             SumsGeneration& generation);
     bool is_open() const noexcept { return header_ != nullptr; }
 
     // Allocates memory and disk space for the sums of the chunks [first, end), so that no later store can fail. Returns
@@ -62,6 +95,7 @@ public:
     void reset(const Version& version) noexcept;
 
 private:
+    friend class SumsReader;
     struct Header;
     // Maps the sums file with space for this many sums. Returns 0 or -errno.
     int map(std::uint64_t chunks_count);
@@ -70,10 +104,33 @@ private:
     int discard_if_foreign(int file, std::uint32_t chunk_bytes);
 
     Descriptor fd_;
+    SumsGeneration* generation_ = nullptr;
     Header* header_ = nullptr;
     std::uint64_t* entries_ = nullptr;
     std::uint64_t capacity_ = 0;       // Number of mapped entries.
     std::vector<bool> has_disk_space_; // For each page of entries.
 };
+
+// The sums of one inode as another process than the server reads them. The server may change them at any time. The
+// reads do not wait for a disk: the sums file is not mapped, because a page fault would wait.
+class SumsReader {
+public:
+    // Opens the sums of the inode of `file`, or opens them again. Returns 0 or -errno. -ENOENT: the file has no sums.
+    // -ESTALE: the sums belong to an earlier file with this inode number. -EAGAIN: a disk must be read.
+    int open(int folder, int file);
+    std::uint32_t chunk_bytes() const noexcept { return chunk_bytes_; }
+    // Reads the sums of the chunks from `first` on. Chunks behind the end of the sums file have no sum. Returns false
+    // if a disk must be read, or for more than sums_per_read_max sums.
+    static constexpr std::size_t sums_per_read_max = 64;
+    bool read(std::uint64_t first, std::span<Sum> sums) const noexcept;
+
+private:
+    Descriptor fd_;
+    std::uint32_t chunk_bytes_ = 0;
+};
+
+// Calls preadv2(2) with RWF_NOWAIT, which reads only bytes in the page cache. The function of glibc is a cancellation
+// point, which costs some nanoseconds. Returns -errno after an error.
+std::int64_t read_cached(int file, void* into, std::size_t length, std::uint64_t offset) noexcept;
 
 } // namespace gdrkit::storage

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 from fault.file_model import FileModel
-from fault.kill_phases import ENTER_PHASE, KILL_POINTS, Processes
+from fault.kill_phases import ENTER_PHASE, KILL_POINTS, LOCAL_KILL_POINTS, Processes
 from fault.usrbio_client import UsrbioClient, list_published_links, list_shared_memory
 from support.kill_campaign import KillCampaign
 from support.processes import HungError, is_gone, open_files, wait_until
@@ -54,6 +54,8 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         fault plan.
     rng : Random
         Source of all random decisions.
+    local_reads : bool
+        Whether the agent itself reads cached bytes. Then there is no phase in which the server transfers a read.
 
     Attributes
     ----------
@@ -63,8 +65,9 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         Number of acknowledged writes.
     """
 
-    def __init__(self, mount: Path, traps: Traps, rng: Random) -> None:
-        super().__init__(KILL_POINTS, rng)
+    def __init__(self, mount: Path, traps: Traps, rng: Random, *, local_reads: bool) -> None:
+        super().__init__(LOCAL_KILL_POINTS if local_reads else KILL_POINTS, rng)
+        self._local_reads = local_reads
         self.kills_by_memory = {"host": 0, "device": 0}
         self.acknowledged_count = 0
         self._mount = mount
@@ -222,6 +225,11 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
 
     def _use_both_queue_pairs(self) -> None:
         """Write and read with both queue pairs, because the agent opens files at the first use of each queue pair."""
+        if self._local_reads:
+            # The reads below use no queue pair. A large write makes the next operation use the other queue pair.
+            for _ in range(2):
+                self._bystander.call("write", operations=[(0, MIB, 0)])
+                assert self._bystander.call("wait", for_read=False, count=1) == [[0, MIB]]
         for _ in range(2):
             # Operations use the queue pairs in turn. A round has three operations, so the next round begins with the
             # other queue pair.
@@ -256,7 +264,7 @@ class AgentCampaign(KillCampaign[tuple[str, str]]):
         self._clients.remove(client)
 
     def _start_agent(self) -> None:
-        self._agent = AgentProcess(self._mount)
+        self._agent = AgentProcess(self._mount, "--local-reads" if self._local_reads else "--no-local-reads")
         assert list_published_links(self._mount) == set()
         self._bystander = self._open_client(self._bystander_file, "host")
         # The first client with device memory makes the agent open files that stay open. Therefore such a client runs

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fault.traps import Traps
     from fault.usrbio_client import UsrbioClient
 
-__all__ = ["ENTER_PHASE", "KILL_POINTS", "TRAPPED_CALLS", "Processes"]
+__all__ = ["ENTER_PHASE", "KILL_POINTS", "LOCAL_KILL_POINTS", "TRAPPED_CALLS", "Processes"]
 
 # Name of the trap for each call or event in the fault plan of the verbs twin (a library that emulates NICs).
 TRAPPED_CALLS = {
@@ -296,3 +296,5 @@ KILL_POINTS = (
     *(("agent", phase) for phase in ENTER_PHASE),
     *(("server", phase) for phase in ("session", "transfer", "reading", "written", "replied", "completed")),
 )
+# The kill points of an agent that itself reads cached bytes.
+LOCAL_KILL_POINTS = tuple(kill_point for kill_point in KILL_POINTS if kill_point[1] != "reading")

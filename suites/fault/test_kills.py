@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from fault.kill_campaign import AgentCampaign
-from fault.kill_phases import KILL_POINTS, TRAPPED_CALLS
+from fault.kill_phases import KILL_POINTS, LOCAL_KILL_POINTS, TRAPPED_CALLS
 from fault.traps import Traps
 
 from gdrkit.errors import Api
@@ -33,8 +33,10 @@ KILLS_COUNT = int(os.environ.get("GDRKIT_KILLS", "20"))
 
 @needs(verbs.nic(count_min=2), software(Api.VERBS), verbs.dmabuf_region, cuda.device(), cuda.dmabuf_export)
 @pytest.mark.timeout(120 + 20 * KILLS_COUNT)
+@pytest.mark.parametrize("local_reads", [False, True], ids=["reads by the server", "reads by the agent"])
 def test_kill_of_any_process_in_any_phase_loses_nothing(
     tmp_path: Path,
+    local_reads: bool,  # noqa: FBT001 - a parameter of the case.
     seed: int,
     evidence: Evidence,
     monkeypatch: pytest.MonkeyPatch,
@@ -48,9 +50,10 @@ def test_kill_of_any_process_in_any_phase_loses_nothing(
     # Without the pool of GPU memory, the agent deregisters each iov when the client unpublishes it. This deregistration
     # is a phase of the campaign.
     monkeypatch.setenv("GDRKIT_USRBIO_GPU_POOL_BYTES", "0")
-    kills_per_pair = math.ceil(KILLS_COUNT / len(KILL_POINTS))
-    with AgentCampaign(mount, traps, rng) as campaign:
-        campaign.run(kills_per_pair * len(KILL_POINTS))
+    pairs_count = len(LOCAL_KILL_POINTS if local_reads else KILL_POINTS)
+    kills_per_pair = math.ceil(KILLS_COUNT / pairs_count)
+    with AgentCampaign(mount, traps, rng, local_reads=local_reads) as campaign:
+        campaign.run(kills_per_pair * pairs_count)
     counts = {f"{victim} in {phase}": count for (victim, phase), count in campaign.kill_counts.items()}
     evidence["hits"] = counts
     evidence["kinds"] = campaign.kills_by_memory

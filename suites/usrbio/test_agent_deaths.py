@@ -212,7 +212,7 @@ def continue_process(process_id: int) -> None:
 
 def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: int) -> None:
     with (
-        AgentProcess(mount, "--silence-ms", "1000") as agent,
+        AgentProcess(mount, "--no-local-reads", "--silence-ms", "1000") as agent,
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):
@@ -238,7 +238,7 @@ def test_hanging_server_is_killed_and_writes_nothing_later(mount: Path, seed: in
 
 def test_memory_is_not_written_after_the_connection_ends(mount: Path) -> None:
     with (
-        AgentProcess(mount, "--silence-ms", "2000") as agent,
+        AgentProcess(mount, "--no-local-reads", "--silence-ms", "2000") as agent,
         RawClient(mount) as client,
         contextlib.ExitStack() as stack,
     ):

@@ -90,15 +90,16 @@ def test_new_session_reopens_files_as_their_user() -> None:
         stored.chmod(0o644)
         with UserProcess(BOB, lambda pipe: read_registered(mount, path, pipe), groups=[GROUP]) as bob:
             assert bob.receive() == 4 * KIB
+            # Until the agent notices the end of the session, its own reads of cached bytes have the old access.
             # The second mode would allow the access that the server has refused.
-            for mode in (0o600, 0o644):
+            for mode, old_results in ((0o600, {-errno.EREMOTEIO, 4 * KIB}), (0o644, {-errno.EREMOTEIO})):
                 stored.chmod(mode)
                 os.kill(agent.server_process_id(), signal.SIGKILL)
                 results = [-errno.EREMOTEIO]
 
-                def ask(results: list[int] = results) -> bool:
+                def ask(results: list[int] = results, old_results: set[int] = old_results) -> bool:
                     results.append(bob.ask())
-                    return results[-1] != -errno.EREMOTEIO
+                    return results[-1] not in old_results
 
                 wait_until(ask, "the agent has a new session", timeout_s=30)
                 assert results[-1] == -errno.EACCES

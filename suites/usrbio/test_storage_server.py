@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import signal
@@ -17,8 +18,13 @@ from support.processes import wait_until
 
 from gdrkit.errors import BrokenResource, Reason
 from gdrkit.harness.needs import needs, verbs
+from gdrkit.storage import messages
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.files import PathAccess, open_at_server
+from gdrkit.usrbio.agent.memory import Nics
 from gdrkit.usrbio.agent.mount import AgentMount
 from gdrkit.usrbio.agent.server import EmbeddedServer, RemoteServer
+from gdrkit.usrbio.agent.session import AgentSession
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -192,3 +198,32 @@ def test_connection_to_a_remote_server_has_no_delay() -> None:
         remote.give_up()
         remote.close()
         assert remote.token == "token"  # noqa: S105 - not a password.
+
+
+def test_local_descriptor_is_of_the_file_of_the_handle(server: EmbeddedServer, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    for name in ("folder", "other"):
+        (store / name).mkdir()
+        (store / name / "file").write_text(name)
+    server.prepare()
+    with Nics() as nics, contextlib.ExitStack() as stack:
+        session = AgentSession(server.connect, nics, token=None, timeout_ms=30_000)
+        stack.callback(session.close)
+        inode = (store / "folder" / "file").stat().st_ino
+        access = PathAccess("folder/file", inode=inode, readable=True, writable=False, user=None)
+        handle = open_at_server(access, session)
+        descriptor = access.open_local(store, session, handle)
+        assert os.read(descriptor, 100) == b"folder"
+        os.close(descriptor)
+        # Another user replaces the folder by a link after the server has opened the file.
+        (store / "folder").rename(store / "moved")
+        (store / "folder").symlink_to(store / "other")
+        with pytest.raises(AgentError, match="the path now belongs to another file"):
+            access.open_local(store, session, handle)
+        # Without the handle, the inode number may belong to a new file.
+        (store / "folder").unlink()
+        (store / "moved").rename(store / "folder")
+        session.call(messages.Close(handle=handle), messages.Done)
+        with pytest.raises(AgentError) as refusal:
+            access.open_local(store, session, handle)
+        assert refusal.value.errno == errno.EBADF

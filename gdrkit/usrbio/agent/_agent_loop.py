@@ -43,13 +43,35 @@ class AgentLoop(Protocol):
         block_bytes: int,
         keys: Sequence[tuple[int, int]],
         preferred_nics: Sequence[int],
+        mapping: int = 0,
     ) -> None:
-        """Add a buffer. `keys` has its address and its key for each NIC. `preferred_nics` has indices of NICs."""
+        """Add a buffer. `keys` has its address and its key for each NIC. `preferred_nics` has indices of NICs.
+
+        `mapping` is the address of host memory in this process. The loop reads cached bytes of files into it.
+        """
 
     def set_file(
-        self, client: int, inode: int, *, read_handle: int, write_handle: int, readable: bool, writable: bool
+        self,
+        client: int,
+        inode: int,
+        *,
+        read_handle: int,
+        write_handle: int,
+        readable: bool,
+        writable: bool,
+        file: int = -1,
     ) -> None:
-        """Add a file, or change its handles and access rights."""
+        """Add a file, or change its handles and access rights.
+
+        `file` is a descriptor of the file that is open for reading, which the caller still owns. The loop reads cached
+        bytes of the file itself if :meth:`set_local_store` was called.
+        """
+
+    def set_local_store(self, sums_folder: int, generation: int) -> None:
+        """Pass the folder of the checksums of a store on this machine, and the memory in which its server counts.
+
+        The caller still owns both descriptors.
+        """
 
     def add_ring(
         self,

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from gdrkit.errors import UsageError
 from gdrkit.handles import ReleaseStack
+from gdrkit.host import PrivateFolder
+from gdrkit.storage.token import PRIVATE_FOLDER
 from gdrkit.usrbio.agent._agent_loop import open_loop
 from gdrkit.usrbio.agent.connection import ServerConnection
 from gdrkit.usrbio.agent.context import AgentContext
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 
     from gdrkit.registration import Placement
     from gdrkit.storage.messages import SetUser
+    from gdrkit.usrbio.agent._agent_loop import AgentLoop
     from gdrkit.usrbio.agent.files import FileAccess
-    from gdrkit.usrbio.agent.server import ServerEndpoint
+    from gdrkit.usrbio.agent.server import LocalStore, ServerEndpoint
 
 __all__ = ["SILENCE_MS", "SPIN_US", "Agent", "block_signals", "check_may_share", "plain_agent", "serve_until_signalled"]
 
@@ -74,6 +77,9 @@ class Agent:
         The choice of NICs for device memory. With None, a new one for this machine.
     user_memory_bytes_max : int or None
         Limit of the host memory that the clients of one user may publish, in bytes. None means no limit.
+    local_reads : bool
+        Whether the agent itself reads bytes that are in the page cache into host memory, if it has started the storage
+        server.
 
     Attributes
     ----------
@@ -94,6 +100,7 @@ class Agent:
         silence_ms: int = SILENCE_MS,
         placement: Placement | None = None,
         user_memory_bytes_max: int | None = None,
+        local_reads: bool = True,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
@@ -128,6 +135,9 @@ class Agent:
             )
             self._on_close.push(self._server.close)
             self._server.start()
+            if local_reads and endpoint.local_store is not None:
+                _set_local_store(self._loop, endpoint.local_store)
+                context.local_store = endpoint.local_store.path
             self._on_close.push(self.service.close)
             self._on_close.push(RemovedLinks(mount.links, self.service).close)
             listener = AgentListener(mount, self.service)
@@ -170,6 +180,7 @@ def plain_agent(
     placement: Placement | None = None,
     is_shared: bool = False,
     user_memory_bytes_max: int | None = None,
+    local_reads: bool = True,
 ) -> Agent:
     """Start an agent in plain mode, with a storage server as its child.
 
@@ -183,7 +194,7 @@ def plain_agent(
         See :class:`Agent`.
     is_shared : bool
         Whether to serve all users of the machine. Only root can.
-    user_memory_bytes_max : int or None
+    user_memory_bytes_max, local_reads
         See :class:`Agent`.
 
     Raises
@@ -209,7 +220,17 @@ def plain_agent(
         silence_ms=silence_ms,
         placement=placement,
         user_memory_bytes_max=user_memory_bytes_max,
+        local_reads=local_reads,
     )
+
+
+def _set_local_store(loop: AgentLoop, store: LocalStore) -> None:
+    """Pass the checksums of the store to the loop. The storage server has created their folder."""
+    with (
+        PrivateFolder.below(store.path / PRIVATE_FOLDER) as private_folder,
+        private_folder.folder("sums") as sums,
+    ):
+        loop.set_local_store(sums.fd, store.generation)
 
 
 def check_may_share() -> None:

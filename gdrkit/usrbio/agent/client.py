@@ -346,7 +346,7 @@ class Client:
             if file.is_closing:  # The loop no longer uses the file, or will soon stop using it.
                 continue
             file.reopen(session)
-            file.update_loop(self._context.loop, self.number)
+            file.update_loop(self._context.loop, self.number, self._context.local_store)
 
     def remove_ring(self, ring_id: bytes) -> None:
         """Remove the publication of a broken ring. The client has to publish a new ring."""
@@ -427,7 +427,7 @@ class Client:
                 raise AgentError(errno.EBUSY, "the file is being deregistered")
             file.add(access, session)
             try:
-                file.update_loop(self._context.loop, self.number)
+                file.update_loop(self._context.loop, self.number, self._context.local_store)
             except OSError as error:
                 file.close()
                 raise as_agent_error(error) from error

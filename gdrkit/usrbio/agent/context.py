@@ -47,6 +47,8 @@ class AgentContext:
 
     Attributes
     ----------
+    local_store : Path or None
+        The store, if the loop itself reads cached bytes of its files.
     files_lock : threading.RLock
         Held while files are opened at the server, so that a new session reopens either all of them or none.
     """
@@ -68,6 +70,7 @@ class AgentContext:
         self.nics = nics
         self.links = links
         self.quota = quota
+        self.local_store: Path | None = None
         self.files_lock = threading.RLock()
         self._drain_timeout_ms = drain_timeout_ms
         self._server: ServerConnection | None = None

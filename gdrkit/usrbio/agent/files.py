@@ -10,6 +10,7 @@ the path with the rights of the user of the client.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -62,6 +63,10 @@ class DescriptorAccess:
         adopt = messages.Adopt(read=self.readable, write=self.writable)
         return session.call(adopt, messages.OpenReply, descriptors=(self.descriptor,))
 
+    def open_local(self, _store: Path, _session: AgentSession, _handle: int) -> int:
+        """Open the file again for reading, without the flags of the client such as O_DIRECT. Return the descriptor."""
+        return _open_for_local_reads(self.descriptor)
+
     def close(self) -> None:
         """Close the descriptor."""
         descriptor, self.descriptor = self.descriptor, -1
@@ -86,6 +91,30 @@ class PathAccess:
         """Open the file at the server."""
         request = messages.Open(path=self.path, read=self.readable, write=self.writable)
         return session.call(request, messages.OpenReply, user=self.user)
+
+    def open_local(self, store: Path, session: AgentSession, handle: int) -> int:
+        """Open the file of `handle` in the store for reading, and return the descriptor.
+
+        The server has opened the file with the rights of the user. It keeps the file open, so no other file of this
+        device can have the inode number. The reply to the last request shows that the file was open meanwhile.
+
+        Raises
+        ------
+        AgentError
+            ESTALE: the path now belongs to another file. Other errors have the errno of the server's reply.
+        OSError
+            open(2) failed.
+        """
+        found = os.open(store / self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            status = os.fstat(found)
+            reply = session.call(messages.Stat(handle=handle), messages.FileStat)
+            is_same = (status.st_dev, status.st_ino) == (store.stat().st_dev, reply.inode)
+            if not is_same or not stat.S_ISREG(status.st_mode):
+                _refuse(errno.ESTALE, "the path now belongs to another file")
+            return _open_for_local_reads(found)
+        finally:
+            os.close(found)
 
     def close(self) -> None:
         """Do nothing: the access has no descriptor."""
@@ -186,18 +215,35 @@ class RegisteredFile:
                     access.close()
         self._open_handles = handles
 
-    def update_loop(self, loop: AgentLoop, client: int) -> None:
-        """Set the current handles and access rights of the file in the loop."""
+    def update_loop(self, loop: AgentLoop, client: int, local_store: Path | None) -> None:
+        """Set the current handles and access rights of the file in the loop.
+
+        `local_store` is the store, if the loop may read cached bytes of the file itself.
+        """
         read_handle = next((handle for access, handle, _ in self._open_handles if handle and access.readable), 0)
         write_handle = next((handle for access, handle, _ in self._open_handles if handle and access.writable), 0)
-        loop.set_file(
-            client,
-            self.inode,
-            read_handle=read_handle,
-            write_handle=write_handle,
-            readable=bool(read_handle),
-            writable=bool(write_handle),
-        )
+        descriptor = -1 if local_store is None else self._open_local(local_store)
+        try:
+            loop.set_file(
+                client,
+                self.inode,
+                read_handle=read_handle,
+                write_handle=write_handle,
+                readable=bool(read_handle),
+                writable=bool(write_handle),
+                file=descriptor,
+            )
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _open_local(self, local_store: Path) -> int:
+        """Return a descriptor for reading, or -1 if no access grants that, or the file cannot be opened."""
+        for access, handle, session in self._open_handles:
+            if handle and access.readable:
+                with contextlib.suppress(OSError, AgentError):
+                    return access.open_local(local_store, session, handle)
+        return -1
 
     def close(self) -> None:
         """Close every access, and its handle at the server."""
@@ -213,6 +259,19 @@ def _regular_file(descriptor: int) -> tuple[os.stat_result, int]:
     if not stat.S_ISREG(status.st_mode) or flags & os.O_PATH:
         _refuse(errno.EBADF, "the descriptor is not of a regular file that is open for reading or writing")
     return status, flags & os.O_ACCMODE
+
+
+def _open_for_local_reads(descriptor: int) -> int:
+    """Open the file of a descriptor again for reading, and return the new descriptor.
+
+    O_NOATIME avoids that a read waits for the disk to store the time of the access. Only root and the owner of the file
+    may use it.
+    """
+    path, flags = f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_NOATIME)
+    except PermissionError:
+        return os.open(path, flags)
 
 
 def _refuse(error_number: int, message: str) -> NoReturn:

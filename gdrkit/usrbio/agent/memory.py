@@ -207,6 +207,8 @@ class RegisteredMemory:
     keys : tuple of (int, int)
         Address and key of the first byte, for each NIC in the order of ``Nics.all``. They are 0 for a NIC that cannot
         access the memory.
+    host_address : int
+        Address of host memory in this process, or 0 for device memory.
     preferred_nics : tuple of int
         Indices of the NICs to use. Empty: all can access the memory, and there is no preference.
     """
@@ -221,6 +223,7 @@ class RegisteredMemory:
     ) -> None:
         """Take ownership of `memory`. `nics` are all NICs of the agent. Callers use :class:`Nics` instead."""
         self.length_bytes = memory.length_bytes
+        self.host_address = memory.address if isinstance(memory, MappedFile) else 0
         regions = [registration.region(nic) if nic in registration.nics else None for nic in nics]
         self.keys = tuple((0, 0) if region is None else (region.remote_address, region.rkey) for region in regions)
         self.preferred_nics = preferred_nics

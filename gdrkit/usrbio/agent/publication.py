@@ -262,6 +262,7 @@ class Publication:
                 block_bytes=self.name.block_bytes,
                 keys=registered.keys,
                 preferred_nics=registered.preferred_nics,
+                mapping=registered.host_address,
             )
 
         def remove_from_client(client: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import mmap
 import os
 import select
 import signal
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from gdrkit.children import kill_child
@@ -23,12 +25,28 @@ if TYPE_CHECKING:
 
     from gdrkit.usrbio.agent.mount import AgentMount
 
-__all__ = ["EmbeddedServer", "RemoteServer", "ServerEndpoint"]
+__all__ = ["EmbeddedServer", "LocalStore", "RemoteServer", "ServerEndpoint"]
 
 _LOG = logging.getLogger(__name__)
 _START_TIMEOUT_S = 30
 _END_TIMEOUT_S = 20
 _LOCK_POLL_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class LocalStore:
+    """A store that the agent and its server both read.
+
+    Attributes
+    ----------
+    path : Path
+        The folder of the store.
+    generation : int
+        Descriptor of the memory in which the server counts new files of checksums.
+    """
+
+    path: Path
+    generation: int
 
 
 class ServerEndpoint(Protocol):
@@ -40,10 +58,13 @@ class ServerEndpoint(Protocol):
         Token of the store, which is needed over TCP.
     takes_descriptors : bool
         Whether the agent can send the descriptors of files to the server, which then runs on this host for this user.
+    local_store : LocalStore or None
+        The store of a server that the agent has started.
     """
 
     token: str | None
     takes_descriptors: bool
+    local_store: LocalStore | None
 
     def prepare(self) -> None:
         """Start the server if it is not running."""
@@ -62,6 +83,7 @@ class RemoteServer:
     """A storage server that the agent reaches by TCP. The agent neither starts nor ends it."""
 
     takes_descriptors = False
+    local_store: LocalStore | None = None
 
     def __init__(self, host: str, port: int, token: str | None) -> None:
         self.host, self.port, self.token = host, port, token
@@ -98,6 +120,7 @@ class EmbeddedServer:
     token: str | None = None
 
     def __init__(self, store: Path, mount: AgentMount) -> None:
+        self.local_store: LocalStore | None = None
         self._store = store
         self._mount = mount
         self._socket_path = mount.virtual_folder / SERVER_SOCKET
@@ -125,9 +148,14 @@ class EmbeddedServer:
         try:
             self._socket_path.unlink(missing_ok=True)
             module = "gdrkit.usrbio.agent.embedded_server"
-            command = [sys.executable, "-m", module, str(self._store), str(self._socket_path)]
+            store = self.local_store = self.local_store or LocalStore(self._store, _create_generation())
+            command = [sys.executable, "-m", module, str(store.path), str(self._socket_path), str(store.generation)]
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(lock,), process_group=0
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(lock, store.generation),
+                process_group=0,
             )
         finally:
             os.close(lock)
@@ -174,6 +202,9 @@ class EmbeddedServer:
                 self._process.wait(_END_TIMEOUT_S)
             self._kill()
         self._socket_path.unlink(missing_ok=True)
+        store, self.local_store = self.local_store, None
+        if store is not None:
+            os.close(store.generation)
 
     def _acquire_lock(self) -> int:
         """Wait for the lock and return its descriptor. A child inherits the lock and holds it until it has ended."""
@@ -201,3 +232,11 @@ class EmbeddedServer:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
+
+
+def _create_generation() -> int:
+    """Return the descriptor of a page of memory that no process can shrink."""
+    descriptor = os.memfd_create("gdrkit-sums-generation", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, mmap.PAGESIZE)
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return descriptor

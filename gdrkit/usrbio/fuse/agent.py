@@ -61,6 +61,7 @@ class FuseAgent:
         spin_us: int,
         silence_ms: int,
         user_memory_bytes_max: int | None = None,
+        local_reads: bool = True,
     ) -> None:
         self.mount = mount
         self._on_close = ReleaseStack()
@@ -72,6 +73,7 @@ class FuseAgent:
             is_one_client_per_process=True,
             silence_ms=silence_ms,
             user_memory_bytes_max=user_memory_bytes_max,
+            local_reads=local_reads,
         )
         self._on_close.push(self._agent.close)
         try:
@@ -115,6 +117,7 @@ def fuse_agent(
     silence_ms: int = SILENCE_MS,
     is_shared: bool = False,
     user_memory_bytes_max: int | None = None,
+    local_reads: bool = True,
 ) -> FuseAgent:
     """Mount the files of a storage server on a folder, and start the agent of the mount.
 
@@ -132,7 +135,7 @@ def fuse_agent(
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
     is_shared : bool
         Whether to serve all users of the machine. The agent and the storage server must then run as root.
-    user_memory_bytes_max : int or None
+    user_memory_bytes_max, local_reads
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
 
     Raises
@@ -179,6 +182,7 @@ def fuse_agent(
         spin_us=spin_us,
         silence_ms=silence_ms,
         user_memory_bytes_max=user_memory_bytes_max,
+        local_reads=local_reads,
     )
 
 

@@ -26,20 +26,22 @@ void on_bus_error(int signal_number, siginfo_t* info, void* context) {
     const int saved_errno = errno;
     const auto address = reinterpret_cast<std::uintptr_t>(info->si_addr);
     const std::size_t search_end = ranges_end.load(std::memory_order_acquire);
+    bool is_guarded = false; // Several ranges contain the address if an iov has borrowers.
     for (std::size_t index = 0; index < search_end; ++index) {
         GuardedRange& range = ranges[index];
         const std::uintptr_t begin = range.begin.load(std::memory_order_acquire);
         if (begin == 0 || address < begin || address >= range.end.load(std::memory_order_acquire))
             continue;
         void* page = reinterpret_cast<void*>(address & ~(page_bytes - 1));
-        if (mmap(page, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0) ==
-            MAP_FAILED)
+        if (!is_guarded && mmap(page, page_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1,
+                                0) == MAP_FAILED)
             break;
         range.has_bus_error.store(true, std::memory_order_relaxed);
-        errno = saved_errno;
-        return;
+        is_guarded = true;
     }
     errno = saved_errno;
+    if (is_guarded)
+        return;
     // The address is not in a guarded range, so call the handler that was installed before. If there was none, restore
     // the default action: the faulting instruction raises SIGBUS again and ends the process.
     if ((previous_action.sa_flags & SA_SIGINFO) != 0 && previous_action.sa_sigaction != nullptr) {
@@ -66,10 +68,11 @@ void install_handler() {
 
 } // namespace
 
-BusGuard::BusGuard(void* base, std::size_t length) : range_(nullptr) {
+BusGuard::BusGuard(void* base, std::size_t length, Purpose purpose) : range_(nullptr) {
     install_handler();
     const std::lock_guard lock(allocation_lock);
-    for (std::size_t index = 0; index < ranges.size(); ++index) {
+    const std::size_t allowed_end = purpose == Purpose::buffer ? ranges.size() / 2 : ranges.size();
+    for (std::size_t index = 0; index < allowed_end; ++index) {
         GuardedRange& range = ranges[index];
         if (range.begin.load(std::memory_order_relaxed) != 0)
             continue;

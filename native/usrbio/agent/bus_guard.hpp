@@ -19,8 +19,11 @@ struct GuardedRange {
 // Guards the range [base, base + length) while this object exists.
 class BusGuard {
 public:
+    // Buffers may use only half of the table of guarded ranges, so that a client cannot prevent the rings of others.
+    enum class Purpose : std::uint8_t { ring, buffer };
+
     // Throws std::bad_alloc if too many ranges are guarded, and std::system_error if the handler cannot be installed.
-    BusGuard(void* base, std::size_t length);
+    BusGuard(void* base, std::size_t length, Purpose purpose = Purpose::ring);
     ~BusGuard();
     BusGuard(const BusGuard&) = delete;
     BusGuard& operator=(const BusGuard&) = delete;

@@ -7,6 +7,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -16,8 +17,10 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// While the loop is idle, only every 4th pass checks the socket.
+// While the loop is idle, only every 4th pass checks the socket. With no operation at the server, only every 64th pass
+// does, to notice the end of the connection.
 constexpr unsigned passes_per_receive = 4;
+constexpr unsigned passes_per_check = 64;
 // With operations in flight the loop spins four times longer, because one of them will soon end.
 constexpr int spin_factor_in_flight = 4;
 
@@ -126,15 +129,42 @@ void Loop::remove_client(std::uint64_t client) {
 }
 
 void Loop::add_buffer(std::uint64_t client, const BufferSpec& spec) {
+    auto buffer = std::make_unique<Buffer>();
+    buffer->spec = spec;
+    if (spec.mapping != 0) {
+        try {
+            buffer->guard = std::make_unique<BusGuard>(reinterpret_cast<void*>(spec.mapping), spec.length,
+                                                       BusGuard::Purpose::buffer);
+        } catch (const std::bad_alloc&) { // There are too many ranges. The server executes all reads.
+        }
+    }
     run_in_thread([&] {
-        auto buffer = std::make_unique<Buffer>();
-        buffer->spec = spec;
         if (!find_client(client).buffers.emplace(spec.id, std::move(buffer)).second)
             throw_error(EEXIST, "the buffer exists already");
     });
 }
 
-void Loop::set_file(std::uint64_t client, const FileSpec& spec) {
+void Loop::set_local_store(Descriptor sums_folder, Descriptor generation) {
+    auto store = std::make_shared<LocalStore>(std::move(sums_folder), std::move(generation));
+    rlimit open_files{};
+    if (getrlimit(RLIMIT_NOFILE, &open_files) != 0)
+        throw_error(errno, "getrlimit failed");
+    // A file may need a second descriptor, of its checksums. The rest of the limit is for all other purposes.
+    store->files_max = open_files.rlim_cur / 8;
+    const std::lock_guard lock(commands_lock_);
+    local_store_ = std::move(store);
+}
+
+void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descriptor) {
+    std::unique_ptr<LocalFile> local;
+    if (descriptor) {
+        std::unique_lock lock(commands_lock_);
+        const std::shared_ptr<LocalStore> store = local_store_;
+        lock.unlock();
+        // The caller's thread makes it, because that may read a disk.
+        if (store && store->files_count < store->files_max)
+            local = std::make_unique<LocalFile>(std::move(descriptor), store);
+    }
     run_in_thread([&] {
         auto& file = find_client(client).files[spec.inode];
         if (file && file->is_closing)
@@ -142,6 +172,7 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec) {
         if (!file)
             file = std::make_unique<File>();
         file->spec = spec;
+        file->local = std::move(local);
     });
 }
 
@@ -304,8 +335,9 @@ void Loop::run() {
     for (unsigned idle_passes = 0; !is_stopping_;) {
         bool has_worked = run_commands();
         has_worked |= drain_rings();
+        publish_completions(); // Local reads need not wait for the socket.
         // Checking the socket costs a system call, checking the rings does not.
-        if (has_worked || idle_passes % passes_per_receive == 0)
+        if (has_in_flight() ? has_worked || idle_passes % passes_per_receive == 0 : pass_count_ % passes_per_check == 0)
             has_worked |= send_and_receive();
         publish_completions();
         idle_passes = has_worked ? 0 : idle_passes + 1;

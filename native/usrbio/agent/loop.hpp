@@ -20,6 +20,8 @@
 #include <vector>
 
 #include "usrbio/agent/connection.hpp"
+#include "usrbio/agent/local_file.hpp"
+#include "usrbio/agent/read_helper.hpp"
 #include "usrbio/agent/ring.hpp"
 #include "usrbio/agent/types.hpp"
 #include "usrbio/agent/watcher.hpp"
@@ -35,14 +37,16 @@ struct Buffer {
     std::uint16_t queue_pair = 0;       // Index of the queue pair that operations of this buffer use now.
     std::uint64_t queue_pair_bytes = 0; // Bytes of operations since the buffer moved to this queue pair.
     bool is_closing = false;            // The buffer is removed when its operations in flight have ended.
+    std::unique_ptr<BusGuard> guard;    // Guards the mapping in BufferSpec; null: there is none.
     bool is_refused = false; // A NIC refused the memory, which was freed or truncated. No further operation uses it.
     std::vector<DrainPromise> drain_waiters;
 };
 
 struct File {
     FileSpec spec;
-    std::size_t in_flight = 0; // Number of operations in flight.
-    bool is_closing = false;   // The file is removed when its operations in flight have ended.
+    std::unique_ptr<LocalFile> local; // Null: every operation goes to the storage server.
+    std::size_t in_flight = 0;        // Number of operations in flight.
+    bool is_closing = false;          // The file is removed when its operations in flight have ended.
     std::vector<DrainPromise> drain_waiters;
 };
 
@@ -75,7 +79,9 @@ public:
     // called. add_ring() also fails with EINVAL if the memory is not a valid ring.
     void add_client(std::uint64_t client);
     void add_buffer(std::uint64_t client, const BufferSpec& spec);
-    void set_file(std::uint64_t client, const FileSpec& spec); // Adds a file, or changes its permissions and handles.
+    // Adds a file, or changes its permissions and handles. `file`: the file, open for reading, if its store was passed
+    // to set_local_store(). Then the loop itself reads bytes that are in the page cache.
+    void set_file(std::uint64_t client, const FileSpec& spec, Descriptor file = {});
     void add_ring(std::uint64_t client, const RingSpec& spec, int fd);
 
     // These functions remove an object when its operations in flight have ended; no new ones start meanwhile. They
@@ -84,6 +90,10 @@ public:
     bool remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::milliseconds timeout);
     bool remove_ring(std::uint64_t client, const Id& id, std::chrono::milliseconds timeout);
     void remove_client(std::uint64_t client); // EBUSY: the client still has buffers, files or rings.
+
+    // Passes the folder of the checksums of a store whose storage server runs on this machine, and the memory of
+    // storage::SumsGeneration. Throws std::system_error.
+    void set_local_store(Descriptor sums_folder, Descriptor generation);
 
     // From now on, sends operations over `socket`. Takes ownership of `socket`, also on failure. `queue_pair_nics`: for
     // each queue pair, the index of its NIC in BufferSpec::keys. `generation`: a number that events of this connection
@@ -129,6 +139,7 @@ private:
     bool send_and_receive();
     void handle_entry(Ring& ring, const ClaimedOperation& entry);
     int check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer, File*& file);
+    bool read_locally(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file);
     void start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file);
     void add_request(std::uint32_t index);
     std::uint16_t choose_queue_pair(Buffer& buffer, std::uint64_t length) const;
@@ -155,7 +166,8 @@ private:
     std::mutex commands_lock_;
     std::deque<std::function<void()>> commands_;
     std::atomic<bool> has_commands_{false};
-    bool is_shut_down_ = false; // The loop accepts no further command. Guarded by commands_lock_.
+    bool is_shut_down_ = false;               // The loop accepts no further command. Guarded by commands_lock_.
+    std::shared_ptr<LocalStore> local_store_; // Guarded by commands_lock_.
 
     std::mutex events_lock_;
     std::condition_variable events_changed_;
@@ -176,6 +188,9 @@ private:
     // Time from which the server's silence is measured: the last result, or the first operation after a time without
     // operations in flight.
     Clock::time_point last_result_time_{};
+    ReadHelper read_helper_;
+    std::uint64_t local_bytes_ = 0;     // Bytes of all local reads so far.
+    std::uint64_t local_bytes_end_ = 0; // Value of local_bytes_ at which the ring that is drained now has had its turn.
     std::vector<InFlight> in_flight_;
     std::vector<std::uint32_t> free_indices_;
     std::vector<storage::Operation> unsent_requests_;

@@ -22,6 +22,13 @@ constexpr std::uint64_t bytes_per_queue_pair = 256 * 1024;
 
 constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 
+// Number of bytes of local reads of one ring after which the other rings have their turn. If the ring has claimed more
+// entries by then, the storage server executes them.
+constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
+// Number of bytes of local reads after which their completions are published. The application then works on them while
+// the loop continues.
+constexpr std::uint64_t publish_after_bytes = 64 * 1024;
+
 constexpr std::uint64_t tag_of(std::uint32_t index, std::uint32_t generation) noexcept {
     return std::uint64_t{generation} << 32 | index;
 }
@@ -70,13 +77,27 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
     }
     if (is_full())
         return false; // The loop can send no more operations now, so the entries wait in the ring.
-    claimed_entries_.resize(
-        std::min(entries_per_pass[static_cast<std::size_t>(ring.spec.priority)], free_indices_.size()));
-    const std::size_t count = ring.side->claim(claimed_entries_, now_ns);
-    for (std::size_t index = 0; index < count; ++index)
-        handle_entry(ring, claimed_entries_[index]);
+    std::size_t remaining = entries_per_pass[static_cast<std::size_t>(ring.spec.priority)];
+    claimed_entries_.resize(entries_per_pass.front());
+    const std::uint64_t bytes_end = local_bytes_end_ = local_bytes_ + local_bytes_per_pass;
+    bool has_claimed_all = false;
+    bool has_claimed = false;
+    do {
+        // Claim as many entries as fit into the rest of the pass if they are as long as the last one.
+        const std::uint64_t fitting = (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_length, 1);
+        const std::size_t limit =
+            std::min({remaining, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting)});
+        const std::size_t count = ring.side->claim({claimed_entries_.data(), limit}, now_ns);
+        for (std::size_t index = 0; index < count; ++index)
+            handle_entry(ring, claimed_entries_[index]);
+        if (count != 0)
+            ring.last_length = claimed_entries_[count - 1].arguments.length;
+        has_claimed |= count != 0;
+        has_claimed_all = count < limit;
+        remaining -= count;
+    } while (!has_claimed_all && remaining != 0 && !free_indices_.empty() && local_bytes_ < bytes_end);
     ring.is_broken = ring.side->is_broken();
-    return count != 0 || ring.is_broken;
+    return has_claimed || ring.is_broken;
 }
 
 // Stops serving a broken ring and reports it to the agent. The client must create a new ring.
@@ -94,9 +115,32 @@ void Loop::handle_entry(Ring& ring, const ClaimedOperation& entry) {
     if (status != 0) {
         ++statistics_.refused;
         post_completion(ring, entry.position, status);
-    } else {
+    } else if (!read_locally(ring, entry, *buffer, *file)) {
         start_operation(ring, entry, *buffer, *file);
     }
+}
+
+// Executes a read of bytes that are in the page cache, into host memory, in this thread. Returns false if the storage
+// server has to execute the operation. This saves the handovers to the server and the NIC, and a copy.
+bool Loop::read_locally(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file) {
+    const Arguments& arguments = entry.arguments;
+    if (!ring.spec.for_read || (ring.spec.flags & forbid_read_holes) != 0 || !file.local ||
+        file.spec.read_handle == 0 || !buffer.guard || buffer.guard->has_bus_error() ||
+        arguments.length > local_read_bytes_max || local_bytes_ >= local_bytes_end_)
+        return false;
+    auto* const destination = reinterpret_cast<std::byte*>(buffer.spec.mapping + arguments.buffer_offset);
+    const auto result = file.local->read(arguments.file_offset, {destination, arguments.length}, read_helper_);
+    if (!result || buffer.guard->has_bus_error())
+        return false;
+    ++statistics_.operations;
+    ++statistics_.local_reads;
+    ++statistics_.completions;
+    statistics_.bytes += static_cast<std::uint64_t>(*result);
+    post_completion(ring, entry.position, *result);
+    const std::uint64_t bytes_before = std::exchange(local_bytes_, local_bytes_ + arguments.length);
+    if (bytes_before / publish_after_bytes != local_bytes_ / publish_after_bytes && !ring.is_broken)
+        ring.side->flush(); // The ring stays in unpublished_rings_, for the completions that follow.
+    return true;
 }
 
 void Loop::post_completion(Ring& ring, std::uint32_t position, std::int64_t result) {

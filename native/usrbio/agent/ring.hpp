@@ -39,10 +39,11 @@ struct Ring {
     RingSpec spec;
     SharedMapping memory; // Declared before `side`, so that `side` is destroyed while the memory is still mapped.
     std::unique_ptr<AgentRing> side;
-    bool is_closing = false;      // The ring is removed when its operations in flight have ended.
-    bool is_broken = false;       // The client wrote an invalid value or truncated the memory.
-    bool has_unpublished = false; // The ring has completions that were not published yet.
-    bool is_asleep = false;       // The loop has announced its sleep in this ring.
+    bool is_closing = false;          // The ring is removed when its operations in flight have ended.
+    bool is_broken = false;           // The client wrote an invalid value or truncated the memory.
+    bool has_unpublished = false;     // The ring has completions that were not published yet.
+    bool is_asleep = false;           // The loop has announced its sleep in this ring.
+    std::uint64_t last_length = 4096; // Length of the last claimed operation, in bytes.
 };
 
 } // namespace gdrkit::usrbio::agent

@@ -31,6 +31,9 @@ struct BufferSpec {
     std::uint64_t block_bytes = 0;             // No operation may cross a multiple of block_bytes; 0: no such limit.
     std::vector<Key> keys;                     // One for each NIC of the agent, in the order of the agent's NICs.
     std::vector<std::uint16_t> preferred_nics; // Indices into `keys`; empty: no preference.
+    // Address of the buffer in this process. The agent keeps it mapped for longer than the loop has the buffer. 0: the
+    // agent has no mapping, or must not use it.
+    std::uintptr_t mapping = 0;
 };
 
 // A file that rings of a client may use. It has separate handles for reading and writing at the storage server, so that
@@ -64,9 +67,10 @@ struct Options {
 };
 
 struct Statistics {
-    std::uint64_t operations = 0; // Operations sent to the server.
+    std::uint64_t operations = 0;  // Operations sent to the server, or executed by the loop.
+    std::uint64_t local_reads = 0; // Operations executed by the loop: reads of bytes in the page cache.
     std::uint64_t completions = 0;
-    std::uint64_t bytes = 0;   // Bytes that the server read or wrote.
+    std::uint64_t bytes = 0;   // Bytes read or written.
     std::uint64_t refused = 0; // Invalid ring entries, which the loop completed with an error and did not send.
     std::uint64_t failed = 0;  // Operations whose result is a negative errno.
     std::uint64_t batches = 0; // Frames sent to the server.

@@ -53,6 +53,11 @@ void create_semaphore(const std::string& name, unsigned mode) {
     sem_close(semaphore);
 }
 
+// Returns a duplicate of a descriptor. Returns none for -1, or if the process has too many descriptors.
+gdrkit::Descriptor duplicate(int fd) {
+    return gdrkit::Descriptor(fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0));
+}
+
 nb::dict statistics_of(Loop& loop) {
     Statistics statistics;
     {
@@ -61,6 +66,7 @@ nb::dict statistics_of(Loop& loop) {
     }
     nb::dict result;
     result["operations"] = statistics.operations;
+    result["local_reads"] = statistics.local_reads;
     result["completions"] = statistics.completions;
     result["bytes"] = statistics.bytes;
     result["refused"] = statistics.refused;
@@ -123,29 +129,36 @@ NB_MODULE(_loop, module) {
             "add_buffer",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, std::uint64_t length, std::uint64_t block_bytes,
                const std::vector<std::tuple<std::uint64_t, std::uint32_t>>& keys,
-               std::vector<std::uint16_t> preferred_nics) {
+               std::vector<std::uint16_t> preferred_nics, std::uintptr_t mapping) {
                 BufferSpec spec{.id = parse_id(id),
                                 .length = length,
                                 .block_bytes = block_bytes,
                                 .keys = {},
-                                .preferred_nics = std::move(preferred_nics)};
+                                .preferred_nics = std::move(preferred_nics),
+                                .mapping = mapping};
                 for (const auto& [address, rkey] : keys)
                     spec.keys.push_back({address, rkey});
                 const ReleaseGil release;
                 loop.add_buffer(client, spec);
             },
             nb::arg("client"), nb::arg("id"), nb::kw_only(), nb::arg("length"), nb::arg("block_bytes"), nb::arg("keys"),
-            nb::arg("preferred_nics"))
+            nb::arg("preferred_nics"), nb::arg("mapping") = 0)
         .def(
             "set_file",
             [](Loop& loop, std::uint64_t client, std::uint64_t inode, std::uint64_t read_handle,
-               std::uint64_t write_handle, bool readable, bool writable) {
+               std::uint64_t write_handle, bool readable, bool writable, int file) {
                 const FileSpec spec{inode, read_handle, write_handle, readable, writable};
                 const ReleaseGil release;
-                loop.set_file(client, spec);
+                loop.set_file(client, spec, duplicate(file));
             },
             nb::arg("client"), nb::arg("inode"), nb::kw_only(), nb::arg("read_handle"), nb::arg("write_handle"),
-            nb::arg("readable"), nb::arg("writable"))
+            nb::arg("readable"), nb::arg("writable"), nb::arg("file") = -1)
+        .def(
+            "set_local_store",
+            [](Loop& loop, int sums_folder, int generation) {
+                loop.set_local_store(duplicate(sums_folder), duplicate(generation));
+            },
+            nb::arg("sums_folder"), nb::arg("generation"), nb::call_guard<ReleaseGil>())
         .def(
             "add_ring",
             [](Loop& loop, std::uint64_t client, const nb::bytes& id, int fd, bool for_read, int io_depth, int priority,

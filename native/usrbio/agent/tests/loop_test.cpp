@@ -4,6 +4,7 @@
 #include <semaphore.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -21,6 +22,7 @@
 #include "tests/check.hpp"
 #include "usrbio/agent/loop.hpp"
 
+using gdrkit::Descriptor;
 using namespace gdrkit::usrbio;
 using namespace gdrkit::usrbio::agent;
 namespace storage = gdrkit::storage;
@@ -459,10 +461,93 @@ void test_truncated_ring_leaves_other_rings() {
     CHECK(healthy.wait_for_completion().result == 4096);
 }
 
+// A ring has its turn for 1 MiB of local reads. A short read before many long reads must not make the turn longer: the
+// server executes the rest of the claimed reads.
+void check_turn_of_other_rings(LoopFixture& fixture, Application& application, const FrameServer& server,
+                               Descriptor file) {
+    constexpr std::size_t count = 40, long_bytes = std::size_t{1} << 20;
+    CHECK(ftruncate(file.get(), long_bytes) == 0);
+    const std::vector<char> zeros(long_bytes);
+    CHECK(pwrite(file.get(), zeros.data(), long_bytes, 0) == ssize_t{long_bytes});
+    std::vector<char> memory(long_bytes);
+    const Id long_buffer{4};
+    fixture.loop.add_buffer(
+        1, {long_buffer, memory.size(), 0, {{0x1000, 5}}, {}, reinterpret_cast<std::uintptr_t>(memory.data())});
+    fixture.loop.set_file(1, {inode, 11, 12, true, true}, std::move(file));
+    const std::uint64_t local_before = fixture.loop.statistics().local_reads, received_before = server.received_count;
+    const auto prepare = [&](std::size_t length) {
+        Arguments arguments = make_arguments(0, length);
+        std::memcpy(arguments.buffer_id, long_buffer.data(), long_buffer.size());
+        application.prepare(arguments);
+    };
+    prepare(1);
+    application.submit();
+    CHECK(application.wait_for_completion().result == 1);
+    for (std::size_t index = 0; index < count; ++index)
+        prepare(long_bytes);
+    application.submit();
+    for (std::size_t index = 0; index < count; ++index)
+        CHECK(application.wait_for_completion().result == long_bytes);
+    const std::uint64_t local_count = fixture.loop.statistics().local_reads - local_before - 1;
+    CHECK(local_count >= 1 && server.received_count - received_before == count - local_count);
+    CHECK(local_count < count / 2);
+    CHECK(fixture.loop.remove_buffer(1, long_buffer, wait_timeout));
+}
+
+// The loop itself reads cached bytes, but only for a read into a mapped buffer, without flags, over a connection.
+void test_cached_bytes_are_read_by_the_loop() {
+    LoopFixture fixture;
+    FrameServer server;
+    Application application(64, fixture.semaphores.handles[1]);
+    std::string folder = "/tmp/gdrkit-loop-XXXXXX";
+    CHECK(mkdtemp(folder.data()) != nullptr);
+    Descriptor sums(open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+    Descriptor generation(memfd_create("generation", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    CHECK(ftruncate(generation.get(), 4096) == 0 && fcntl(generation.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+    Descriptor file(open((folder + "/file").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    const std::string text(10000, 'x');
+    CHECK(pwrite(file.get(), text.data(), text.size(), 0) == 10000);
+    const auto duplicate = [&] { return Descriptor(fcntl(file.get(), F_DUPFD_CLOEXEC, 0)); };
+    std::vector<char> memory(1 << 16);
+    const Id mapped_buffer{3};
+    fixture.loop.set_local_store(std::move(sums), std::move(generation));
+    fixture.loop.add_buffer(
+        1, {mapped_buffer, memory.size(), 0, {{0x1000, 5}}, {}, reinterpret_cast<std::uintptr_t>(memory.data())});
+    fixture.loop.connect(server.client_socket, {0}, 1);
+    fixture.serve(application);
+    const auto read = [&](std::uint64_t offset, const Id& buffer) {
+        Arguments arguments = make_arguments(offset, 4096);
+        std::memcpy(arguments.buffer_id, buffer.data(), buffer.size());
+        arguments.file_offset = offset;
+        application.prepare(arguments);
+        application.submit();
+        return application.wait_for_completion().result;
+    };
+    // The fixture has registered the file without a descriptor.
+    CHECK(read(0, mapped_buffer) == 4096 && server.received_count == 1);
+    fixture.loop.set_file(1, {inode, 11, 12, true, true}, duplicate());
+    for (int count = 0; count < 100; ++count) {
+        CHECK(read(0, mapped_buffer) == 4096 && memory[4095] == 'x' && memory[4096] == 0);
+        CHECK(read(8192, mapped_buffer) == 10000 - 8192 && memory[9999] == 'x' && memory[10000] == 0);
+        std::fill(memory.begin(), memory.end(), 0);
+    }
+    CHECK(server.received_count == 1 && fixture.loop.statistics().local_reads == 200);
+    // The server reads into a buffer without a mapping, and a file without a handle belongs to no session.
+    CHECK(read(0, buffer_id) == 4096 && server.received_count == 2);
+    fixture.loop.set_file(1, {inode, 0, 12, true, true}, duplicate());
+    CHECK(read(0, mapped_buffer) == 4096 && server.received_count == 3);
+    check_turn_of_other_rings(fixture, application, server, duplicate());
+    fixture.loop.set_file(1, {inode, 11, 12, true, true}, duplicate());
+    fixture.loop.disconnect();
+    CHECK(read(0, mapped_buffer) == -EREMOTEIO);
+    CHECK(std::system(("rm -r " + folder).c_str()) == 0);
+}
+
 } // namespace
 
 int main() {
     test_operations_complete();
+    test_cached_bytes_are_read_by_the_loop();
     test_removal_waits_for_operations_in_flight();
     test_closed_connection_is_reported_and_replaced();
     test_silent_server_is_reported();
