@@ -22,7 +22,13 @@ template <typename Function> auto sleep_if_interpreter_ends(const Function& func
     }
 }
 
-// Releases the GIL until the end of the block.
+// Calls a function of Python without arguments. Returns a new reference to its result, or null if it raised.
+inline PyObject* call_python(PyObject* function) {
+    return sleep_if_interpreter_ends([&] { return PyObject_CallNoArgs(function); });
+}
+
+// Releases the GIL until the end of the block. The class of nanobind for this ends the process with std::terminate() if
+// the interpreter ends meanwhile.
 class GilRelease {
 public:
     GilRelease() : state_(PyEval_SaveThread()) { is_released = true; }

@@ -11,6 +11,7 @@
 #include <map>
 #include <system_error>
 
+#include "common/gil.hpp"
 #include "storage/crc32c.hpp"
 #include "storage/open_beneath.hpp"
 #include "storage/session.hpp"
@@ -24,7 +25,6 @@ namespace gdrkit::storage {
 namespace {
 
 [[noreturn]] void raise_os_error(int error_number, const std::string& text) {
-    nb::gil_scoped_acquire acquire;
     PyErr_SetObject(PyExc_OSError, nb::make_tuple(error_number, text).ptr());
     throw nb::python_error();
 }
@@ -34,7 +34,7 @@ template <typename Function> auto without_gil(const Function& function) {
     int error_number = 0;
     std::string text;
     {
-        nb::gil_scoped_release release;
+        const GilRelease release;
         try {
             return function();
         } catch (const verbs::Error& error) {
@@ -71,7 +71,7 @@ struct Bytes {
 template <std::uint32_t (*function)(const void*, std::size_t, std::uint32_t) noexcept>
 std::uint32_t checksum(nb::handle data, std::uint32_t initial) {
     const Bytes bytes(data);
-    const nb::gil_scoped_release release;
+    const GilRelease release;
     return function(bytes.view.buf, static_cast<std::size_t>(bytes.view.len), initial);
 }
 
@@ -130,7 +130,7 @@ void bind_files(nb::module_& module) {
             },
             "fd"_a, nb::kw_only(), "read"_a, "write"_a,
             "Open the file of a descriptor. The object owns the descriptor, even if this raises.")
-        .def("remove_sums", &Store::remove_sums, "inode"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("remove_sums", &Store::remove_sums, "inode"_a, nb::call_guard<GilRelease>())
         .def("counters", &counters_of);
     nb::class_<OpenFile>(module, "OpenFile", "An open file. It is closed with its last reference.")
         .def_prop_ro("fd", [](const OpenFile& self) { return self.fd.get(); })
@@ -200,7 +200,7 @@ void bind_sessions(nb::module_& module) {
         .def_prop_ro("reads_max", &Session::reads_max)
         .def_prop_ro("ended_fd", &Session::ended_fd)
         .def("add_file", &Session::add_file, "handle"_a, "file"_a)
-        .def("remove_file", &Session::remove_file, "handle"_a, nb::call_guard<nb::gil_scoped_release>())
+        .def("remove_file", &Session::remove_file, "handle"_a, nb::call_guard<GilRelease>())
         .def(
             "start",
             [](Session& self, int fd) {
@@ -208,7 +208,7 @@ void bind_sessions(nb::module_& module) {
                 without_gil([&] { self.start(std::move(owned)); });
             },
             "data_fd"_a, "Serve a data connection. The object owns the descriptor, even if this raises.")
-        .def("close", &Session::close, nb::call_guard<nb::gil_scoped_release>());
+        .def("close", &Session::close, nb::call_guard<GilRelease>());
 }
 
 } // namespace

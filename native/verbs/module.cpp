@@ -6,6 +6,7 @@
 
 #include <cerrno>
 
+#include "common/gil.hpp"
 #include "verbs/error.hpp"
 #include "verbs/initiator.hpp"
 
@@ -26,7 +27,7 @@ template <typename Function> auto without_gil(const Function& function) {
     int error_number = 0;
     std::string text;
     {
-        nb::gil_scoped_release release;
+        const GilRelease release;
         try {
             return function();
         } catch (const Error& error) {

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +47,27 @@ VECTORS = [
     if line and not line.startswith("#")
 ]
 UINT64 = st.integers(0, (1 << 64) - 1)
+# A program whose daemon threads compute checksums while the interpreter ends.
+DAEMON_PROGRAM = """
+import threading, time
+from gdrkit.storage._native import engine
+class SlowEnd:
+    def __del__(self):
+        end_s = time.monotonic() + 0.5
+        while time.monotonic() < end_s:
+            pass
+slow_end = SlowEnd()  # The interpreter drops it after it has begun to end the other threads.
+started = threading.Barrier(9)
+def compute():
+    data = bytes(1 << 20)
+    started.wait()
+    while True:
+        engine.crc32c_portable(data)
+for _ in range(8):
+    threading.Thread(target=compute, daemon=True).start()
+started.wait()
+threading.Event().wait(0.05)
+"""
 READ_FLAGS = [OperationFlag.FORBID_HOLES, OperationFlag.CHECKSUM_WANTED, OperationFlag.REPORT_HOLES]
 
 
@@ -132,6 +155,13 @@ def test_checksums_by_instruction_and_by_table_are_equal(data: bytes, split_at: 
     head, tail = data[:split_at], data[split_at:]
     assert native.crc32c(tail, crc32c(head)) == crc32c_by_table(tail, crc32c_by_table(head)) == expected
     assert native.crc32c_combine(crc32c(head), crc32c(tail), len(tail)) == expected
+
+
+def test_daemon_threads_do_not_abort_the_exit() -> None:
+    """In an older version, the process aborted when the interpreter ended a thread that came back from native code."""
+    for _ in range(3):
+        completed = subprocess.run([sys.executable, "-c", DAEMON_PROGRAM], capture_output=True, text=True, check=False)
+        assert completed.returncode == 0, completed.stderr
 
 
 JSON = st.recursive(

@@ -1,6 +1,7 @@
 // The Python class ioring: prepares, submits and awaits operations, and keeps their memory alive until they complete.
 #include "hf3fs_ioring.hpp"
 
+#include "common/gil.hpp"
 #include "hf3fs_errors.hpp"
 
 #include <nanobind/stl/chrono.h>
@@ -48,7 +49,7 @@ Ioring::Ioring(const std::string& mount, int entries, bool for_read, int io_dept
     GDRKIT_REQUIRE(hf3fs_io_entries);
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = has_priority
                      ? create3(&raw_, mount.c_str(), entries, for_read, io_depth, *priority, timeout.value_or(0), numa)
                      : create4(&raw_, mount.c_str(), entries, for_read, io_depth, timeout.value_or(0), numa, flags);
@@ -73,10 +74,13 @@ Ioring::~Ioring() {
     close_ring();
     if (outstanding_ != 0) {
         leak_operations();
-        if (PyErr_WarnEx(
+        const auto warn = [] {
+            return PyErr_WarnEx(
                 PyExc_ResourceWarning,
                 "an ioring was deleted with outstanding operations; their memory is not freed. Call destroy() first",
-                1) != 0) {
+                1);
+        };
+        if (sleep_if_interpreter_ends(warn) != 0) {
             PyErr_WriteUnraisable(nullptr);
         }
     }
@@ -162,7 +166,7 @@ std::size_t Ioring::reap(int results_max, int results_min, std::optional<Clock::
     int count = 0;
     ++waiter_count_;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         count = wait_for_ios(&raw_, cqes.data(), capacity, count_min, &deadline_realtime);
     }
     --waiter_count_;
@@ -244,7 +248,7 @@ void Ioring::destroy(Timeout timeout) {
 
 void Ioring::close_ring() {
     is_open_ = false;
-    nb::gil_scoped_release release_gil; // The call below waits for the agent.
+    const GilRelease release; // The call below waits for the agent.
     functions().hf3fs_iordestroy(&raw_);
 }
 

@@ -1,6 +1,7 @@
 // The Python class iovec and the functions that create, open, wrap and import iovecs in host and device memory.
 #include "hf3fs_iovec.hpp"
 
+#include "common/gil.hpp"
 #include "hf3fs_errors.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
@@ -19,9 +20,7 @@ IovecMemory::~IovecMemory() {
         // No operation can use the memory, because a ring holds references to the iovecs of its operations.
         nb::error_scope saved_error;
         try {
-            if (before_close.is_valid() && !before_close.is_none()) {
-                before_close();
-            }
+            call_before_close();
         } catch (nb::python_error& error) {
             error.discard_as_unraisable("the deletion of an open iovec");
         }
@@ -81,13 +80,18 @@ void IovecMemory::close() {
         raise_refused("the memory of the iovec is still in use (by a memoryview or an array): release it first",
                       "busy");
     }
-    if (before_close.is_valid() && !before_close.is_none()) {
-        nb::object function = before_close;
-        function();
-        before_close.reset();
-    }
+    call_before_close();
+    before_close.reset();
     release();
     owner_.reset();
+}
+
+void IovecMemory::call_before_close() {
+    if (const nb::object function = before_close; function.is_valid() && !function.is_none()) {
+        if (!nb::steal(call_python(function.ptr())).is_valid()) {
+            throw nb::python_error();
+        }
+    }
 }
 
 void IovecMemory::release() {
@@ -98,7 +102,7 @@ void IovecMemory::release() {
         destroy = functions().hf3fs_iovdestroy_gpu;
     }
     if (destroy != nullptr) {
-        nb::gil_scoped_release release_gil; // The call below waits for the agent.
+        const GilRelease release; // The call below waits for the agent.
         destroy(&raw_);
     }
 }
@@ -172,7 +176,7 @@ template <typename Call>
 Iovec make_iovec(const char* operation, std::shared_ptr<IovecMemory> memory, nb::dict arguments, Call&& call) {
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(memory->raw());
     }
     if (status < 0) {
@@ -278,7 +282,7 @@ void synchronize(const Iovec& self, int direction) {
     auto call = GDRKIT_EITHER(hf3fs_iovsync_gpu, hf3fs_iovsync);
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(&self.memory->raw(), direction);
     }
     if (status < 0) {

@@ -55,6 +55,7 @@ public:
     int traverse(visitproc visit, void* argument) const noexcept;
 
 private:
+    void call_before_close();
     void release();
 
     Kind kind_;

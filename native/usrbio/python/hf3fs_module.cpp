@@ -1,6 +1,7 @@
 // The Python module gdrkit.usrbio._hf3fs: a binding of the hf3fs user-space I/O interface (hf3fs_usrbio.h) for any
 // client library that implements it.
 
+#include "common/gil.hpp"
 #include "hf3fs_errors.hpp"
 #include "hf3fs_ioring.hpp"
 #include "hf3fs_iovec.hpp"
@@ -46,7 +47,7 @@ void register_fd(int fd, std::uint64_t flags) {
     const auto call = GDRKIT_REQUIRE(hf3fs_reg_fd);
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(fd, flags);
     }
     if (status > 0) { // hf3fs_reg_fd returns a positive errno on failure, and 0 or less on success.
@@ -56,7 +57,7 @@ void register_fd(int fd, std::uint64_t flags) {
 
 void deregister_fd(int fd) {
     const auto call = GDRKIT_REQUIRE(hf3fs_dereg_fd);
-    nb::gil_scoped_release release_gil;
+    const GilRelease release;
     call(fd);
 }
 
@@ -64,7 +65,7 @@ void hardlink(const std::string& target, const std::string& link_name) {
     const auto call = GDRKIT_REQUIRE(hf3fs_hardlink);
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(target.c_str(), link_name.c_str());
     }
     if (status != 0) {
@@ -85,7 +86,7 @@ void punch_hole(int fd, const std::vector<std::size_t>& start, const std::vector
     }
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(fd, static_cast<int>(start.size()), start.data(), end.data(), flags);
     }
     if (status != 0) {
@@ -122,7 +123,7 @@ void limit_gpu_pool(std::size_t idle_bytes_max, unsigned idle_ms_max) {
     const auto call = GDRKIT_REQUIRE(gdrkit_gpu_pool_limit);
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(idle_bytes_max, idle_ms_max);
     }
     check_pool_call("gdrkit_gpu_pool_limit", status);
@@ -132,7 +133,7 @@ void limit_gpu_pool(std::size_t idle_bytes_max, unsigned idle_ms_max) {
 void trim(const char* function, int (*call)(std::size_t), std::size_t idle_bytes_max) {
     int status = 0;
     {
-        nb::gil_scoped_release release_gil;
+        const GilRelease release;
         status = call(idle_bytes_max);
     }
     check_pool_call(function, status);

@@ -14,6 +14,7 @@
 
 #include <nanobind/stl/tuple.h>
 
+#include "common/gil.hpp"
 #include "usrbio/agent/loop.hpp"
 
 namespace nb = nanobind;
@@ -22,7 +23,7 @@ using namespace gdrkit::usrbio::agent;
 namespace {
 
 using Milliseconds = std::chrono::milliseconds;
-using ReleaseGil = nb::gil_scoped_release;
+using ReleaseGil = gdrkit::GilRelease;
 
 Id parse_id(const nb::bytes& data) {
     Id id{};
