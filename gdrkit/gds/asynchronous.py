@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.opening import Access, Direct
     from gdrkit.gds.ranges import Range
-    from gdrkit.gds.transfer import Transferred
+    from gdrkit.gds.result import Transferred
 
 __all__ = ["AsyncFile"]
 

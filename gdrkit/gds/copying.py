@@ -20,7 +20,7 @@ from gdrkit.gds.file import File
 from gdrkit.gds.new_file import new_file, open_destination
 from gdrkit.gds.opening import os_error
 from gdrkit.gds.ranges import data_ranges
-from gdrkit.gds.transfer import Route
+from gdrkit.gds.result import Route
 from gdrkit.units import MIB
 
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.opening import Access, Direct
     from gdrkit.gds.ranges import Range
-    from gdrkit.gds.transfer import Transfer, Transferred
+    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.transfer import Transfer
 
 __all__ = ["CHUNK_BYTES", "CopyResult", "CopyTotals", "chunk_buffers", "copy_file"]
 

@@ -17,7 +17,8 @@ from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import OPEN_FLAGS, Access, Direct, OpenDescriptor, check_choices, open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, part_length
-from gdrkit.gds.transfer import Route, Transfer, Transferred, short_transfer_error, transfers_of
+from gdrkit.gds.result import Route, Transferred, short_transfer_error
+from gdrkit.gds.transfer import Transfer, transfers_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

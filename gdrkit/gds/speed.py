@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from gdrkit.gds.opening import Direct
-    from gdrkit.gds.transfer import Transferred
+    from gdrkit.gds.result import Transferred
 
 __all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]
 

@@ -1,26 +1,23 @@
-"""Transfers as futures, and their results and errors.
+"""Transfers as futures.
 
-A :class:`Transfer` is a future. It keeps the memory and the file alive until the last byte has moved, even if the
+A :class:`Transfer` keeps the memory and the file alive until the last byte has moved, even if the
 caller drops the future. Its result reports how many bytes arrived and which route they took.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import itertools
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping  # noqa: TC003 - a NamedTuple evaluates its annotations.
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from gdrkit.cufile import Route
-from gdrkit.errors import Api, ApiError, GdrkitError, Reason, UsageError
+from gdrkit.errors import ApiError, GdrkitError, Reason, UsageError
 from gdrkit.gds._native import Failure, api_error, native
 from gdrkit.gds.event_loop import loop_waits
+from gdrkit.gds.result import DIRECT_ROUTES, NO_COUNTERS, Route, TransferFailed, Transferred, early_end_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -28,77 +25,16 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.buffer import TransferBuffer
 
-__all__ = [
-    "Route",
-    "Transfer",
-    "TransferFailed",
-    "TransferJob",
-    "Transferred",
-    "short_transfer_error",
-    "transfers_of",
-]
+__all__ = ["Transfer", "TransferJob", "transfers_of"]
 
 # Interval of progress reports, in seconds.
 _PROGRESS_S = 0.05
 # Longer timeouts are no limit: a hundred years, in seconds.
 _TIMEOUT_S_MAX = 100 * 365 * 86400.0
-# The direct routes. If a direct path is required, a transfer over another route fails.
-DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
 
 
 # Numbers of each extent of a transfer.
 _EXTENT_NUMBERS = 4
-_NO_COUNTERS: Mapping[str, int] = MappingProxyType({})
-
-
-class Transferred(NamedTuple):
-    """The result of a transfer.
-
-    Attributes
-    ----------
-    bytes : int
-        Bytes that arrived.
-    route : Route
-        The route that the bytes took.
-    direct_io_bytes : int
-        Bytes that bypassed the page cache (O_DIRECT).
-    parts : tuple of int
-        For each range, the number of bytes that arrived from its beginning without a gap.
-    duration_s : float
-        Time from the call to the last byte, in seconds.
-    why_not_direct : str
-        The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
-    counters : mapping
-        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. Transfers that ran together
-        have the increase of all of them. Empty if cuFile did not move the bytes.
-    """
-
-    bytes: int
-    route: Route
-    direct_io_bytes: int
-    parts: tuple[int, ...]
-    duration_s: float
-    why_not_direct: str = ""
-    counters: Mapping[str, int] = _NO_COUNTERS
-
-
-class TransferFailed(ApiError):
-    """A transfer ended before all bytes had arrived.
-
-    Even with ETIMEDOUT this error is not a TimeoutError, because a TimeoutError of :meth:`Transfer.result` means that
-    the transfer continues.
-
-    Attributes
-    ----------
-    transferred : Transferred
-        The result up to the error. More bytes than it counts may have been moved.
-    """
-
-    transferred: Transferred
-
-    @classmethod
-    def _find_builtin_class(cls, number: int) -> type[OSError]:
-        return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
 
 
 class TransferJob(Protocol):
@@ -353,7 +289,7 @@ class Transfer:
                 parts,
                 progress["duration_s"],
                 self.why_not_direct or progress.get("why_not_direct", ""),
-                progress.get("counters", _NO_COUNTERS),
+                progress.get("counters", NO_COUNTERS),
             )
             self._outcome = result, self._error_of(progress, result)
         self.release()
@@ -387,12 +323,12 @@ class Transfer:
         if failure is not None:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
-            error = _early_end_error(arguments, detail, reason=Reason.CANCELLED)
+            error = early_end_error(arguments, detail, reason=Reason.CANCELLED)
         elif not is_complete:
-            error = _early_end_error(arguments, detail)
+            error = early_end_error(arguments, detail)
         else:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
-            error = _early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
+            error = early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error
@@ -420,30 +356,3 @@ def _timeout_us(timeout_s: float | None) -> int:
         message = "timeout_s must be a number of seconds, or None for no limit, not nan"
         raise UsageError(message)
     return int(max(timeout_s, 0) * 1e6)
-
-
-def _early_end_error(
-    arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
-) -> TransferFailed:
-    """Return the error for a transfer that ended early, or took a route that is not direct, without a failed call."""
-    return TransferFailed(
-        api=Api.NONE,
-        operation="transfer",
-        status=None,
-        status_name=reason.name,
-        arguments=arguments,
-        reason=reason,
-        detail=detail,
-    )
-
-
-def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
-    """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
-    arguments = {**arguments, "transferred_bytes": result.bytes}
-    if failure is None:
-        error: ApiError = _early_end_error(arguments, "the file has fewer bytes")
-    else:
-        error = api_error(failure, arguments=arguments, error_class=TransferFailed)
-    if isinstance(error, TransferFailed):
-        error.transferred = result
-    return error

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from gdrkit.gds.transfer import Transferred
+    from gdrkit.gds.result import Transferred
     from gdrkit.tiers.catalogue import Entry
     from gdrkit.tiers.configuration import Configuration
     from gdrkit.tiers.folder import TierFolder

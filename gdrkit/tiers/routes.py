@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gdrkit.cufile import Route, RouteState
-from gdrkit.gds.transfer import DIRECT_ROUTES
+from gdrkit.gds.result import DIRECT_ROUTES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gdrkit.gds.transfer import Transferred
+    from gdrkit.gds.result import Transferred
 
 __all__ = ["UNOBSERVED", "TierRoute", "observed_route", "worst_route"]
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gdrkit.gds.opening import Direct
-    from gdrkit.gds.transfer import Transferred
+    from gdrkit.gds.result import Transferred
     from gdrkit.tiers.catalogue import Catalogue
     from gdrkit.tiers.folder import TierFolder
     from gdrkit.tiers.routes import TierRoute

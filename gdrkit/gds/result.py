@@ -1,0 +1,106 @@
+"""Results and errors of transfers: how many bytes arrived, and which route they took."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Mapping  # noqa: TC003 - a NamedTuple evaluates its annotations.
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
+
+from gdrkit.cufile import Route
+from gdrkit.errors import Api, ApiError, Reason
+from gdrkit.gds._native import api_error
+
+if TYPE_CHECKING:
+    from gdrkit.gds._native import Failure
+
+__all__ = [
+    "DIRECT_ROUTES",
+    "NO_COUNTERS",
+    "Route",
+    "TransferFailed",
+    "Transferred",
+    "early_end_error",
+    "short_transfer_error",
+]
+
+# The direct routes. If a direct path is required, a transfer over another route fails.
+DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
+NO_COUNTERS: Mapping[str, int] = MappingProxyType({})
+
+
+class Transferred(NamedTuple):
+    """The result of a transfer.
+
+    Attributes
+    ----------
+    bytes : int
+        Bytes that arrived.
+    route : Route
+        The route that the bytes took.
+    direct_io_bytes : int
+        Bytes that bypassed the page cache (O_DIRECT).
+    parts : tuple of int
+        For each range, the number of bytes that arrived from its beginning without a gap.
+    duration_s : float
+        Time from the call to the last byte, in seconds.
+    why_not_direct : str
+        The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
+    counters : mapping
+        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. Transfers that ran together
+        have the increase of all of them. Empty if cuFile did not move the bytes.
+    """
+
+    bytes: int
+    route: Route
+    direct_io_bytes: int
+    parts: tuple[int, ...]
+    duration_s: float
+    why_not_direct: str = ""
+    counters: Mapping[str, int] = NO_COUNTERS
+
+
+class TransferFailed(ApiError):
+    """A transfer ended before all bytes had arrived.
+
+    Even with ETIMEDOUT this error is not a TimeoutError, because a TimeoutError of :meth:`Transfer.result` means that
+    the transfer continues.
+
+    Attributes
+    ----------
+    transferred : Transferred
+        The result up to the error. More bytes than it counts may have been moved.
+    """
+
+    transferred: Transferred
+
+    @classmethod
+    def _find_builtin_class(cls, number: int) -> type[OSError]:
+        return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
+
+
+def early_end_error(
+    arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
+) -> TransferFailed:
+    """Return the error for a transfer that ended early, or took a route that is not direct, without a failed call."""
+    return TransferFailed(
+        api=Api.NONE,
+        operation="transfer",
+        status=None,
+        status_name=reason.name,
+        arguments=arguments,
+        reason=reason,
+        detail=detail,
+    )
+
+
+def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
+    """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
+    arguments = {**arguments, "transferred_bytes": result.bytes}
+    if failure is None:
+        error: ApiError = early_end_error(arguments, "the file has fewer bytes")
+    else:
+        error = api_error(failure, arguments=arguments, error_class=TransferFailed)
+    if isinstance(error, TransferFailed):
+        error.transferred = result
+    return error
