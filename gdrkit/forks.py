@@ -7,13 +7,15 @@ notified in the child before any other Python code runs.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import os
 import threading
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
 __all__ = ["ForkAware", "ForkSafeLock", "register"]
@@ -38,21 +40,30 @@ class ForkSafeLock:
     """A lock that is free in a forked child.
 
     It may protect only data that is consistent after every statement that runs with the lock held.
+
+    Parameters
+    ----------
+    reentrant : bool
+        Whether the thread that holds the lock may acquire it again: in a signal handler or a finalizer.
     """
 
-    __slots__ = ("__weakref__", "_lock")
+    __slots__ = ("__weakref__", "_lock", "_make_lock")
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, *, reentrant: bool = False) -> None:
+        self._make_lock: Callable[[], Any] = threading.RLock if reentrant else threading.Lock
+        self._lock = self._make_lock()
         register(self)
 
     def after_fork_in_child(self) -> None:
         """Replace the lock, because a thread of the parent may have held it during the fork."""
-        self._lock = threading.Lock()
+        self._lock = self._make_lock()
 
     def locked(self) -> bool:
-        """Return whether a thread holds the lock now."""
-        return self._lock.locked()
+        """Return whether another thread holds the lock now."""
+        if self._lock.acquire(blocking=False):
+            self._lock.release()
+            return False
+        return True
 
     if TYPE_CHECKING:
 
@@ -70,8 +81,10 @@ class ForkSafeLock:
 
 
 def _close_objects_in_child() -> None:
-    for instance in list(_fork_aware_objects):
-        instance.after_fork_in_child()
+    # An error of one object must not keep the others from being notified.
+    with contextlib.ExitStack() as stack:
+        for instance in list(_fork_aware_objects):
+            stack.callback(instance.after_fork_in_child)
 
 
 os.register_at_fork(after_in_child=_close_objects_in_child)

@@ -12,6 +12,7 @@ import ctypes
 import errno
 import functools
 import importlib
+import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +104,23 @@ def call(operation: str, function: str, /, **arguments: Any) -> Any:
     return _call(operation, function, arguments, error_arguments=arguments)
 
 
-def _call(operation: str, function: str, arguments: dict[str, Any], *, error_arguments: dict[str, Any]) -> Any:
-    """Call `function` of the bindings and return its result. An error contains `error_arguments`, not `arguments`."""
+def _call(
+    operation: str,
+    function: str,
+    arguments: dict[str, Any],
+    *,
+    error_arguments: dict[str, Any],
+    into: list[Any] | None = None,
+) -> Any:
+    """Call `function` of the bindings and return its result. An error contains `error_arguments`, not `arguments`.
+
+    If there is a list `into`, the result is appended to it, and no signal handler runs between the two.
+    """
     bindings = load()
     try:
+        if into is not None:
+            into.extend(itertools.starmap(getattr(bindings, function), [tuple(arguments.values())]))
+            return None
         return getattr(bindings, function)(*arguments.values())
     except bindings.cuFileError as error:
         raise _results.error_of(
@@ -168,15 +182,16 @@ def use_count() -> int:
     return int(function())
 
 
-def register_file(fd: int) -> int:
-    """Register a descriptor by cuFileHandleRegister and return its CUfileHandle_t."""
+def register_file(fd: int, handles: list[int]) -> None:
+    """Register a descriptor by cuFileHandleRegister and append its CUfileHandle_t to a list."""
     description = load().Descr()
     # The constructor does not set the memory to zero, and libcufile would use the random contents.
     ctypes.memset(description.ptr, 0, ctypes.sizeof(ctypes.c_uint64) * 3)
     description.type = _OPAQUE_FD
     description.handle.fd = fd
-    arguments = {"descr": description.ptr}
-    return int(_call("cuFileHandleRegister", "handle_register", arguments, error_arguments={"fd": fd}))
+    _call(
+        "cuFileHandleRegister", "handle_register", {"descr": description.ptr}, error_arguments={"fd": fd}, into=handles
+    )
 
 
 def make_io_vectors(parts: Sequence[tuple[int, int]]) -> Any:

@@ -36,6 +36,8 @@ class FileHandle:
     fd : int
         Descriptor of an open regular file. The caller owns the descriptor, and must close it after this object. Direct
         transfers require a descriptor with O_DIRECT.
+    keep : object
+        The owner of the descriptor. It stays alive as long as the file is registered, also if this object is dropped.
 
     Raises
     ------
@@ -44,19 +46,25 @@ class FileHandle:
         has no udev database. :func:`gdrkit.cufile.obstacles` reports the cause.
     """
 
-    def __init__(self, driver: Driver, fd: int) -> None:
+    def __init__(self, driver: Driver, fd: int, *, keep: object = None) -> None:
         driver.check_open()
         if fd < 0:
             message = f"fd must be an open descriptor, not {fd}"
             raise UsageError(message, reason=Reason.BAD_DESCRIPTOR)
         self.driver = driver
         self.fd = fd
-        self._native_handle = _cufile.register_file(fd)
-        self._handle = Handle("cufile.file")
-        self._remove_close_callback = driver.on_close(self.close)
+        self._keep = keep
+        self._native_handles: list[int] = []  # One CUfileHandle_t, when the file is registered.
         # A stream reads and writes the arguments of its transfers after the call, so they must be kept alive.
         self._pending: set[PendingTransfer] = set()
         self._is_closed = False
+        self._handle = Handle("cufile.file")
+        self._remove_close_callback = driver.on_close(self.close)
+        try:
+            _cufile.register_file(fd, self._native_handles)
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def closed(self) -> bool:
@@ -69,7 +77,7 @@ class FileHandle:
         if self._is_closed:
             resource = "the cuFile handle"
             raise ClosedResource(resource)
-        return self._native_handle
+        return self._native_handles[0]
 
     def read(
         self, memory: Memory, *, file_offset_bytes: int = 0, offset_bytes: int = 0, length_bytes: int | None = None
@@ -160,8 +168,13 @@ class FileHandle:
             message = f"the file has {format_count(unfinished_count, 'pending transfer')} in streams"
             raise UsageError(message, reason=Reason.BUSY, what_to_do="synchronize the streams first")
         self._pending.clear()
-        _cufile.call("cuFileHandleDeregister", "handle_deregister", fh=self._native_handle)
+        deregister = _cufile.load().handle_deregister
+        # cuFileHandleDeregister reports no error. No signal handler runs between the next two statements, so that an
+        # interrupt neither leaves the file registered nor deregisters it twice.
         self._is_closed = True
+        for native_handle in self._native_handles:
+            deregister(native_handle)
+        self._keep = None
         self._remove_close_callback()
         self._handle.release()
 

@@ -30,7 +30,7 @@ _OUTPUT_CHARACTERS_MAX = 400
 _MODULES = Path("/proc/modules")
 _NO_MODULES = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
-_lock = ForkSafeLock()
+_lock = ForkSafeLock(reentrant=True)
 # The result of the first successful probe, or an empty list.
 _cached_results: list[ProbeResult] = []
 

@@ -62,7 +62,7 @@ class OpenFile:
 
     def close(self, end_transfers: object | None = None, waits: bool = True) -> None:
         """
-        Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without a wait, the last use closes them.
+        Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without a wait, the last use closes them. Raise EngineError (EDEADLK) if the calling thread uses the file.
         """
 
     @property
@@ -75,6 +75,9 @@ class OpenFile:
 
     def replace_after_fork(self) -> OpenFile:
         """Return a file with the same descriptor, for a forked child."""
+
+    def size_bytes(self) -> int:
+        """Return the size of the file. Raise FileClosed if the file is closed."""
 
     def direct(self) -> bool: ...
 
@@ -149,7 +152,10 @@ class Engine:
 
     def transfer_small(self, write: bool, file: OpenFile, offset: int, address: int, length: int, device: int) -> tuple: ...
 
-    def close(self) -> None: ...
+    def close(self) -> bool:
+        """
+        Refuse further jobs, wait for the queued ones, end the threads and free the memory. Return False, and do nothing, in the child of a signal handler that forks.
+        """
 
 class HostMemory:
     """A contiguous host buffer, which stays exported until release()."""

@@ -43,6 +43,7 @@ _REASONS = {
     errno.EIO: Reason.IO_ERROR,
     errno.ENOMEM: Reason.OUT_OF_MEMORY,
     errno.ESHUTDOWN: Reason.CLOSED,
+    errno.EDEADLK: Reason.BUSY,
 }
 _ADVICE = {
     errno.ENOSPC: "free space on the file system, or write to another one",
@@ -50,6 +51,7 @@ _ADVICE = {
     errno.EIO: "see the kernel log: a disk or the server of a network file system failed",
     errno.EISDIR: "name a file, not a folder",
     errno.ENOENT: "check the path",
+    errno.EDEADLK: "close the file after the signal handler or the finalizer that interrupted a use of the file",
 }
 
 

@@ -16,18 +16,20 @@ from concurrent import futures
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from gdrkit import cufile, forks
+from gdrkit import cuda, cufile, forks
 from gdrkit.errors import ApiError
+from gdrkit.gds._native import native
 from gdrkit.host import HostTree
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gdrkit.gds.cufile_job import CufileJob
+    from gdrkit.gds.buffer import TransferBuffer
+    from gdrkit.gds.cufile_job import CufileJob, CufilePart
     from gdrkit.gds.transfer import Transfer
 
-__all__ = ["CufileOptions", "JobRunner", "SharedDriver", "close_driver", "shared_driver"]
+__all__ = ["CufileOptions", "JobRunner", "RegisteredRanges", "SharedDriver", "close_driver", "shared_driver"]
 
 # Largest number of transfers that run together.
 _JOBS_MAX = 1024
@@ -87,6 +89,8 @@ class SharedDriver:
         # The jobs that callers have added, and those that the thread has taken but not run. None ends the thread.
         self._added: queue.SimpleQueue[tuple[JobRunner, CufileJob] | None] = queue.SimpleQueue()
         self._taken: deque[tuple[JobRunner, CufileJob]] = deque()
+        # An interrupted Thread.join() would count the thread as ended, so close() waits for this native object.
+        self._end = native.Completion()
         # A thread that is not a daemon would keep the program from its end, where close_driver() ends the thread.
         self._thread = threading.Thread(target=self._run_jobs, name="gdrkit-cufile", daemon=True)
         self._thread.start()
@@ -102,27 +106,46 @@ class SharedDriver:
     def close(self) -> None:
         """Run the jobs in the queue, deregister all memory and close the driver."""
         self._added.put(None)
-        self._thread.join()
+        self._end.wait()
         self.workers.shutdown()
         self.driver.close()
 
+    def register_memory(
+        self, jobs: Sequence[CufileJob], device_index: int, leases: contextlib.ExitStack
+    ) -> RegisteredRanges:
+        """Register the memory of the jobs until `leases` is closed, and return the registered ranges."""
+        registered = RegisteredRanges()
+        for job in jobs:
+            if job.memory is None or registered.contains(job.memory.address, job.memory.length_bytes):
+                continue
+            memory = job.memory.keep
+            if not isinstance(memory, cuda.CudaMemory):
+                memory = _ForeignMemory(leases.enter_context(cuda.Device(device_index)), job.memory)
+            if leases.enter_context(self.buffers.lease(memory)):
+                registered.add(memory.address, memory.length_bytes)
+        return registered
+
     def after_fork_in_child(self) -> None:
         """Forget this driver in the child, which then opens another one. The threads exist only in the parent."""
-        if self in _shared_drivers:
-            _shared_drivers.remove(self)
+        for drivers in (_shared_drivers, _retired_drivers):
+            if self in drivers:
+                drivers.remove(self)
 
     def _run_jobs(self) -> None:
         """Run the jobs of the queue until :meth:`close`. This is the thread of the queue."""
         is_closing = False
-        while not is_closing or self._taken:
-            while not is_closing and (not self._taken or not self._added.empty()):
-                added = self._added.get()
-                if added is None:
-                    is_closing = True
-                else:
-                    self._taken.append(added)
-            if self._taken:
-                self._run_next_jobs()
+        try:
+            while not is_closing or self._taken:
+                while not is_closing and (not self._taken or not self._added.empty()):
+                    added = self._added.get()
+                    if added is None:
+                        is_closing = True
+                    else:
+                        self._taken.append(added)
+                if self._taken:
+                    self._run_next_jobs()
+        finally:
+            self._end.end()
 
     def _run_next_jobs(self) -> None:
         """Run the first job of the queue, together with later jobs of the same file and direction.
@@ -156,24 +179,91 @@ class SharedDriver:
         return job.largest_range_bytes <= self.options.batch_range_bytes_max
 
 
+class RegisteredRanges:
+    """The registered memory of the jobs that run together."""
+
+    def __init__(self) -> None:
+        self._ranges: list[_MemoryRange] = []
+
+    def add(self, address: int, length_bytes: int) -> None:
+        """Add registered memory."""
+        self._ranges.append(_MemoryRange(address, length_bytes))
+
+    def contains(self, address: int, length_bytes: int) -> bool:
+        """Return whether a range is inside registered memory."""
+        return any(memory.contains(address, length_bytes) for memory in self._ranges)
+
+    def find(self, part: CufilePart) -> tuple[_MemoryRange, int]:
+        """Return the registered memory that contains a part, else the part itself, and the offset of the part in it."""
+        for memory in self._ranges:
+            if memory.contains(part.address, part.length_bytes):
+                return memory, part.address - memory.address
+        return _MemoryRange(part.address, part.length_bytes), 0
+
+
+@dataclass(frozen=True, slots=True)
+class _MemoryRange:
+    """Device memory of a running job, as a :class:`gdrkit.cufile.Memory`."""
+
+    address: int
+    length_bytes: int
+    closed: bool = False
+
+    def contains(self, address: int, length_bytes: int) -> bool:
+        return self.address <= address and address + length_bytes <= self.address + self.length_bytes
+
+    @staticmethod
+    def current() -> contextlib.AbstractContextManager[None]:
+        """Return an empty context, because the CUDA context is current during the whole job."""
+        return contextlib.nullcontext()
+
+
+class _ForeignMemory:
+    """Memory of another library, which may free it after the transfer without notice."""
+
+    def __init__(self, device: cuda.Device, buffer: TransferBuffer) -> None:
+        self._device = device
+        self.address = buffer.address
+        self.length_bytes = buffer.length_bytes
+        self.closed = False
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Make the context of the device current in this thread during a block."""
+        return self._device.current()
+
+
 # The shared driver of this process, or an empty list if it is not open.
 _shared_drivers: list[SharedDriver] = []
-_lock = forks.ForkSafeLock()
+# The drivers that close_driver() has taken out of use and not closed yet.
+_retired_drivers: list[SharedDriver] = []
+# A signal handler may search for a direct path while its thread opens or closes the driver.
+_lock = forks.ForkSafeLock(reentrant=True)
 
 
 def shared_driver() -> SharedDriver:
     """Return the shared driver of this process. Open it if it is not open."""
     with _lock:
         if not _shared_drivers:
-            _shared_drivers.append(SharedDriver())
+            driver = SharedDriver()
+            if _shared_drivers:  # A signal handler has opened one meanwhile.
+                driver.close()
+            else:
+                _shared_drivers.append(driver)
         return _shared_drivers[0]
 
 
 def close_driver() -> None:
-    """Close the cuFile driver if it is open. The caller must first close all files that use it."""
+    """Close the cuFile driver if it is open. The caller must first close all files that use it.
+
+    If Ctrl-C ends the wait for the transfers in the queue, the next call waits again.
+    """
     with _lock:
-        while _shared_drivers:
-            _shared_drivers.pop().close()
+        _retired_drivers.extend(_shared_drivers)
+        _shared_drivers.clear()
+        for driver in tuple(_retired_drivers):
+            driver.close()
+            if driver in _retired_drivers:  # A signal handler may have closed it, too.
+                _retired_drivers.remove(driver)
 
 
 atexit.register(close_driver)

@@ -93,7 +93,8 @@ class CufileJob:
         # For each joined range: its offset in the file, its device address, and its length.
         self._ranges: list[tuple[int, int, int]] = []
         self._join(extents)
-        self._lock = threading.Lock()
+        # A signal handler may cancel the job while its thread has the lock.
+        self._lock = threading.RLock()
         # The joined range of the next part, and the offset of the part in it.
         self._range_index = self._offset_bytes = 0
         # For each joined range, the offset and the length of each part that arrived.

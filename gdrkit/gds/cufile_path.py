@@ -15,14 +15,13 @@ import fcntl
 import os
 from collections import deque
 from concurrent import futures
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gdrkit import cuda, cufile
 from gdrkit.cufile.obstacles import request_obstacles
 from gdrkit.errors import ApiError, GdrkitError
 from gdrkit.gds._native import call
-from gdrkit.gds.cufile_driver import shared_driver
+from gdrkit.gds.cufile_driver import RegisteredRanges, shared_driver
 from gdrkit.gds.cufile_job import CufileJob, PartSource
 from gdrkit.gds.direct import DirectPathResult
 from gdrkit.gds.opening import open_file
@@ -111,14 +110,9 @@ class CufilePath:
         self._driver = driver
         self._options = options or driver.options
         self._device_index = device_index
-        # The driver keeps the file open as long as its descriptor is registered, also if this object is dropped without
-        # close(): otherwise another file would get the same number.
-        self._remove_from_driver = driver.driver.on_close(file.close)
-        try:
-            self._file = cufile.FileHandle(driver.driver, file.fileno())
-        except ApiError:
-            self._remove_from_driver()
-            raise
+        # If this object is dropped without close(), the descriptor stays open as long as it is registered: otherwise
+        # another file would get the same number.
+        self._file = cufile.FileHandle(driver.driver, file.fileno(), keep=file)
         self._fd = file.fileno()
         self._open_file = file
         # Why a transfer after the probe was not direct. Empty as long as all transfers were direct.
@@ -128,11 +122,12 @@ class CufilePath:
 
     def read_first_block(self) -> CufileJob:
         """Read the first block into device memory, to find out its route, and return the finished job."""
-        with cuda.Device(self._device_index) as device, device.allocate(_BLOCK_BYTES) as memory:
-            job = CufileJob(write=False, extents=[0, 0, memory.address, _BLOCK_BYTES])
-            self._driver.submit(self, job)
-            job.wait(-1)
-            return job
+        probe = CufileJob(write=False, extents=[0, 0, 0, _BLOCK_BYTES])
+        runner = _FirstRead(self, self._device_index)
+        self._driver.submit(runner, probe)
+        probe.wait(-1)
+        probe.progress()  # This raises the error of the runner.
+        return runner.job
 
     def why_not(self, extents: Sequence[int]) -> str:
         """Return why these ranges cannot be transferred directly; empty if they can."""
@@ -159,11 +154,9 @@ class CufilePath:
         return job
 
     def close(self) -> None:
-        """Deregister the file from cuFile and close its descriptor."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(call, self._open_file.close)
-            self._file.close()
-            self._remove_from_driver()
+        """Deregister the file from cuFile and close its descriptor. If an interrupt comes first, both stay open."""
+        self._file.close()
+        call(self._open_file.close)
 
     def execute(self, jobs: Sequence[CufileJob]) -> None:
         """Run jobs of one direction, and store the route that the counters showed. The thread of the queue calls this.
@@ -175,7 +168,9 @@ class CufilePath:
         with contextlib.ExitStack() as leases:
             source = PartSource(jobs, self._part_bytes(jobs))
             try:
-                registered = self._register_memory(jobs, leases)
+                registered = RegisteredRanges()
+                if self._options.registers_memory:
+                    registered = self._driver.register_memory(jobs, self._device_index, leases)
                 with monitor.watch(self._fd):
                     # An error of a part does not end this block, because the other parts still need the proof of the
                     # monitor.
@@ -223,27 +218,12 @@ class CufilePath:
                     for number in (0, 0, memory.address + index * _BLOCK_BYTES, _BLOCK_BYTES)
                 ]
                 job = CufileJob(write=False, extents=extents)
-                self._run_batch(PartSource([job], _BLOCK_BYTES), _RegisteredRanges())
+                self._run_batch(PartSource([job], _BLOCK_BYTES), RegisteredRanges())
         except ApiError:
             return False
         return job.failure is None and monitor.proof.state is cufile.RouteState.PROVEN
 
-    def _register_memory(self, jobs: Sequence[CufileJob], leases: contextlib.ExitStack) -> _RegisteredRanges:
-        """Register the memory of the jobs until `leases` is closed, and return the registered ranges."""
-        registered = _RegisteredRanges()
-        if not self._options.registers_memory:
-            return registered
-        for job in jobs:
-            if job.memory is None or registered.contains(job.memory.address, job.memory.length_bytes):
-                continue
-            memory = job.memory.keep
-            if not isinstance(memory, cuda.CudaMemory):
-                memory = _ForeignMemory(leases.enter_context(cuda.Device(self._device_index)), job.memory)
-            if leases.enter_context(self._driver.buffers.lease(memory)):
-                registered.add(memory.address, memory.length_bytes)
-        return registered
-
-    def _run_calls(self, source: PartSource, registered: _RegisteredRanges) -> None:
+    def _run_calls(self, source: PartSource, registered: RegisteredRanges) -> None:
         """Transfer all parts by single calls of several threads, one of which is this thread."""
         others_count = min(self._options.workers_count, source.parts_count) - 1
         # If no thread can be started, submit() raises RuntimeError, but the call stays in the queue of the pool. So the
@@ -263,9 +243,7 @@ class CufilePath:
         for other in started:
             other.result()
 
-    def _run_other_worker(
-        self, future: futures.Future[None], source: PartSource, registered: _RegisteredRanges
-    ) -> None:
+    def _run_other_worker(self, future: futures.Future[None], source: PartSource, registered: RegisteredRanges) -> None:
         """Transfer parts until there are none left, unless the future was cancelled."""
         if not future.set_running_or_notify_cancel():
             return
@@ -277,7 +255,7 @@ class CufilePath:
             raise
         future.set_result(None)
 
-    def _run_worker(self, source: PartSource, registered: _RegisteredRanges) -> None:
+    def _run_worker(self, source: PartSource, registered: RegisteredRanges) -> None:
         """Transfer parts until there are none left."""
         try:
             with cuda.Device(self._device_index) as device, device.current():
@@ -286,7 +264,7 @@ class CufilePath:
         except ApiError as error:
             source.fail(error)
 
-    def _run_part(self, job: CufileJob, part: CufilePart, registered: _RegisteredRanges) -> None:
+    def _run_part(self, job: CufileJob, part: CufilePart, registered: RegisteredRanges) -> None:
         """Transfer one part. If a call transfers fewer bytes, further calls transfer the rest."""
         transfer = self._file.write if job.write else self._file.read
         try:
@@ -305,7 +283,7 @@ class CufilePath:
         except ApiError as error:
             job.fail(error, part)
 
-    def _run_batch(self, source: PartSource, registered: _RegisteredRanges) -> None:
+    def _run_batch(self, source: PartSource, registered: RegisteredRanges) -> None:
         """Transfer all parts by one batch, which is filled again whenever parts of it are complete."""
         with (
             cuda.Device(self._device_index) as device,
@@ -328,10 +306,26 @@ class CufilePath:
                 job.fail_sync(error)
 
 
+class _FirstRead:
+    """The read of the first block of a file. Its memory is freed after the read, also if an interrupt ends the wait."""
+
+    job: CufileJob
+
+    def __init__(self, path: CufilePath, device_index: int) -> None:
+        self._path = path
+        self._device_index = device_index
+
+    def execute(self, _jobs: Sequence[CufileJob]) -> None:
+        """Read the block, and store the finished job."""
+        with cuda.Device(self._device_index) as device, device.allocate(_BLOCK_BYTES) as memory:
+            self.job = CufileJob(write=False, extents=[0, 0, memory.address, _BLOCK_BYTES])
+            self._path.execute([self.job])
+
+
 class _BatchTransfers:
     """The submitted transfers of one batch, and the rests of transfers that moved fewer bytes than requested."""
 
-    def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered: _RegisteredRanges) -> None:
+    def __init__(self, batch: cufile.IoBatch, file: cufile.FileHandle, registered: RegisteredRanges) -> None:
         self._batch = batch
         self._file = file
         self._registered = registered
@@ -380,59 +374,6 @@ class _BatchTransfers:
                 return
             if not taken[0].stopped:
                 yield taken
-
-
-class _RegisteredRanges:
-    """The registered memory of the jobs that run together."""
-
-    def __init__(self) -> None:
-        self._ranges: list[_MemoryRange] = []
-
-    def add(self, address: int, length_bytes: int) -> None:
-        """Add registered memory."""
-        self._ranges.append(_MemoryRange(address, length_bytes))
-
-    def contains(self, address: int, length_bytes: int) -> bool:
-        """Return whether a range is inside registered memory."""
-        return any(memory.contains(address, length_bytes) for memory in self._ranges)
-
-    def find(self, part: CufilePart) -> tuple[_MemoryRange, int]:
-        """Return the registered memory that contains a part, else the part itself, and the offset of the part in it."""
-        for memory in self._ranges:
-            if memory.contains(part.address, part.length_bytes):
-                return memory, part.address - memory.address
-        return _MemoryRange(part.address, part.length_bytes), 0
-
-
-@dataclass(frozen=True, slots=True)
-class _MemoryRange:
-    """Device memory of a running job, as a :class:`gdrkit.cufile.Memory`."""
-
-    address: int
-    length_bytes: int
-    closed: bool = False
-
-    def contains(self, address: int, length_bytes: int) -> bool:
-        return self.address <= address and address + length_bytes <= self.address + self.length_bytes
-
-    @staticmethod
-    def current() -> contextlib.AbstractContextManager[None]:
-        """Return an empty context, because the CUDA context is current during the whole job."""
-        return contextlib.nullcontext()
-
-
-class _ForeignMemory:
-    """Memory of another library, which may free it after the transfer without notice."""
-
-    def __init__(self, device: cuda.Device, buffer: TransferBuffer) -> None:
-        self._device = device
-        self.address = buffer.address
-        self.length_bytes = buffer.length_bytes
-        self.closed = False
-
-    def current(self) -> contextlib.AbstractContextManager[None]:
-        """Make the context of the device current in this thread during a block."""
-        return self._device.current()
 
 
 def _access_mode(fd: int) -> int:

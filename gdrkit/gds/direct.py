@@ -123,7 +123,8 @@ class FileDirectPaths:
     def __init__(self, use: str) -> None:
         self._use = use
         self._results: dict[int, DirectPathResult] = {}  # By device index.
-        self._probe_lock = threading.Lock()
+        # A signal handler may start a transfer of the file while its thread has the lock.
+        self._probe_lock = threading.RLock()
         forks.register(self)
 
     def why_engine(self, memory: TransferBuffer) -> str | None:
@@ -144,23 +145,26 @@ class FileDirectPaths:
         if memory.is_host:
             return None, "the memory is host memory"
         with self._probe_lock:
-            if memory.device_index not in self._results:
-                self._results[memory.device_index] = find_direct_path(fd, memory.device_index)
-            result = self._results[memory.device_index]
+            result = self._results.get(memory.device_index)
+            if result is None:
+                found = find_direct_path(fd, memory.device_index)
+                result = self._results.setdefault(memory.device_index, found)
+                if result is not found:
+                    found.close()
         why = result.why if result.path is None else result.path.why_not(extents)
         return (None, why) if why else (result.path, "")
 
     def close(self) -> None:
         """Close the paths. A second close does nothing."""
-        for result in self._results.values():
+        for index, result in tuple(self._results.items()):
             result.close()
-        self._results.clear()
+            self._results.pop(index, None)
 
     def after_fork_in_child(self) -> None:
         """Abandon the paths in a forked child. Their threads and their driver are in the parent."""
         native.keep_forever(self._results)
         self._results = {}
-        self._probe_lock = threading.Lock()
+        self._probe_lock = threading.RLock()
 
 
 def report_fallback(why: str, path: str, *, required: bool) -> None:

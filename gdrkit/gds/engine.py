@@ -184,9 +184,19 @@ class Engine:
         except native.EngineError as error:
             raise api_error(error.args) from error
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine was closed."""
+        return self._is_closed
+
     def close(self) -> None:
-        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing."""
-        self._engine.close()
+        """Complete the queued jobs, then end the threads and free the memory. A second close does nothing.
+
+        Meanwhile, the engine refuses further jobs. If Ctrl-C ends the wait, the engine stays open.
+        """
+        # A forked child of a signal handler has another native engine.
+        while not self._engine.close():
+            pass
         self._is_closed = True
         self._handle.release()
 
@@ -204,7 +214,10 @@ class Engine:
 # Engines by device index, and by NUMA node. Devices of one NUMA node share an engine.
 _engines: dict[int, Engine] = {}
 _engines_by_node: dict[int, Engine] = {}
-_lock = forks.ForkSafeLock()
+# Engines that close_engines() has taken out of use. They are here until they are closed, also after an interrupt.
+_retired_engines: dict[Engine, None] = {}
+# A signal handler may start a transfer, or close the engines, while its thread has the lock.
+_lock = forks.ForkSafeLock(reentrant=True)
 
 
 def engine_for(device_index: int) -> Engine:
@@ -216,32 +229,53 @@ def engine_for(device_index: int) -> Engine:
     if engine is not None:
         return engine
     with _lock:
-        if device_index not in _engines:
-            _engines[device_index] = Engine(HOST_OPTIONS) if device_index == HOST else _device_engine(device_index)
-        return _engines[device_index]
+        while True:
+            engine = _engines.get(device_index) or _add_engine(device_index)
+            if not engine.closed:
+                return engine
+            _engines.pop(device_index, None)  # A signal handler has closed the engines meanwhile.
 
 
-def _device_engine(device_index: int) -> Engine:
-    """Return the engine of the device's NUMA node."""
+def _add_engine(device_index: int) -> Engine:
+    """Return a new engine for a device, or the engine of its NUMA node."""
+    if device_index == HOST:
+        return _keep_first(_engines, HOST, Engine(HOST_OPTIONS))
     with cuda.Device(device_index) as device:
         node = int(native.node_of_device(device.pci_bus_id))
-    if node not in _engines_by_node:
-        _engines_by_node[node] = Engine(node=node)
-    return _engines_by_node[node]
+    engine = _engines_by_node.get(node) or _keep_first(_engines_by_node, node, Engine(node=node))
+    return _engines.setdefault(device_index, engine)
+
+
+def _keep_first(engines: dict[int, Engine], key: int, engine: Engine) -> Engine:
+    """Add a new engine, unless a signal handler has added one meanwhile, and return the engine that is used."""
+    used_engine = engines.setdefault(key, engine)
+    if used_engine is not engine:
+        engine.close()
+    return used_engine
 
 
 def close_engines() -> None:
-    """Complete the queued jobs and close every engine. The next transfer creates a new engine."""
+    """Complete the queued jobs and close every engine. The next transfer creates a new engine.
+
+    If Ctrl-C ends the wait, the next call waits again.
+    """
     with _lock:
-        while _engines:
-            _index, engine = _engines.popitem()
-            engine.close()
+        _retired_engines.update(dict.fromkeys((*_engines.values(), *_engines_by_node.values())))
+        _engines.clear()
         _engines_by_node.clear()
+    for engine in tuple(_retired_engines):
+        engine.close()
+        _retired_engines.pop(engine, None)
 
 
 def _end_at_exit() -> None:
     """Close every engine, and release the memory of the transfers whose futures the program has dropped."""
-    close_engines()
+    try:
+        close_engines()
+    except BaseException:
+        # Ctrl-C has ended the wait. The end of the interpreter must not wait for the jobs either.
+        native.keep_forever(_retired_engines)
+        raise
     if "gdrkit.gds._engine" not in sys.modules:
         return
     for transfer in tuple(native.in_progress.values()):

@@ -124,7 +124,10 @@ class File:
     @property
     def size_bytes(self) -> int:
         """Current size of the file, in bytes."""
-        return os.fstat(self.fileno()).st_size
+        try:
+            return int(call(self.native_file.size_bytes))
+        except native.FileClosed:
+            raise ClosedResource(self.path) from None
 
     def fileno(self) -> int:
         """Return the file descriptor. This object still owns it."""
@@ -274,6 +277,12 @@ class File:
         """Wait for the transfers of the file, including transfers that other threads are starting, and close it.
 
         A second close does nothing. A close during another close waits for the first.
+
+        Raises
+        ------
+        ApiError
+            EDEADLK: the call is part of a signal handler or of a finalizer, and this thread uses the file in the call
+            that it interrupted. Or an error of close(2), after which the file is closed.
         """
         self._descriptor.close(self._end_transfers)
 

@@ -6,7 +6,6 @@ import errno
 import os
 import stat
 import sys
-import threading
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gdrkit import forks
@@ -61,7 +60,6 @@ class OpenDescriptor:
     def __init__(self, file: Any, path: str) -> None:  # noqa: ANN401 - native object.
         self.path = path
         self.native = file
-        self._close_lock = threading.Lock()
         self._handle = Handle("gds.file")
         forks.register(self)
 
@@ -90,22 +88,20 @@ class OpenDescriptor:
 
         A second close does nothing. A close during another close waits for the first.
         """
-        with self._close_lock:
-            try:
-                # A forked child of a signal handler has another native file.
-                while not self.closed:
-                    # The uses of the threads that the end of the interpreter has stopped do not end.
-                    self.native.close(end_transfers, not sys.is_finalizing())
-            except native.EngineError as error:
-                raise api_error(error.args, arguments={"path": self.path}) from error
-            finally:
-                if self.closed:
-                    self._handle.release()
+        try:
+            # A forked child of a signal handler has another native file.
+            while not self.closed:
+                # The uses of the threads that the end of the interpreter has stopped do not end.
+                self.native.close(end_transfers, not sys.is_finalizing())
+        except native.EngineError as error:
+            raise api_error(error.args, arguments={"path": self.path}) from error
+        finally:
+            if self.closed:
+                self._handle.release()
 
     def after_fork_in_child(self) -> None:
         """Forget the uses by threads of the parent, which never end in a forked child."""
         self.native = self.native.replace_after_fork()
-        self._close_lock = threading.Lock()
 
 
 def check_choices(access: str, direct: str) -> None:

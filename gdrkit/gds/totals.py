@@ -18,7 +18,7 @@ class RouteTotals(NamedTuple):
     moved_bytes: int
 
 
-_lock = forks.ForkSafeLock()
+_lock = forks.ForkSafeLock(reentrant=True)
 # For each route, the number and the bytes of the transfers by cuFile. The native engine counts its own.
 _totals: dict[Route, list[int]] = {}
 

@@ -81,10 +81,11 @@ void Engine::run_worker(std::size_t worker_index) {
 
 bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout) {
     std::unique_lock lock(mutex_);
-    if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < jobs_max || is_closing_; })) {
+    const auto is_refused = [&] { return is_closing_ || closers_count_ != 0; };
+    if (!queue_not_full_.wait_for(lock, timeout, [&] { return jobs_.size() < jobs_max || is_refused(); })) {
         return false;
     }
-    if (is_closing_) {
+    if (is_refused()) {
         throw kernel_error("submit", ESHUTDOWN);
     }
     if (threads_.empty()) {
@@ -141,7 +142,11 @@ TakeResult Engine::next(Chunk& chunk, bool may_wait) {
         if (!may_wait) {
             return TakeResult::busy;
         }
+        if (++idle_count_ == threads_.size()) {
+            idle_changed_.notify_all();
+        }
         work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (is_closing_ && !is_busy); });
+        --idle_count_;
     }
 }
 
@@ -228,21 +233,31 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
     return result;
 }
 
+bool Engine::wait_until_idle(std::chrono::nanoseconds timeout) {
+    std::unique_lock lock(mutex_);
+    return idle_changed_.wait_for(lock, timeout, [&] {
+        return is_closing_ || (jobs_.empty() && copies_to_fill_.empty() && idle_count_ == threads_.size());
+    });
+}
+
 void Engine::close() {
+    const EngineClosing closing(*this);
+    wait_until_idle(no_limit);
+    std::vector<std::thread> threads;
     {
-        const std::lock_guard lock(mutex_);
+        std::unique_lock lock(mutex_);
         if (is_closing_) {
+            idle_changed_.wait(lock, [&] { return is_closed_; });
             return;
         }
         is_closing_ = true;
         ++changes_count_;
         work_changed_.notify_all();
-        queue_not_full_.notify_all();
+        threads.swap(threads_);
     }
-    for (std::thread& thread : threads_) {
+    for (std::thread& thread : threads) {
         thread.join();
     }
-    threads_.clear();
     {
         const std::lock_guard lock(small_mutex_);
         small_buffers_.clear();
@@ -254,6 +269,15 @@ void Engine::close() {
         cuda::Context popped = nullptr;
         cuda::driver().context_pop(&popped);
     }
+    const std::lock_guard lock(mutex_);
+    is_closed_ = true;
+    idle_changed_.notify_all();
+}
+
+EngineClosing::EngineClosing(Engine& engine) : engine_(engine) {
+    const std::lock_guard lock(engine_.mutex_);
+    ++engine_.closers_count_;
+    engine_.queue_not_full_.notify_all();
 }
 
 } // namespace gdrkit::engine

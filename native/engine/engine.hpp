@@ -33,7 +33,7 @@ public:
     Engine& operator=(const Engine&) = delete;
 
     // Queues a job. Waits while the queue is full, at most `timeout`. Returns whether the job is queued. Throws Error:
-    // ESHUTDOWN after close(), or the error of pthread_create.
+    // ESHUTDOWN during and after close(), or the error of pthread_create.
     bool submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds timeout = no_limit);
 
     // Moves one range on the calling thread, without the queue. The bytes have arrived when the call returns. The range
@@ -44,7 +44,9 @@ public:
     // Up to this size, one thread writes host memory into the page cache faster than two that must wake up first.
     static constexpr std::uint64_t small_host_write_bytes_max = 4U << 20U;
 
-    // Waits for the queued jobs, ends the threads and frees all resources. A second call does nothing.
+    // Waits until no job is queued or in progress, at most `timeout`. Returns whether there is none.
+    bool wait_until_idle(std::chrono::nanoseconds timeout);
+    // Waits for the queued jobs, ends the threads and frees all resources. A second call waits for the first.
     void close();
 
     const Tuning& tuning() const noexcept { return tuning_; }
@@ -55,6 +57,8 @@ public:
     void publish(std::shared_ptr<CoalescedCopy> copy) override;
 
 private:
+    friend class EngineClosing;
+
     void start_threads();
     void run_worker(std::size_t worker_index);
     std::unique_ptr<SmallTransferBuffer> take_small_buffer(int device);
@@ -67,15 +71,33 @@ private:
     std::mutex mutex_;
     std::condition_variable work_changed_;
     std::condition_variable queue_not_full_;
+    std::condition_variable idle_changed_; // Also notified at the end of close().
     std::deque<std::shared_ptr<Job>> jobs_;
     // Coalesced copies whose slices must be filled from files. Workers take these slices first, then chunks of jobs.
     std::deque<std::shared_ptr<CoalescedCopy>> copies_to_fill_;
     // Incremented whenever new work may be available. A worker that found no work sleeps only while this is unchanged.
     std::uint64_t changes_count_ = 0;
-    bool is_closing_ = false; // close() was called.
+    std::size_t idle_count_ = 0; // Number of workers that wait for work.
+    // Number of EngineClosing objects. It is decremented without the mutex, which a forked child cannot lock.
+    std::atomic<std::size_t> closers_count_{0};
+    bool is_closing_ = false; // The threads end when no work is left.
+    bool is_closed_ = false;
     std::vector<std::thread> threads_;
     std::mutex small_mutex_;
     std::map<int, std::vector<std::unique_ptr<SmallTransferBuffer>>> small_buffers_;
+};
+
+// Refuses further jobs of an engine from its construction on. The destructor accepts them again, unless the engine is
+// closed.
+class EngineClosing {
+public:
+    explicit EngineClosing(Engine& engine);
+    EngineClosing(const EngineClosing&) = delete;
+    EngineClosing& operator=(const EngineClosing&) = delete;
+    ~EngineClosing() { --engine_.closers_count_; }
+
+private:
+    Engine& engine_;
 };
 
 } // namespace gdrkit::engine

@@ -114,6 +114,17 @@ bool File::wait_for_uses(std::chrono::nanoseconds timeout) noexcept {
     return wait_for_word(users_count_, timeout, [](std::uint32_t count) { return count == 0; });
 }
 
+bool File::begin_close(std::chrono::nanoseconds timeout) noexcept {
+    return wait_for_word(closers_count_, timeout, [&](std::uint32_t count) {
+        return count == 0 && closers_count_.compare_exchange_strong(count, 1);
+    });
+}
+
+void File::end_close() noexcept {
+    closers_count_.store(0);
+    futex_wake_all(closers_count_);
+}
+
 void File::close() {
     const std::lock_guard lock(open_mutex_);
     is_closed_.store(true);

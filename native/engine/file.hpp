@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "common/descriptor.hpp"
 #include "engine/cache_state.hpp"
@@ -56,6 +57,9 @@ public:
     void end_use() noexcept;
     // Waits until there are no uses, at most `timeout`. Returns whether there are none.
     bool wait_for_uses(std::chrono::nanoseconds timeout) noexcept;
+    // Begins a close of the file when no other thread closes it. Waits at most `timeout`. Returns whether it began.
+    bool begin_close(std::chrono::nanoseconds timeout) noexcept;
+    void end_close() noexcept;
     // Closes the descriptors. If the file still has uses, the destructor closes them. Throws Error: the error of
     // close(2), after which the file is closed too.
     void close();
@@ -63,6 +67,10 @@ public:
     // Returns a file with the descriptor of this one, for a forked child. Threads of the parent may have used this one,
     // so its locks and counts are useless.
     std::shared_ptr<File> replace_after_fork();
+
+    // The threads whose Python code uses or closes the file, once for each use. Only a thread with the GIL may access
+    // this. A worker or a call without the GIL is not here, because it runs no signal handler.
+    std::vector<unsigned long> python_threads;
 
 private:
     friend class FileClosing;
@@ -79,6 +87,7 @@ private:
     std::atomic<std::uint64_t> alignment_bytes_{4096};
     std::atomic<std::uint64_t> pending_bytes_{0};
     std::atomic<std::uint32_t> users_count_{0};
+    std::atomic<std::uint32_t> closers_count_{0}; // 1 from begin_close() to end_close().
     std::atomic<bool> is_closing_{false};
     std::atomic<bool> is_closed_{false};
 };
@@ -101,16 +110,25 @@ private:
     std::shared_ptr<File> file_;
 };
 
-// Refuses further uses of a file from its construction on. The destructor allows them again, unless the file is closed.
+// Refuses further uses of a file from its construction on. The destructor allows them again, unless the file is closed,
+// and calls end_close() if `is_begun` is set.
 class FileClosing {
 public:
-    explicit FileClosing(File& file) noexcept : file_(file) { file_.is_closing_.store(true); }
+    explicit FileClosing(File& file, bool is_begun = false) noexcept : file_(file), is_begun_(is_begun) {
+        file_.is_closing_.store(true);
+    }
     FileClosing(const FileClosing&) = delete;
     FileClosing& operator=(const FileClosing&) = delete;
-    ~FileClosing() { file_.is_closing_.store(file_.is_closed()); }
+    ~FileClosing() {
+        file_.is_closing_.store(file_.is_closed());
+        if (is_begun_) {
+            file_.end_close();
+        }
+    }
 
 private:
     File& file_;
+    const bool is_begun_;
 };
 
 } // namespace gdrkit::engine

@@ -60,14 +60,50 @@ constexpr std::chrono::milliseconds signals_interval{50};
     throw nb::python_error();
 }
 
-// Begins a use of the file with this index in the arguments of a call. Raises FileClosed if the file is closed.
-FileUse begin_use(std::shared_ptr<File> file, std::size_t index = 0) {
-    FileUse use(std::move(file));
-    if (!use.file()) {
-        raise_closed(index);
+// An entry of the calling thread in File::python_threads, as long as the thread uses or closes the file. The thread
+// must not wait for the end of its own use: a signal handler or a finalizer that closes the file runs inside the use,
+// so that the wait would never end.
+class PythonThread {
+public:
+    explicit PythonThread(std::shared_ptr<File> file) : file_(std::move(file)), thread_(PyThread_get_thread_ident()) {
+        file_->python_threads.push_back(thread_);
     }
-    return use;
-}
+    PythonThread(PythonThread&&) = default;
+    PythonThread& operator=(PythonThread&&) = delete;
+    ~PythonThread() { end(); }
+    void end() noexcept {
+        if (const std::shared_ptr<File> file = std::move(file_)) {
+            file->python_threads.erase(std::ranges::find(file->python_threads, thread_));
+        }
+    }
+    static bool is_using(const File& file) {
+        return std::ranges::find(file.python_threads, PyThread_get_thread_ident()) != file.python_threads.end();
+    }
+
+private:
+    std::shared_ptr<File> file_;
+    unsigned long thread_;
+};
+
+// A use of a file by Python code. Raises FileClosed if the file is closed. `index` is the index of the file in the
+// arguments of the call.
+class PythonUse {
+public:
+    explicit PythonUse(const std::shared_ptr<File>& file, std::size_t index = 0) : thread_(file), use_(file) {
+        if (!use_.file()) {
+            raise_closed(index);
+        }
+    }
+    const std::shared_ptr<File>& file() const noexcept { return use_.file(); }
+    void end() noexcept {
+        thread_.end();
+        use_.end();
+    }
+
+private:
+    PythonThread thread_;
+    FileUse use_;
+};
 
 // Runs a function without the GIL and returns its result. Raises EngineError if it throws Error.
 template <typename Function> auto without_gil(const Function& function) {
@@ -87,10 +123,9 @@ template <typename Function> auto without_gil(const Function& function) {
 // wait. Raises the exception of a signal handler. Returns false if a signal handler has forked and this is the child:
 // the threads for which it waits are in the parent.
 template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeout, const Wait& wait) {
-    const pid_t process = getpid();
     const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
-    for (std::chrono::nanoseconds interval = signals_interval;;) {
-        const std::chrono::nanoseconds left = end - std::chrono::steady_clock::now();
+    for (std::chrono::nanoseconds left = timeout, interval = signals_interval;;) {
+        const pid_t process = getpid();
         const std::chrono::nanoseconds slice = std::clamp(left, std::chrono::nanoseconds(0), interval);
         if (without_gil([&] { return wait(slice); })) {
             return true;
@@ -104,6 +139,7 @@ template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeou
         if (process != syscall(SYS_gettid)) {
             interval = no_limit;
         }
+        left = end - std::chrono::steady_clock::now();
     }
 }
 
@@ -261,12 +297,12 @@ std::vector<Extent> extents_of(nb::handle flat, std::size_t files_count) {
 
 // Converts a list of files. Each is a path (bytes), which the job opens and closes, or an OpenFile, of which a use is
 // added to `uses`.
-std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, std::vector<FileUse>& uses) {
+std::vector<std::shared_ptr<File>> files_of(const nb::list& files, int flags, std::vector<PythonUse>& uses) {
     std::vector<std::shared_ptr<File>> native_files;
     native_files.reserve(nb::len(files));
     for (const nb::handle item : files) {
         if (nb::isinstance<File>(item)) {
-            uses.push_back(begin_use(nb::cast<std::shared_ptr<File>>(item), native_files.size()));
+            uses.emplace_back(nb::cast<std::shared_ptr<File>>(item), native_files.size());
             native_files.push_back(uses.back().file());
         } else {
             const auto path = nb::cast<nb::bytes>(item);
@@ -293,40 +329,48 @@ nb::dict dict_of(const Progress& progress) {
 }
 
 void bind_jobs(nb::module_& module) {
-    nb::class_<FileUse>(module, "FileUse", "A use of a file, until the end of the block or of this object.")
-        .def("__enter__", [](FileUse& self) { return self.file(); })
+    nb::class_<PythonUse>(module, "FileUse", "A use of a file, until the end of the block or of this object.")
+        .def("__enter__", [](PythonUse& self) { return self.file(); })
         .def(
-            "__exit__", [](FileUse& self, nb::handle, nb::handle, nb::handle) { self.end(); }, "error_class"_a.none(),
+            "__exit__", [](PythonUse& self, nb::handle, nb::handle, nb::handle) { self.end(); }, "error_class"_a.none(),
             "error"_a.none(), "traceback"_a.none());
     nb::class_<File>(module, "OpenFile", "An open file, with a second descriptor for O_DIRECT.")
         .def(nb::new_([](int fd) { return make_file(Descriptor(fd)); }), "fd"_a)
         .def_static("open", &open_file, "path"_a, "flags"_a, "mode"_a, "folder"_a = AT_FDCWD)
         .def(
-            "begin_use", [](const std::shared_ptr<File>& self) { return begin_use(self); },
+            "begin_use", [](const std::shared_ptr<File>& self) { return PythonUse(self); },
             "Return a use of the file, for whose end close() waits. Raise FileClosed if the file is closed.")
         .def(
             "close",
-            [](File& self, nb::handle end_transfers, bool waits) {
-                const FileClosing closing(self);
-                wait_interruptibly(waits ? no_limit : std::chrono::nanoseconds(0),
-                                   [&](auto timeout) { return self.wait_for_uses(timeout); });
-                if (!end_transfers.is_none()) {
-                    PyObject* const result =
-                        sleep_if_interpreter_ends([&] { return PyObject_CallNoArgs(end_transfers.ptr()); });
-                    if (result == nullptr) {
-                        throw nb::python_error();
-                    }
-                    Py_DECREF(result);
+            [](const std::shared_ptr<File>& self, nb::handle end_transfers, bool waits) {
+                if (PythonThread::is_using(*self)) {
+                    raise({.api = Api::kernel, .operation = "close", .number = EDEADLK, .name = {}});
                 }
-                without_gil([&] { self.close(); });
+                const PythonThread thread(self);
+                const std::chrono::nanoseconds limit = waits ? no_limit : std::chrono::nanoseconds(0);
+                const bool is_begun =
+                    wait_interruptibly(limit, [&](auto timeout) { return self->begin_close(timeout); });
+                const FileClosing closing(*self, is_begun);
+                wait_interruptibly(limit, [&](auto timeout) { return self->wait_for_uses(timeout); });
+                if (!end_transfers.is_none() && !nb::steal(call_python(end_transfers.ptr())).is_valid()) {
+                    throw nb::python_error();
+                }
+                without_gil([&] { self->close(); });
             },
             "end_transfers"_a.none() = nb::none(), "waits"_a = true,
             "Refuse further uses, wait until there are none, call `end_transfers`, and close the descriptors. Without "
-            "a wait, the last use closes them.")
+            "a wait, the last use closes them. Raise EngineError (EDEADLK) if the calling thread uses the file.")
         .def_prop_ro("closed", &File::is_closed)
         .def("fileno", &File::fd, "Return the descriptor, which this object owns; -1 if the file was closed.")
         .def("replace_after_fork", &File::replace_after_fork,
              "Return a file with the same descriptor, for a forked child.")
+        .def(
+            "size_bytes",
+            [](const std::shared_ptr<File>& self) {
+                const PythonUse use(self);
+                return without_gil([&] { return self->size_bytes(); });
+            },
+            "Return the size of the file. Raise FileClosed if the file is closed.")
         .def("direct", [](File& self) { return without_gil([&] { return self.direct_fd() >= 0; }); })
         .def_prop_ro("direct_refusal", &File::direct_refusal)
         .def_prop_ro("alignment_bytes", &File::alignment_bytes)
@@ -403,7 +447,7 @@ void bind_engine(nb::module_& module) {
             [](ClosingEngine& self, bool write, int access, int device, const nb::list& files, nb::handle flat_extents,
                int flags, bool durable, nb::handle transfer) {
                 std::vector<Extent> extents = extents_of(flat_extents, nb::len(files));
-                std::vector<FileUse> uses; // Until the job has uses of its own.
+                std::vector<PythonUse> uses; // Until the job has uses of its own.
                 Engine& engine = self.engine;
                 auto job = std::make_shared<Job>(write ? Direction::write : Direction::read,
                                                  static_cast<Access>(access), device, files_of(files, flags, uses),
@@ -451,7 +495,18 @@ void bind_engine(nb::module_& module) {
             },
             "write"_a, "file"_a, "offset"_a, "address"_a, "length"_a, "device"_a)
         .def(
-            "close", [](ClosingEngine& self) { self.engine.close(); }, nb::call_guard<GilRelease>());
+            "close",
+            [](ClosingEngine& self) {
+                const EngineClosing closing(self.engine);
+                const auto wait = [&](auto timeout) { return self.engine.wait_until_idle(timeout); };
+                if (!wait_interruptibly(no_limit, wait)) {
+                    return false;
+                }
+                without_gil([&] { self.engine.close(); });
+                return true;
+            },
+            "Refuse further jobs, wait for the queued ones, end the threads and free the memory. Return False, and do "
+            "nothing, in the child of a signal handler that forks.");
     nb::class_<HostMemory>(module, "HostMemory", "A contiguous host buffer, which stays exported until release().")
         .def(
             "__init__",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # Reads of these scenarios are blocked until the call was interrupted, so that a job that was queued is still running.
 BLOCKED_SCENARIOS = ("read_files", "start_read_into", "start_readv", "transfer_ranges")
-DIRECT_SCENARIOS = ("direct", "direct_result")
+DIRECT_SCENARIOS = ("direct", "direct_close", "direct_first", "direct_result")
 # A program whose daemon threads read files while the interpreter ends.
 DAEMON_PROGRAM = """
 import sys, threading, time
@@ -83,6 +83,28 @@ def read(file=file):
 start_daemons(read)
 holder.closer = closer
 del closer, file, read
+"""
+# An object closes a file that a daemon thread closes, too, and another daemon thread uses.
+TWO_CLOSES_PROGRAM = f"""{LATE_PROGRAM}
+class Closer:
+    def __del__(self, spin=spin, write=os.write):
+        spin(0.3)
+        self.file.close()
+        write(1, b"closed")
+closer, steps = Closer(), iter(range(4))
+closer.file = file = gds.File(path, direct="never")
+def use_or_close(file=file):
+    step = next(steps)
+    if step == 0:
+        with file.in_use():
+            started.wait()
+            threading.Event().wait()
+    started.wait()
+    if step == 1:
+        file.close()
+start_daemons(use_or_close)
+holder.closer = closer
+del closer, file, use_or_close
 """
 # Daemon threads close files, with many transfers in progress, so that the interpreter ends threads inside close().
 DAEMON_CLOSE_PROGRAM = f"""{LATE_PROGRAM}
@@ -226,8 +248,13 @@ def test_daemon_threads_do_not_abort_the_exit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("program", "output"),
-    [(LATE_CLOSE_PROGRAM, "closed"), (DAEMON_CLOSE_PROGRAM, ""), (DROPPED_FUTURE_PROGRAM, "")],
-    ids=["late_close", "daemons_close", "dropped_future"],
+    [
+        (LATE_CLOSE_PROGRAM, "closed"),
+        (TWO_CLOSES_PROGRAM, "closed"),
+        (DAEMON_CLOSE_PROGRAM, ""),
+        (DROPPED_FUTURE_PROGRAM, ""),
+    ],
+    ids=["late_close", "two_closes", "daemons_close", "dropped_future"],
 )
 def test_program_ends_in_order(tmp_path: Path, program: str, output: str) -> None:
     """In older versions, such a program hung, died of SIGSEGV or reported leaked instances."""

@@ -1,7 +1,7 @@
-"""A KeyboardInterrupt at each point of a call at which CPython may run the handler of a signal.
+"""A signal handler at each point of a call at which CPython may run one.
 
 CPython runs signal handlers only between two bytecodes, after certain instructions. A case repeats a call with the
-interrupt at the first of these points, at the second, and so on until the call ends without an interrupt.
+handler at the first of these points, at the second, and so on until the call ends without an interrupt.
 """
 
 from __future__ import annotations
@@ -21,8 +21,12 @@ __all__ = ["Interrupter"]
 _CHECKED_INSTRUCTIONS = ("CALL", "RESUME", "JUMP_BACKWARD", "POP_JUMP_BACKWARD")
 
 
+def _raise_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 class Interrupter:
-    """Raises KeyboardInterrupt at one point of a call.
+    """Runs a signal handler at one point of a call.
 
     Parameters
     ----------
@@ -30,6 +34,8 @@ class Interrupter:
         Number of the point, from 1.
     folders : str
         Folders of the code that is interrupted. The context managers of contextlib are interrupted, too.
+    handler : callable
+        The handler. By default, it raises KeyboardInterrupt, as the handler of Ctrl-C does.
 
     Attributes
     ----------
@@ -37,8 +43,9 @@ class Interrupter:
         The point that was reached; empty if the call has fewer points.
     """
 
-    def __init__(self, point: int, *folders: str) -> None:
+    def __init__(self, point: int, *folders: str, handler: Callable[[], None] = _raise_interrupt) -> None:
         self.where = ""
+        self._handler = handler
         self._points_left = point
         self._prefixes = (*folders, contextlib.__file__)
         self._instructions: dict[CodeType, bytes] = {}
@@ -70,7 +77,7 @@ class Interrupter:
                     self._points_left -= 1
                     if self._points_left == 0:
                         self.where = f"{code.co_filename}:{frame.f_lineno} {code.co_qualname}"
-                        raise KeyboardInterrupt
+                        self._handler()
                 is_point = opcode.opname[instructions[frame.f_lasti]].startswith(_CHECKED_INSTRUCTIONS)
             return trace_instruction
 

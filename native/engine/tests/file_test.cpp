@@ -167,7 +167,11 @@ void check_uses(const Folder& folder) {
         closer.join();
     }
     CHECK(FileUse(file).file() && !file->is_closed());
-    const FileClosing closing(*file);
+    CHECK(file->begin_close({}) && !file->begin_close(std::chrono::milliseconds(1)));
+    std::thread next([&] { CHECK(file->begin_close(gdrkit::no_limit)); });
+    { const FileClosing closing(*file, true); }
+    next.join();
+    const FileClosing closing(*file, true);
     file->close();
     CHECK(file->is_closed() && !FileUse(file).file() && count_open_files() == open_files);
 }

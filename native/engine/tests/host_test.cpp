@@ -1,7 +1,9 @@
 // Tests of jobs between files and host memory: chunks, ranges, failures, cancellation, many callers, and the close of
 // the engine.
+#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <atomic>
@@ -262,6 +264,40 @@ void check_close(const Folder& folder) {
     CHECK(count_open_files() == open_files_before && count_threads() == threads_before);
 }
 
+// A close that is given up while a job is in progress leaves the engine open. Several threads may close it.
+void check_given_up_close(const Folder& folder) {
+    const std::string path = folder.path_of("fifo");
+    CHECK(mkfifo(path.c_str(), 0600) == 0);
+    const Descriptor fd = create_file(folder.path_of("other"), pattern(kib, 37));
+    Engine engine(small_tuning(), -1);
+    Bytes memory(kib);
+    // The open of a FIFO waits for a writer. Then the read fails, because a FIFO has no offsets.
+    const auto job = start_job(engine, Direction::read, host_memory, {std::make_shared<File>(path, O_RDONLY, 0)},
+                               {Extent{0, 0, address_of(memory), kib}});
+    const auto start_other = [&] {
+        return start_job(engine, Direction::read, host_memory, {descriptor_file(fd)},
+                         {Extent{0, 0, address_of(memory), kib}});
+    };
+    {
+        const EngineClosing closing(engine);
+        CHECK(!engine.wait_until_idle(std::chrono::milliseconds(20)));
+        try {
+            start_other();
+            CHECK(false);
+        } catch (const Error& error) {
+            CHECK(error.failure().number == ESHUTDOWN);
+        }
+    }
+    const auto other = start_other();
+    CHECK(other->wait(-1) && is_complete(other->progress(), kib) && !job->is_over());
+    std::thread first([&] { engine.close(); });
+    std::thread second([&] { engine.close(); });
+    const Descriptor writer(open(path.c_str(), O_WRONLY | O_CLOEXEC));
+    first.join();
+    second.join();
+    CHECK(job->is_over() && job->progress().failure->number == ESPIPE && engine.wait_until_idle({}));
+}
+
 bool is_readable(int fd) {
     pollfd descriptor{.fd = fd, .events = POLLIN, .revents = 0};
     return poll(&descriptor, 1, 0) == 1;
@@ -348,6 +384,7 @@ int main() {
     check_many_callers(folder);
     check_cancellation(folder);
     check_close(folder);
+    check_given_up_close(folder);
     check_signals(folder);
     check_notifications(folder);
     check_totals(folder);
