@@ -125,7 +125,6 @@ class FileDirectPaths:
         self._results: dict[int, DirectPathResult] = {}  # By device index.
         # A signal handler may start a transfer of the file while its thread has the lock.
         self._probe_lock = threading.RLock()
-        forks.register(self)
 
     def why_engine(self, memory: TransferBuffer) -> str | None:
         """Return why the copy engine transfers this memory without a new probe and without a warning.
@@ -144,6 +143,8 @@ class FileDirectPaths:
         """
         if memory.is_host:
             return None, "the memory is host memory"
+        if memory.device_index not in self._results:
+            forks.register(self)  # Before the first probe, a forked child has nothing to abandon.
         with self._probe_lock:
             result = self._results.get(memory.device_index)
             if result is None:

@@ -94,7 +94,9 @@ bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds ti
     jobs_.push_back(job);
     ++changes_count_;
     const std::size_t wakeups_count = std::min(job->chunks_count(), threads_.size());
-    if (wakeups_count == threads_.size()) {
+    if (wakeups_count == 1) {
+        wake_for_short_job();
+    } else if (wakeups_count == threads_.size()) {
         work_changed_.notify_all();
     } else {
         for (std::size_t count = 0; count < wakeups_count; ++count) {
@@ -102,6 +104,15 @@ bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds ti
         }
     }
     return true;
+}
+
+// A system call for each of many short jobs would take longer than the rest of their start. So only one worker is
+// notified at a time, and each worker that wakes up notifies the next one while several jobs are queued.
+void Engine::wake_for_short_job() {
+    if (idle_count_ != 0 && !is_wake_pending_) {
+        is_wake_pending_ = true;
+        work_changed_.notify_one();
+    }
 }
 
 TakeResult Engine::next(Chunk& chunk, bool may_wait) {
@@ -147,6 +158,10 @@ TakeResult Engine::next(Chunk& chunk, bool may_wait) {
         }
         work_changed_.wait(lock, [&] { return changes_count_ != changes_seen || (is_closing_ && !is_busy); });
         --idle_count_;
+        is_wake_pending_ = false;
+        if (jobs_.size() > 1) {
+            wake_for_short_job();
+        }
     }
 }
 

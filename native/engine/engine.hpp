@@ -60,6 +60,7 @@ private:
     friend class EngineClosing;
 
     void start_threads();
+    void wake_for_short_job();
     void run_worker(std::size_t worker_index);
     std::unique_ptr<SmallTransferBuffer> take_small_buffer(int device);
 
@@ -77,7 +78,8 @@ private:
     std::deque<std::shared_ptr<CoalescedCopy>> copies_to_fill_;
     // Incremented whenever new work may be available. A worker that found no work sleeps only while this is unchanged.
     std::uint64_t changes_count_ = 0;
-    std::size_t idle_count_ = 0; // Number of workers that wait for work.
+    std::size_t idle_count_ = 0;   // Number of workers that wait for work.
+    bool is_wake_pending_ = false; // submit() has notified a worker that has not run since.
     // Number of EngineClosing objects. It is decremented without the mutex, which a forked child cannot lock.
     std::atomic<std::size_t> closers_count_{0};
     bool is_closing_ = false; // The threads end when no work is left.

@@ -125,11 +125,11 @@ template <typename Function> auto without_gil(const Function& function) {
 template <typename Wait> bool wait_interruptibly(std::chrono::nanoseconds timeout, const Wait& wait) {
     const auto end = std::chrono::steady_clock::now() + std::min(timeout, no_limit);
     for (std::chrono::nanoseconds left = timeout, interval = signals_interval;;) {
-        const pid_t process = getpid();
         const std::chrono::nanoseconds slice = std::clamp(left, std::chrono::nanoseconds(0), interval);
         if (without_gil([&] { return wait(slice); })) {
-            return true;
+            return true; // Most waits end here, so that this way makes no system call of its own.
         }
+        const pid_t process = getpid();
         if (PyErr_CheckSignals() != 0) {
             throw nb::python_error();
         }
