@@ -39,11 +39,13 @@ struct Ring {
     RingSpec spec;
     SharedMapping memory; // Declared before `side`, so that `side` is destroyed while the memory is still mapped.
     std::unique_ptr<AgentRing> side;
-    bool is_closing = false;          // The ring is removed when its operations in flight have ended.
-    bool is_broken = false;           // The client wrote an invalid value or truncated the memory.
-    bool has_unpublished = false;     // The ring has completions that were not published yet.
-    bool is_asleep = false;           // The loop has announced its sleep in this ring.
-    std::uint64_t last_length = 4096; // Length of the last claimed operation, in bytes.
+    bool is_closing = false;      // The ring is removed when its operations in flight have ended.
+    bool is_broken = false;       // The client wrote an invalid value or truncated the memory.
+    bool has_unpublished = false; // The ring has completions that were not published yet.
+    bool is_asleep = false;       // The loop has announced its sleep in this ring.
+    // Length of the last claimed operation, in bytes. It begins with the bytes of a turn, so that the first claim of a
+    // ring with long reads has only one entry, and the others need not go to the server.
+    std::uint64_t last_length = std::uint64_t{1} << 20;
 };
 
 } // namespace gdrkit::usrbio::agent
