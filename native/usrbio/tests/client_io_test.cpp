@@ -80,6 +80,12 @@ void test_prep_io_refuses_invalid_arguments() {
     CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN);
 }
 
+RingView make_view(const hf3fs_ior& ring) {
+    RingView view;
+    CHECK_EQUAL(RingView::bind(ring.iov.base, ring.iov.size, view), 0);
+    return view;
+}
+
 void test_wait_ends_at_count_or_deadline() {
     Mount mount;
     Agent agent(mount);
@@ -100,7 +106,9 @@ void test_wait_ends_at_count_or_deadline() {
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &past), 0);
     CHECK(session.prepare_read(0, 1) >= 0);
     CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    const timespec second_deadline = make_deadline_after(300);
+    const auto* const indices = make_view(session.reads).indices;
+    wait_until_true([&] { return indices->completion_head.load() != indices->completion_tail.load(); });
+    const timespec second_deadline = make_deadline_after(30);
     // After the deadline the function returns the number of completions, not -ETIMEDOUT.
     CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &second_deadline), 1);
     for (int i = 0; i < 3; ++i) {
@@ -161,12 +169,6 @@ void test_agent_death_fails_operations() {
         new_agent.reply_malformed = false;
     }
     CHECK_EQUAL(count_shared_memory(), before);
-}
-
-RingView make_view(const hf3fs_ior& ring) {
-    RingView view;
-    CHECK_EQUAL(RingView::bind(ring.iov.base, ring.iov.size, view), 0);
-    return view;
 }
 
 // A thread that waits for one completion without a deadline. The thread sleeps when the constructor returns.
