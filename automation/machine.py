@@ -67,8 +67,8 @@ def find_interpreter() -> tuple[str, bool]:
     if python_version(SYSTEM_PYTHON) >= PYTHON_VERSION_MIN and (has_pyverbs() or _has_package_manager()):
         return SYSTEM_PYTHON, False
     other_pythons = filter(None, map(shutil.which, ("python3.13", "python3.12", "python3.11")))
-    # If nox runs in a virtual environment, realpath returns the Python from which that was created. So nox selects the
-    # same interpreter in that Python and in all its virtual environments.
+    # realpath returns the Python from which a virtual environment was created. So nox selects the same interpreter
+    # inside and outside of an environment.
     base_python = os.path.realpath(sys.executable)
     candidate = next(
         (python for python in (base_python, *other_pythons) if python_version(python) >= PYTHON_VERSION_MIN), None

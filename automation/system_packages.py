@@ -67,7 +67,7 @@ class Change:
     package : str
         Name of the package.
     replaces : bool
-        Whether a version of the package is installed already, or the package is removed.
+        Whether the change replaces or removes an installed version of the package.
     is_allowed : bool
         Whether it adds a package, or updates one within the release. Packages of RDMA and GPUs are never updated.
     text : str
@@ -126,7 +126,7 @@ def install(packages: Sequence[str], *, os_release: Path = OS_RELEASE) -> None:
     changes = _simulate(manager, command)
     if changes is None:
         refresh = [manager, "update", "-q"] if manager == "apt-get" else [manager, "makecache", "-q"]
-        say(f"{manager} does not know these packages yet: {' '.join(refresh)}")
+        say(f"{manager} does not know these packages yet; running: {' '.join(refresh)}")
         call(refresh, shown_words=3)
         changes = _simulate(manager, command)
     if changes is None:
@@ -157,7 +157,7 @@ def install_perftest() -> None:
 
 
 def install_filesystem_tools() -> None:
-    """Install mkfs.ext4 and mkfs.xfs if this user can mount loop devices. Only some cases of the tiers need them."""
+    """Install mkfs.ext4 and mkfs.xfs if this user can mount loop devices. Some cases of storage tiers need them."""
     can_mount = os.geteuid() == 0 and Path("/dev/loop-control").exists()
     path = make_path_with_sbin()
     missing = [package for program, package in MKFS_PROGRAMS.items() if not shutil.which(program, path=path)]
@@ -260,7 +260,7 @@ def _simulate(manager: str, command: Sequence[str]) -> list[Change] | None:
 def _install_optional(packages: Sequence[str], *, consequence: str) -> None:
     """Install packages that only some cases need. If the installation fails, print the consequence and return.
 
-    Without the package manager of the distribution, and beside a vendor's RDMA stack, do nothing.
+    It does nothing if the package manager is missing or a vendor's RDMA stack is installed.
     """
     if not shutil.which(package_manager()) or find_vendor_stack():
         return

@@ -1,4 +1,4 @@
-# ruff: noqa: FBT001, PLR0917 - click calls commands by the names of their options.
+# ruff: noqa: FBT001, PLR0917 - click passes the options as keyword arguments.
 """The command line ``gdrkit``.
 
 An error of gdrkit is printed as one line: API, call, errno and what to do. The class of the exception determines the
@@ -164,7 +164,7 @@ def qualify(
         from gdrkit.qualify.ranks import qualify_ranks
 
         if select or suites or as_json:
-            message = "--mpi cannot be combined with -k, --suites or --json, because it runs no cases"
+            message = "--mpi cannot be combined with -k, --suites or --json: it runs no cases and prints no JSON"
             raise UsageError(message)
         return qualify_ranks(options, progress, within_hosts=mpi == "within")
     run, report_folder = run_qualification(options, progress)
@@ -192,7 +192,7 @@ def qualify(
 @cli.command(
     epilog=(
         "\b\nExamples:\n"
-        "  gdrkit check                          the gate of a node, at most 60 s\n"
+        "  gdrkit check                          checks a node in at most 60 s\n"
         "  gdrkit check --budget 20 || exit 1    in a Slurm prolog\n\n"
         f"\b\nExit codes:\n{_EXIT_CODES}\n\n"
         "If the time does not suffice, for example because a driver hangs, the exit code is 1."
@@ -264,13 +264,13 @@ def check(budget_s: float, software: bool, profile: str | None) -> int:
 @click.option(
     "--isolated",
     is_flag=True,
-    help="Separate COMMAND and its children from all other processes on twins. Default: all such processes of one user "
-    "can communicate, as programs of one machine can.",
+    help="Keep COMMAND and its children from communicating with other processes on twins. Default: all processes of "
+    "one user on twins can communicate.",
 )
 @click.option(
     "--require",
     metavar="LIST",
-    help="If COMMAND ends with 0 and has not used these APIs, such as verbs,cuda, the exit code is 125.",
+    help="Exit with 125 if COMMAND ends with 0 without having used each API of LIST, such as verbs,cuda.",
 )
 @click.option("--quiet", is_flag=True, help="Do not print which twins COMMAND used.")
 @click.option(

@@ -38,24 +38,29 @@ def find_programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]
             value = getattr(module, name)
             objects[id(value)] = value
             names_by_object.setdefault(id(value), []).append(f"{module_name}.{name}")
-    producers = {number: set(_find_producers(value)) for number, value in objects.items() if inspect.isclass(value)}
-    shown_names: dict[int, set[str]] = {number: set() for number in objects}
+    producers = {
+        object_id: set(_find_producers(value)) for object_id, value in objects.items() if inspect.isclass(value)
+    }
+    programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in objects}
     for path, texts in programs.items():
         all_names = {name for text in texts for name in find_used_names(text)}
         called_names = {name.rpartition(".")[2] for name in all_names} | {
             name for text in texts for name in _find_attributes(text)
         }
         packages = {".".join(name.split(".")[:2]) for name in all_names}
-        calls = {(package, name) for package in packages for name in called_names}
-        for number, names in names_by_object.items():
-            if all_names & set(names) or calls & producers.get(number, set()):
-                shown_names[number].add(path)
+        # The package of a called method is not known, so each package that the program uses is assumed.
+        possible_calls = {(package, name) for package in packages for name in called_names}
+        for object_id, names in names_by_object.items():
+            if all_names & set(names) or possible_calls & producers.get(object_id, set()):
+                programs_by_object[object_id].add(path)
     # A program that shows a class also shows its bases.
-    for number, value in objects.items():
+    for object_id, value in objects.items():
         for base in value.__mro__[1:] if inspect.isclass(value) else ():
-            if id(base) in shown_names:
-                shown_names[id(base)] |= shown_names[number]
-    return {name: sorted(shown_names[number]) for number, names in names_by_object.items() for name in names}
+            if id(base) in programs_by_object:
+                programs_by_object[id(base)] |= programs_by_object[object_id]
+    return {
+        name: sorted(programs_by_object[object_id]) for object_id, names in names_by_object.items() for name in names
+    }
 
 
 def _find_attributes(source: str) -> set[str]:

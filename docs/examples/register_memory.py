@@ -27,7 +27,7 @@ with GdrManager() as manager:
 nics = verbs.open_active_nics()
 with cuda.Device(0) as device:
     with device.allocate(MIB) as memory:
-        # One registration with all NICs. It fails with all causes if no method works.
+        # One registration with all NICs. If no route works, the error has the cause for each route.
         with register(memory, nics) as registration:
             print("registered by", registration.route.value, "with", [nic.name for nic in registration.nics])
 

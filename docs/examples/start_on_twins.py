@@ -1,4 +1,4 @@
-"""Start a program on software twins from Python, and inject a fault into it."""
+"""Start a program on software twins (libraries that emulate the hardware), with a plan of faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Storage tiers: logical names, migration by use, pins, and the check of the catalogue."""
+"""Storage tiers: logical names, migration of files that are used often, pins, and a check of the records."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class StatisticsSnapshot:
 
         An average (``..._lat_avg_us``) is the average over the operations since `before`, rounded down as in libcufile.
         Rates (``..._bw...``, ``..._per_sec``, ``..._utilization``) are left out, because the difference of two rates is
-        not a rate. ``last_batch_...`` is not a counter, so the value of this snapshot is returned.
+        not a rate. ``last_batch_...`` is not a counter. If it has changed, the value of this snapshot is returned.
         """
         gpus_before = {gpu.uuid: gpu.counters for gpu in before.gpus}
         return StatisticsSnapshot(
@@ -90,12 +90,12 @@ class StatisticsSnapshot:
         )
 
     def total(self, name: str) -> int:
-        """Return the sum of one counter over all GPUs."""
+        """Return the sum of one counter of :attr:`gpus` over all GPUs."""
         return sum(gpu.counters.get(name, 0) for gpu in self.gpus)
 
 
 class Statistics:
-    """The statistics of an open driver: :attr:`~gdrkit.cufile.Driver.statistics`."""
+    """The statistics of an open driver. :attr:`gdrkit.cufile.Driver.statistics` returns them."""
 
     def level(self) -> Level:
         """Return the current level.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping  # noqa: TC003 - a NamedTuple evaluates its annotations.
+from collections.abc import Mapping  # noqa: TC003 - the documentation reads the types of a NamedTuple.
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,14 +41,14 @@ class Transferred(NamedTuple):
     direct_io_bytes : int
         Bytes that bypassed the page cache (O_DIRECT).
     parts : tuple of int
-        For each range, the number of bytes that arrived from its beginning without a gap.
+        For each range of the transfer, the number of bytes from its beginning that arrived without a gap.
     duration_s : float
         Time from the call to the last byte, in seconds.
     why_not_direct : str
         The reason why the bytes did not take a direct path; empty if they did, or if the caller did not want one.
     counters : mapping
-        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. Transfers that ran together
-        have the increase of all of them. Empty if cuFile did not move the bytes.
+        The evidence of the route: the increase of the counters of libcufile or nvidia-fs. If transfers
+        ran at the same time, each has the increase that all of them caused. Empty if cuFile did not move the bytes.
     """
 
     bytes: int
@@ -69,7 +69,7 @@ class TransferFailed(ApiError):
     Attributes
     ----------
     transferred : Transferred
-        The result up to the error. More bytes than it counts may have been moved.
+        The result up to the error. Its number of bytes is a lower bound: more bytes may have arrived.
     """
 
     transferred: Transferred
@@ -82,7 +82,7 @@ class TransferFailed(ApiError):
 def early_end_error(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
-    """Return the error for a transfer that ended early, or took a route that is not direct, without a failed call."""
+    """Return the error of a transfer that ended early, or took a route that is not direct, although no call failed."""
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",

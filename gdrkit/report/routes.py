@@ -1,8 +1,8 @@
 """The state of each route between GPUs and NICs, and between GPUs and files, derived from the records of a run.
 
 A route is ``proven`` under three conditions. A case that tested the route passed. Every API that the route needs ran on
-hardware. The counters grew by at least the bytes, for a route with a NIC at both ports. A route in any other state has
-a cause.
+hardware. The counters grew by at least the transferred bytes; on a route with a NIC, the counters of both ports did. A
+route in any other state has a cause.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _decide_state_and_cause(
     if "" in causes:
         return RouteOutcome.PROVEN, ""
     if causes:
-        # A cause that the counters showed tells the user more than the cause that a case did not read them.
+        # A cause that the counters showed tells the user more than the cause that they were not read.
         return RouteOutcome.UNPROVEN, min(causes, key=lambda cause: cause == _COUNTER_CAUSES[COUNTERS_NOT_READ])
     for record, _ in claims:
         if record.reasons:
@@ -263,7 +263,7 @@ def _explain_missing_proof(record: Record, route: ClaimedRoute | ClaimedFile, ap
 
 
 def _explain_substrate_of_record(record: Record, apis: Sequence[str]) -> str:
-    """Return why a passed case proves nothing about hardware; see :func:`why_not_hardware`."""
+    """Return why a case proves nothing about hardware; see :func:`why_not_hardware`."""
     return why_not_hardware(record.substrate, apis)
 
 

@@ -14,7 +14,8 @@ __all__ = ["BY_COUNTERS", "BY_PROGRAM", "NOTHING_MOVED", "StockProgram", "list_d
 
 # The program compares the received bytes with the sent ones.
 BY_PROGRAM = "by the program"
-# The program does not look at the received bytes; only their number is checked, by the counters of the twin.
+# The program does not look at the received bytes; only their number is checked, by the counters of the
+# twin (the library that emulates the hardware).
 BY_COUNTERS = "number of bytes"
 # The program moves no bytes.
 NOTHING_MOVED = "no data"
@@ -48,8 +49,8 @@ class StockProgram:
     timeout_s : float
         Time limit of a program that needs more time than the limit of all programs. 0: that limit is enough.
     unused_api : str
-        An API that the program must not use: on twins it is started with `gdrkit run --require` and this API, and its
-        processes must end with exit code 125. Empty: there is no such API, and they must end with 0.
+        An API that the program does not use. On twins, `gdrkit run --require` with this API must then end with 125,
+        its exit code for a required API that was not used. Empty: the programs must end with 0.
     """
 
     name: str
@@ -126,7 +127,8 @@ def _list_perftest_programs() -> list[StockProgram]:
             if test == "send":
                 option_texts += ["--use-srq", "-c UD -R"]
             if quantity == "bw":
-                # After any event, also of a receive completion, ib_send_lat -e polls for the completion of its send.
+                # After an event of a receive, ib_send_lat -e polls for its own send. So only ib_send_bw runs with
+                # -e.
                 option_texts += ["-e"] if test == "send" else []
                 option_texts += ["-q 8 -b", "-l 16"]
                 option_texts += [] if test == "atomic" else ["-a -n 20"]
@@ -160,7 +162,7 @@ def _make_perftest_program(program: str, text: str) -> StockProgram:
 
 def _list_rdmacm_programs() -> list[StockProgram]:
     package = "rdmacm-utils"
-    at = ("-s", "{address}")  # The option by which a client names the address of its server.
+    server_option = ("-s", "{address}")  # The option by which a client names the address of its server.
 
     def pair(
         name: str, client: tuple[str, ...], server: tuple[str, ...], data: str = BY_COUNTERS, moved_bytes_min: int = 1
@@ -170,24 +172,36 @@ def _list_rdmacm_programs() -> list[StockProgram]:
     rping = ("rping", "-a", "{address}", "-p", "{port}", "-C", "100", "-V", "-v", "-S", "1000")
     programs = [
         pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), BY_PROGRAM, 100 * 1000),
-        pair("ucmatose", ("ucmatose", *at, "-C", "20"), ("ucmatose", "-b", "{address}", "-C", "20"), BY_COUNTERS, 4000),
-        pair("udaddy", ("udaddy", *at, "-C", "20"), ("udaddy", "-b", "{address}", "-C", "20"), BY_COUNTERS, 2000),
+        pair(
+            "ucmatose",
+            ("ucmatose", *server_option, "-C", "20"),
+            ("ucmatose", "-b", "{address}", "-C", "20"),
+            BY_COUNTERS,
+            4000,
+        ),
+        pair(
+            "udaddy",
+            ("udaddy", *server_option, "-C", "20"),
+            ("udaddy", "-b", "{address}", "-C", "20"),
+            BY_COUNTERS,
+            2000,
+        ),
         pair(
             "mckey -m 239.1.2.3",
             ("mckey", "-m", "239.1.2.3", "-s", "-b", "{address}", "-C", "20"),
             ("mckey", "-m", "239.1.2.3", "-b", "{address}", "-C", "20"),
         ),
-        pair("rdma_client", ("rdma_client", *at, "-p", "{port}"), ("rdma_server", "-p", "{port}")),
-        pair("rdma_xclient", ("rdma_xclient", *at, "-p", "{port}"), ("rdma_xserver", "-p", "{port}")),
+        pair("rdma_client", ("rdma_client", *server_option, "-p", "{port}"), ("rdma_server", "-p", "{port}")),
+        pair("rdma_xclient", ("rdma_xclient", *server_option, "-p", "{port}"), ("rdma_xserver", "-p", "{port}")),
         pair(
             "rdma_xclient -c x",
-            ("rdma_xclient", *at, "-p", "{port}", "-c", "x"),
+            ("rdma_xclient", *server_option, "-p", "{port}", "-c", "x"),
             ("rdma_xserver", "-p", "{port}", "-c", "x"),
         ),
         StockProgram(
             "cmtime -c 20",
             package,
-            ("cmtime", *at, "-c", "20", "-p", "{port}"),
+            ("cmtime", *server_option, "-c", "20", "-p", "{port}"),
             ("cmtime", "-c", "20", "-p", "{port}"),
             data=NOTHING_MOVED,
             output=r"^disconnect\b",
@@ -206,14 +220,14 @@ def _list_rdmacm_programs() -> list[StockProgram]:
         for mode in ("b", "n", "a"):
             command = (program, "-p", "{port}", "-S", "65536", "-C", "50", "-T", mode, "-T", "v")
             name = f"{program} -T {mode} -T v"
-            programs.append(pair(name, (*command, *at), command, BY_PROGRAM, 2 * 50 * 65536))
+            programs.append(pair(name, (*command, *server_option), command, BY_PROGRAM, 2 * 50 * 65536))
     # Without -S and -C, rstream measures the latency by 222,200 transfers, each after the end of the one before. On two
     # processors that other programs use too, each of them takes up to a millisecond.
-    all_sizes = pair("rstream", ("rstream", "-p", "{port}", *at), ("rstream", "-p", "{port}"))
+    all_sizes = pair("rstream", ("rstream", "-p", "{port}", *server_option), ("rstream", "-p", "{port}"))
     programs.append(dataclasses.replace(all_sizes, timeout_s=300.0))
     # Without -b, the server binds the first address that the resolver gives, which may be ::1.
     udpong = ("udpong", "-p", "{port}", "-C", "50")
-    programs.append(pair("udpong", (*udpong, *at), (*udpong, "-b", "{address}")))
+    programs.append(pair("udpong", (*udpong, *server_option), (*udpong, "-b", "{address}")))
     return programs
 
 
@@ -244,7 +258,7 @@ def _list_ucx_programs() -> list[StockProgram]:
         "ud_verbs": ("am_lat", "am_bw"),
     }.items():
         for test in tests:
-            # UCX 1.13 gets no less than 65 bytes without a copy.
+            # In UCX 1.13, a get without a copy has at least 65 bytes.
             size_options = ("-s", "128", "-D", "zcopy") if test == "get" else ("-s", "8")
             options = ("-n", str(operations), "-w", "100", *size_options)
             command = ("ucx_perftest", "-p", "{port}", "-d", "{device}:1", "-x", transport, "-t", test, *options)

@@ -1,8 +1,8 @@
 """SIGKILL of a usrbio client, agent or server in any phase loses no acknowledged write and blocks no other process.
 
-It also leaves no resources. GDRKIT_KILLS is the number of kills: 20 by default, and 500 in ``nox -s long``. The number
-is rounded up so that each pair of victim and phase gets the same number of kills. The seed decides whether a client
-uses host or device memory.
+A killed process leaves no resources behind. GDRKIT_KILLS is the number of kills: 20 by default, and 500 in ``nox -s
+long``. The number is rounded up so that each pair of victim and phase gets the same number of kills. The seed decides
+whether a client uses host or device memory.
 
 The death of a server process loses no acknowledged write, because the kernel has the data. The cases do not cover a
 loss of power.

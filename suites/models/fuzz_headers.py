@@ -1,4 +1,4 @@
-"""Fuzz target of the headers of model files: ``python -m models.fuzz_headers --seconds 10``.
+"""Fuzz target of the parser of safetensors headers: ``python -m models.fuzz_headers --seconds 10``.
 
 The parser may refuse a text with its documented error. If it accepts one, the entries equal the result of Python's
 parser of JSON. They cover the data without a gap, and a header that is packed from them is parsed to the same entries.

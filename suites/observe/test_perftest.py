@@ -1,4 +1,4 @@
-"""`gdrkit observe` of Debian's perftest: on the twins, and on the Soft-RoCE devices of the lab."""
+"""Tests that `gdrkit observe` reports the route and the packets of perftest, on twins and on Soft-RoCE devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
     from gdrkit.verbs import Nic
 
-# In the emulated machine of the lab this takes seconds, so that several samples see the queue pair and the region.
+# The transfers take seconds in an emulated machine, so the observer, which samples, sees the queue pair and the region.
 LENGTH_BYTES, OPERATIONS = 65536, 1000
 
 

@@ -1,6 +1,8 @@
 """A program that uses the CUDA runtime in two processes. Its argument is the name of the runtime library.
 
-The second process maps the memory of the first process and waits for its event. The program prints ``done`` at its end.
+The second process maps the memory of the first process, writes to it, and records an event, for which the first process
+waits. A launch of a kernel must fail, because the software twin of the runtime runs no kernels. The program prints
+``done`` at its end.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ class PointerAttributes(ctypes.Structure):
 
 def require_status(error: int, expected: int = SUCCESS) -> None:
     """Require that a function of the runtime has returned the expected status."""
-    assert error == expected, f"{runtime.cudaGetErrorName(error)}, not {expected}"
+    assert error == expected, f"the status is {runtime.cudaGetErrorName(error).decode()} ({error}), not {expected}"
 
 
 def allocate() -> ctypes.c_void_p:
@@ -60,7 +62,7 @@ def read_memory(memory: ctypes.c_void_p) -> bytes:
     return buffer.raw
 
 
-def move_memory() -> None:
+def copy_and_fill_memory() -> None:
     """Copy to and from the device, and fill memory in a stream."""
     data = bytes(range(250)) * (LENGTH_BYTES // 250)
     memory, stream, event, attributes = allocate(), ctypes.c_void_p(), ctypes.c_void_p(), PointerAttributes()
@@ -92,7 +94,7 @@ def check_errors_of_threads() -> None:
 
 
 def launch_kernel() -> None:
-    """Register a kernel, as a compiled program does, and launch it."""
+    """Register a kernel, as a compiled program does, and require that its launch fails."""
     kernel, one_block = ctypes.c_int(), Dimensions(1, 1, 1)
     register_binary, register_function = runtime["__cudaRegisterFatBinary"], runtime["__cudaRegisterFunction"]
     register_binary.restype = ctypes.c_void_p
@@ -106,7 +108,7 @@ def launch_kernel() -> None:
 
 
 def share_memory() -> None:
-    """Let another process write to memory of this process, and wait for its event."""
+    """Let another process write to memory of this process, and wait for the event that it records."""
     memory, event = allocate(), ctypes.c_void_p()
     memory_handle, event_handle = IpcHandle(), IpcHandle()
     write_memory(memory, bytes([1]) * LENGTH_BYTES)
@@ -127,7 +129,7 @@ def share_memory() -> None:
 
 
 def import_memory() -> None:
-    """Write to the memory of the other process, and record its event."""
+    """Write to memory of the other process, and record the event for which it waits."""
     handles = sys.stdin.buffer.read(2 * ctypes.sizeof(IpcHandle))
     memory_handle, event_handle = IpcHandle.from_buffer_copy(handles), IpcHandle.from_buffer_copy(handles[64:])
     memory, event = ctypes.c_void_p(), ctypes.c_void_p()
@@ -147,7 +149,7 @@ runtime.cudaGetErrorName.restype = ctypes.c_char_p
 if sys.argv[2:] == [IMPORTER]:
     import_memory()
 else:
-    move_memory()
+    copy_and_fill_memory()
     check_errors_of_threads()
     launch_kernel()
     share_memory()

@@ -1,4 +1,4 @@
-"""The child process in which a rank measures. One timeout covers its start and its reply, and it ends with the rank."""
+"""Tests of the process in which an MPI rank measures: one timeout covers start and reply, and it ends with the rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ SLOW_START = "import time; time.sleep(30)"
 INVALID_REPLY = (
     "import os, sys\nif len(sys.orig_argv) > 3: os.write(int(sys.orig_argv[3]), b'not JSON\\n'); os.read(0, 1)"
 )
+# The program of a rank that has a child.
 RANK_PROGRAM = """
 import os, signal
 from gdrkit.qualify.ranks.rank import MeasuringChild

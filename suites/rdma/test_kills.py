@@ -1,4 +1,4 @@
-"""SIGKILL of any process of several `gdrkit run` at any time leaves no process, socket or file behind.
+"""A process of several `gdrkit run` that is killed at any time leaves no process, socket or file behind.
 
 GDRKIT_TWIN_KILLS_S is the duration of the kills in seconds: 4 by default, and 600 in ``nox -s long``.
 """
@@ -30,10 +30,9 @@ if TYPE_CHECKING:
 pytestmark = needs(software(Api.VERBS))
 
 KILL_DURATION_S = float(os.environ.get("GDRKIT_TWIN_KILLS_S", "4"))
-# Each pair has two processes that use the software twin (a library that emulates the hardware), and its `gdrkit run`.
+# A pair has three processes: `gdrkit run`, and two programs on a software twin (a library that emulates hardware).
 PAIR_COUNT = 4
-# A process notices the loss of its peer after the retries of its queue pair, but first its interpreter must have
-# started.
+# The time covers the start of an interpreter, and the retries after which a queue pair notices the loss of its peer.
 END_TIMEOUT_S = 60.0
 RUN_COMMAND = (sys.executable, "-m", "gdrkit", "run", "--software", "--apis", "verbs", "--quiet", "--")
 
@@ -58,15 +57,15 @@ class ProcessPair:
         return find_processes(self._marker)
 
     def is_complete(self) -> bool:
-        """Return whether `gdrkit run` and both writing processes run, and no other process of the pair."""
+        """Return whether exactly three processes of the pair run: `gdrkit run` and the two programs."""
         commands = [read_process_file(process_id, "cmdline") for process_id in self.list_processes()]
         return len(commands) == 3 and any(command.endswith(b"\0second\0") for command in commands)
 
-    def kill_one(self, rng: random.Random) -> None:
-        """Kill one process of the pair.
+    def kill_until_ended(self, rng: random.Random) -> None:
+        """Kill a process of the pair, and require that the others end by themselves and without an error.
 
-        Require that the other processes then end by themselves and without an error. If the killed process is the
-        helper that writes the tree of devices for `gdrkit run`, the pair goes on, and another process is killed.
+        `gdrkit run` starts a short helper that writes the emulated sysfs. If the helper was killed, the pair goes on,
+        and another process is killed.
         """
         while running_ids := self.list_processes():
             with contextlib.suppress(ProcessLookupError):
@@ -129,11 +128,11 @@ def test_kills_of_processes_leave_nothing_behind(tmp_path: Path, seed: int, evid
             # The kill happens at a random time of the start or of the transfers.
             threading.Event().wait(rng.uniform(0, 2))
             number = rng.randrange(PAIR_COUNT)
-            pairs[number].kill_one(rng)
+            pairs[number].kill_until_ended(rng)
             pairs[number] = start_pair()
             kills_count += 1
         for pair in pairs:
-            pair.kill_one(rng)
+            pair.kill_until_ended(rng)
     # The next gdrkit run removes the folder of a gdrkit run that was killed.
     subprocess.run([*RUN_COMMAND, "true"], env=environ, check=True)
     assert find_processes(f"GDRKIT_TWINS_DOMAIN={domain}") == []

@@ -76,7 +76,7 @@ def test_representation_names_the_nics_and_the_state(allocator: AnyAllocator, ni
 
 @needs(software(Api.VERBS))
 @pytest.mark.usefixtures("_restore_signal_handler")
-@pytest.mark.parametrize("is_registered", [False, True], ids=["while it is registered", "once it is registered"])
+@pytest.mark.parametrize("is_registered", [False, True], ids=["during registration", "after registration"])
 def test_interrupted_waiter_keeps_no_lease(
     allocator: AnyAllocator, nic: Nic, tmp_path: Path, *, is_registered: bool
 ) -> None:

@@ -1,5 +1,5 @@
-// Arrays and mipmapped arrays, as memory. An array has its elements in rows without gaps, in device memory whose
-// address the program does not get.
+// Declarations of CUDA arrays and mipmapped arrays. The twin keeps the elements of an array row after row, without
+// gaps, in device memory. The program does not get the address of this memory.
 #pragma once
 
 #include <cstdint>

@@ -6,7 +6,7 @@
 namespace gdrkit::twin::cuda {
 namespace {
 
-// Run `body` with a stream whose capture begins, ends or is queried.
+// Run `body` with the stream of a handle, which may be in a capture, under the lock of the graphs.
 template <typename Body> Result run_capture_entry(std::string_view symbol, Handle handle, Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
@@ -20,7 +20,7 @@ bool is_legacy(Handle handle) {
     return handle == default_stream_handle || handle == legacy_stream_handle;
 }
 
-Result begin_new_graph(std::string_view symbol, Handle handle, int mode) {
+Result begin_capture_to_new_graph(std::string_view symbol, Handle handle, int mode) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
         if (is_legacy(handle)) {
@@ -97,11 +97,11 @@ Result update_dependencies(const StreamRef& stream, const Handle* handles, std::
 } // namespace
 
 GDRKIT_CUDA_ENTRY Result cuStreamBeginCapture(Handle stream) {
-    return begin_new_graph("cuStreamBeginCapture", stream, capture_mode_global);
+    return begin_capture_to_new_graph("cuStreamBeginCapture", stream, capture_mode_global);
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamBeginCapture_v2(Handle stream, int mode) {
-    return begin_new_graph("cuStreamBeginCapture_v2", stream, mode);
+    return begin_capture_to_new_graph("cuStreamBeginCapture_v2", stream, mode);
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamBeginCaptureToGraph(Handle handle, Handle graph_handle, const Handle* dependencies,

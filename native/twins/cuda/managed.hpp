@@ -9,7 +9,7 @@
 
 namespace gdrkit::twin::cuda {
 
-// The advice about some pages. A location of type location_none was not given.
+// The advice about some pages. A location of type location_none means that the program gave none.
 struct Advice {
     bool is_read_mostly = false;
     Location preferred{};

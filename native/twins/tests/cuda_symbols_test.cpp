@@ -1,5 +1,6 @@
 // Tests of the exported functions: they match the contract (a list in native/twins/contracts), unimplemented ones fail
-// as documented, and cuGetProcAddress finds what cuda-bindings asks for.
+// as documented, and cuGetProcAddress finds what cuda-bindings asks for. Also tests of the names of errors, of calls
+// before cuInit, and of a forked child.
 #include <algorithm>
 #include <map>
 #include <set>
@@ -15,9 +16,9 @@ namespace {
 // A line of functions.def.
 struct Function {
     const char* name;
-    int since; // CUDA version that introduced this form of the function
+    int since; // CUDA version that introduced this form of the function; 0: cuGetProcAddress does not return it
     const char* symbol;
-    const char* kind;
+    const char* convention; // how an unimplemented function fails, as in cuda.conventions
 };
 
 constexpr Function functions[] = {
@@ -35,7 +36,7 @@ void test_exports_match_contract() {
     }
     CHECK(contract_symbols == exported_symbols(GDRKIT_CUDA_TWIN));
     for (const Function& function : functions) {
-        CHECK(conventions[function.symbol] == function.kind);
+        CHECK(conventions[function.symbol] == function.convention);
         conventions.erase(function.symbol);
     }
     CHECK(conventions.size() == 3 && conventions.contains("gdrkit_twin_ledger") &&
@@ -45,7 +46,7 @@ void test_exports_match_contract() {
 void test_unimplemented_functions_fail() {
     int count = 0;
     for (const Function& function : functions) {
-        if (std::string_view(function.kind) == "not_supported") {
+        if (std::string_view(function.convention) == "not_supported") {
             EXPECT_RESULT(not_supported, function.symbol);
             ++count;
         }
@@ -53,7 +54,7 @@ void test_unimplemented_functions_fail() {
     CHECK(count > 300);
 }
 
-// The CUDA runtime must not use what the variable contained before.
+// The twin has no export tables. It sets the pointer to null, so that the CUDA runtime does not use an old value.
 void test_export_table_is_null() {
     int content = 0;
     const void* table = &content;
