@@ -11,6 +11,8 @@ path. The bare copy is not an upper bound, because in some runs it was slower th
 All processes share two cores, even if the machine has more. In one case, the scheduler of the kernel places the
 threads. In the other case, the session thread of the server has a core for itself, because it has as much work as all
 other threads together. `nox -s bench` builds the measuring program, ``usrbio_path_bench``.
+
+Only the case beside io_uring measures the reads that the agent executes itself.
 """
 
 from __future__ import annotations
@@ -149,7 +151,7 @@ def test_reads_beside_the_kernel(
         monkeypatch.setenv(name, value)
     evidence["environment"] = TWIN_ENVIRONMENT
     load_before = os.getloadavg()[0]
-    with restrict_to_two_cores() as cores, AgentProcess(tmp_path) as agent:
+    with restrict_to_two_cores() as cores, AgentProcess(tmp_path, "--no-local-reads") as agent:
         evidence["cores"] = len(cores)
         file = create_file(tmp_path, seed)
         if placement == "session apart":
