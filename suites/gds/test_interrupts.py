@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -15,7 +12,7 @@ import pytest
 from gds.faulty_file import FaultyFile
 from gds.interrupt_sweep import LENGTH_BYTES, SCENARIOS
 from support import udev
-from support.python_child import suites_environ
+from support.python_child import run_python, run_sweep
 
 from gdrkit import gds
 from gdrkit.errors import Api
@@ -161,24 +158,9 @@ print("done")
 """
 
 
-def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**suites_environ(), **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=100,
-    )
-
-
 def sweep(scenario: str, *arguments: object, **environ: str) -> None:
     """Interrupt a call at every point, and check that each interrupt leaves things in order."""
-    completed = run_python("-m", "gds.interrupt_sweep", scenario, *arguments, **environ)
-    assert completed.returncode == 0, completed.stderr
-    points = re.fullmatch(r"(\d+) points\n", completed.stdout)
-    assert points, completed.stdout
-    assert int(points[1]) > 10
+    run_sweep("gds.interrupt_sweep", scenario, *arguments, points_min=11, **environ)
 
 
 @pytest.mark.parametrize("scenario", sorted(set(SCENARIOS) - {*BLOCKED_SCENARIOS, *DIRECT_SCENARIOS}))

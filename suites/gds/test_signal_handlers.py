@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -12,7 +9,7 @@ import pytest
 from gds.handler_sweep import CALLS
 from gds.interrupt_sweep import LENGTH_BYTES
 from support import udev
-from support.python_child import suites_environ
+from support.python_child import run_python, run_sweep
 
 from gdrkit.errors import Api
 from gdrkit.harness.needs import cuda, cufile, host, needs, software
@@ -151,24 +148,9 @@ handle_inside(inside_close, interrupt)
 """
 
 
-def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)],
-        env={**suites_environ(), **environ},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-
-
 def sweep(call: str, *arguments: object, **environ: str) -> None:
     """Run each signal handler at every point of a call."""
-    completed = run_python("-m", "gds.handler_sweep", call, *arguments, **environ)
-    assert completed.returncode == 0, completed.stderr
-    points = re.fullmatch(r"(\d+) points\n", completed.stdout)
-    assert points, completed.stdout
-    assert int(points[1]) > 20
+    run_sweep("gds.handler_sweep", call, *arguments, points_min=21, **environ)
 
 
 @pytest.mark.parametrize("call", CALLS)

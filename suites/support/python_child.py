@@ -1,8 +1,10 @@
-"""Command and environment of child processes that run modules of the suites."""
+"""Child processes that run a module of the suites, or a program text."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["module_command", "suites_environ"]
+__all__ = ["module_command", "run_python", "run_sweep", "suites_environ"]
 
 _SUITES = Path(__file__).resolve().parents[1]
 
@@ -24,3 +26,24 @@ def suites_environ(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return `environ` with the folder of the suites first in PYTHONPATH."""
     path = os.pathsep.join(filter(None, (str(_SUITES), environ.get("PYTHONPATH", ""))))
     return {**environ, "PYTHONPATH": path}
+
+
+def run_python(*arguments: object, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run Python with these arguments and additional variables, and return its output and its exit code."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env={**suites_environ(), **environ},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def run_sweep(module: str, *arguments: object, points_min: int, **environ: str) -> None:
+    """Run a module that tries each point of a call, and require that it succeeds and has tried enough points."""
+    completed = run_python("-m", module, *arguments, **environ)
+    assert completed.returncode == 0, completed.stderr
+    points = re.fullmatch(r"(\d+) points\n", completed.stdout)
+    assert points, completed.stdout
+    assert int(points[1]) >= points_min
