@@ -13,6 +13,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -20,6 +22,7 @@
 
 #include "storage/crc32c.hpp"
 #include "tests/check.hpp"
+#include "usrbio/agent/bus_guard.hpp"
 #include "usrbio/agent/loop.hpp"
 
 using gdrkit::Descriptor;
@@ -547,6 +550,20 @@ void test_cached_bytes_are_read_by_the_loop() {
     CHECK(std::system(("rm -r " + folder).c_str()) == 0);
 }
 
+void test_buffers_leave_guards_for_rings() {
+    char byte = 0;
+    std::vector<std::unique_ptr<BusGuard>> guards;
+    try {
+        while (true)
+            guards.push_back(std::make_unique<BusGuard>(&byte, 1, BusGuard::Purpose::buffer));
+    } catch (const std::bad_alloc&) {
+        CHECK(!guards.empty());
+    }
+    const std::size_t buffers_count = guards.size();
+    for (std::size_t count = 0; count < buffers_count; ++count)
+        guards.push_back(std::make_unique<BusGuard>(&byte, 1));
+}
+
 } // namespace
 
 int main() {
@@ -561,4 +578,5 @@ int main() {
     test_entries_beyond_the_limit_wait_in_the_ring();
     test_hostile_ring_leaves_other_rings();
     test_truncated_ring_leaves_other_rings();
+    test_buffers_leave_guards_for_rings();
 }
