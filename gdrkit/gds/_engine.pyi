@@ -141,7 +141,7 @@ class Job:
         """
 
 class Engine:
-    """Threads and pinned memory of one NUMA node."""
+    """Threads and pinned memory on one NUMA node."""
 
     def __init__(self, *, node: int, workers_count: int, buffers_count: int, chunk_bytes: int, first_chunk_bytes: int, coalesced_bytes: int, coalesced_count: int, slice_bytes: int, polls_device: bool, direct_readers_count: int, direct_read_bytes: int, direct_writers_count: int, direct_write_bytes: int, buffered_writers_count: int) -> None: ...
 

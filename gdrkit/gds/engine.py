@@ -1,8 +1,9 @@
 """The copy engine: threads and pinned memory that move bytes between files and memory.
 
-There is one engine for host memory and one for each NUMA node that has a device. An engine is created at the first use
-and closed at the end of the program, or by :func:`close_engines`. By default, the engine reads cached ranges of a file
-from the page cache and other ranges with O_DIRECT. The native part is in ``native/engine``.
+There is one engine for host memory and one for each device, with memory and threads of the device's NUMA node. An
+engine is created at the first use and closed at the end of the program, or by :func:`close_engines`. By default, the
+engine reads cached ranges of a file from the page cache and other ranges with O_DIRECT. The native part is in
+``native/engine``.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ HOST_OPTIONS = EngineOptions(workers_count=16, buffers_count=1, chunk_bytes=8 * 
 
 
 class Engine:
-    """Threads and pinned memory of one NUMA node.
+    """Threads and pinned memory on one NUMA node.
 
     Parameters
     ----------
@@ -211,9 +212,9 @@ class Engine:
             self._engine = native.Engine(**self._settings)
 
 
-# Engines by device index, and by NUMA node. Devices of one NUMA node share an engine.
+# Engines by device index. Devices of one NUMA node share none: the threads that fill one link are too few for two, and
+# with more threads the staging memory of one engine no longer fits into their processor caches.
 _engines: dict[int, Engine] = {}
-_engines_by_node: dict[int, Engine] = {}
 # Engines that close_engines() has taken out of use. They are here until they are closed, also after an interrupt.
 _retired_engines: dict[Engine, None] = {}
 # A signal handler may start a transfer, or close the engines, while its thread has the lock.
@@ -221,7 +222,7 @@ _lock = forks.ForkSafeLock(reentrant=True)
 
 
 def engine_for(device_index: int) -> Engine:
-    """Return the engine of the device's NUMA node, or for :data:`HOST` the engine of host memory.
+    """Return the engine of the device, or for :data:`HOST` the engine of host memory.
 
     The engine is created at its first use.
     """
@@ -230,25 +231,22 @@ def engine_for(device_index: int) -> Engine:
         return engine
     with _lock:
         while True:
-            engine = _engines.get(device_index) or _add_engine(device_index)
+            engine = _engines.get(device_index) or _keep_first(device_index, _create_engine(device_index))
             if not engine.closed:
                 return engine
             _engines.pop(device_index, None)  # A signal handler has closed the engines meanwhile.
 
 
-def _add_engine(device_index: int) -> Engine:
-    """Return a new engine for a device, or the engine of its NUMA node."""
+def _create_engine(device_index: int) -> Engine:
     if device_index == HOST:
-        return _keep_first(_engines, HOST, Engine(HOST_OPTIONS))
+        return Engine(HOST_OPTIONS)
     with cuda.Device(device_index) as device:
-        node = int(native.node_of_device(device.pci_bus_id))
-    engine = _engines_by_node.get(node) or _keep_first(_engines_by_node, node, Engine(node=node))
-    return _engines.setdefault(device_index, engine)
+        return Engine(node=int(native.node_of_device(device.pci_bus_id)))
 
 
-def _keep_first(engines: dict[int, Engine], key: int, engine: Engine) -> Engine:
+def _keep_first(device_index: int, engine: Engine) -> Engine:
     """Add a new engine, unless a signal handler has added one meanwhile, and return the engine that is used."""
-    used_engine = engines.setdefault(key, engine)
+    used_engine = _engines.setdefault(device_index, engine)
     if used_engine is not engine:
         engine.close()
     return used_engine
@@ -260,9 +258,8 @@ def close_engines() -> None:
     If Ctrl-C ends the wait, the next call waits again.
     """
     with _lock:
-        _retired_engines.update(dict.fromkeys((*_engines.values(), *_engines_by_node.values())))
+        _retired_engines.update(dict.fromkeys(_engines.values()))
         _engines.clear()
-        _engines_by_node.clear()
     for engine in tuple(_retired_engines):
         engine.close()
         _retired_engines.pop(engine, None)

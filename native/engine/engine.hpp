@@ -1,4 +1,4 @@
-// The copy engine: threads and staging memory of one NUMA node, for jobs of any device.
+// The copy engine: threads and staging memory on one NUMA node, for jobs of any device.
 #pragma once
 
 #include <atomic>

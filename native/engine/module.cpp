@@ -415,7 +415,7 @@ void bind_jobs(nb::module_& module) {
 }
 
 void bind_engine(nb::module_& module) {
-    nb::class_<ClosingEngine>(module, "Engine", "Threads and pinned memory of one NUMA node.")
+    nb::class_<ClosingEngine>(module, "Engine", "Threads and pinned memory on one NUMA node.")
         .def(
             "__init__",
             [](ClosingEngine* self, int node, std::size_t workers, std::size_t buffers, std::uint64_t chunk_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import statistics
@@ -17,12 +18,15 @@ from support.processes import wait_until
 
 from gdrkit import gds, pattern
 from gdrkit.errors import ApiError, ClosedResource
+from gdrkit.gds import EngineOptions
 from gdrkit.harness.needs import cuda, host, needs, software
 from gdrkit.units import KIB
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import FrameType
+
+    from gdrkit.cuda import Device
 
 THREAD_COUNT = 8
 # The transfers of all threads fit into the queue of an engine.
@@ -167,6 +171,28 @@ def test_start_time_does_not_grow_with_running_transfers(tmp_path: Path, seed: i
     assert many_running_ns < 3 * few_running_ns, (
         f"{few_running_ns} ns with 10 to 40 running transfers, {many_running_ns} ns with 210 to 240"
     )
+
+
+@needs(cuda.device(count_min=2), host.fuse)
+def test_device_does_not_wait_for_threads_of_another(tmp_path: Path, devices: tuple[Device, ...], seed: int) -> None:
+    """In an older version, the devices of a NUMA node shared the threads of one engine."""
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "data").write_bytes(pattern.payload(4 * KIB, seed=seed))
+    with contextlib.ExitStack() as stack:
+        memories = [stack.enter_context(devices[0].allocate(4 * KIB)) for _ in range(EngineOptions().threads_count())]
+        other_memory = stack.enter_context(devices[1].allocate(4 * KIB))
+        faulty_file = stack.enter_context(FaultyFile(tmp_path / "mount", length_bytes=4 * KIB, seed=seed))
+        faulty_file.send(f"gate 0 {4 * KIB}")
+        with gds.File(faulty_file.path, direct="never") as file:
+            blocked_transfers = [file.start_read_into(memory) for memory in memories]
+            faulty_file.expect_line("waiting")
+            try:
+                with gds.File(tmp_path / "data", direct="never") as other_file:
+                    other_file.start_read_into(other_memory).result(60)
+                assert not any(transfer.done() for transfer in blocked_transfers)
+            finally:
+                faulty_file.send("open")
+        pattern.check(other_memory.read(), seed=seed)
 
 
 def test_dropped_futures_are_settled_by_later_transfers(tmp_path: Path) -> None:
