@@ -81,13 +81,13 @@ class EngineOptions:
         A count is not 1 to 256, or a size is not 4 KiB to 1 GiB.
     """
 
-    workers_count: int = 12
+    workers_count: int = 14
     buffers_count: int = 2
     chunk_bytes: int = 4 * MIB
     first_chunk_bytes: int = 512 * KIB
     coalesced_bytes: int = 8 * MIB
-    coalesced_count: int = 6
-    slice_bytes: int = MIB
+    coalesced_count: int = 4
+    slice_bytes: int = 512 * KIB
     polls_device: bool = True
     direct_readers_count: int = 2
     direct_read_bytes: int = 4 * MIB

@@ -157,7 +157,7 @@ class DeviceLoad:
         return reads
 
     def make_tensors(self) -> None:
-        """Make the tensors that share a memory. This takes longer than small copies, so it follows their start."""
+        """Make the tensors that share a memory, while their bytes arrive."""
         for buffer, placements in zip(self.buffers, self.placements, strict=False):
             self._add(self.maker.tensors(buffer, placements), placements)
 

@@ -174,16 +174,18 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
     innermost = len(ranges) - 1
     while innermost > 0 and ranges[innermost] == (0, entry.shape[innermost]):
         innermost -= 1
-    strides = [math.prod(entry.shape[dimension + 1 :]) for dimension in range(len(ranges))]
     bits = ELEMENT_TYPES[entry.dtype].bits
-    run_bits = (ranges[innermost][1] - ranges[innermost][0]) * strides[innermost] * bits if ranges else bits
-    if any(begin == end for begin, end in ranges):
-        return _Part(shape, (), 0)
-    starts = [sum(begin * stride for (begin, _end), stride in zip(ranges, strides, strict=True)) * bits]
-    for dimension in range(innermost):
+    # The first bit of each run, from the begin of the tensor.
+    starts, run_bits, stride_bits = [0], bits, bits * math.prod(entry.shape[innermost + 1 :])
+    for dimension in range(innermost, -1, -1):
         begin, end = ranges[dimension]
-        step_bits = strides[dimension] * bits
-        starts = [start + step * step_bits for start in starts for step in range(end - begin)]
+        if dimension == innermost:
+            starts, run_bits = [begin * stride_bits], (end - begin) * stride_bits
+        else:
+            starts = [position * stride_bits + start for position in range(begin, end) for start in starts]
+        stride_bits *= entry.shape[dimension]
+    if not run_bits or not starts:
+        return _Part(shape, (), 0)
     if run_bits % 8 or any(start % 8 for start in starts):
         message = (
             f"the part {index!r} of tensor {name!r} begins or ends inside a byte, because {entry.dtype} has {bits} bits"
@@ -202,10 +204,10 @@ def _list_ranges(
     if len(ellipses) > 1 or omitted_count < 0:
         message = f"{index!r} has too many items for tensor {name!r} of shape {list(shape)}"
         raise UsageError(message)
-    ellipsis_index = ellipses[0] if ellipses else len(items)
-    items[ellipsis_index : ellipsis_index + len(ellipses)] = [slice(None)] * omitted_count
+    for position in ellipses:
+        items[position : position + 1] = [slice(None)] * omitted_count
     ranges, part_shape = [], []
-    for item, size in zip(items, shape, strict=True):
+    for item, size in zip(items, shape, strict=False):
         if isinstance(item, slice):
             begin, end, step = item.indices(size)
             if step != 1:
@@ -224,7 +226,8 @@ def _list_ranges(
             message = f"an index must have numbers, slices and ..., not {item!r:.40} (tensor {name!r})"
             raise UsageError(message)
         ranges.append((begin, end))
-    return ranges, tuple(part_shape)
+    omitted_sizes = shape[len(items) :]
+    return [*ranges, *((0, size) for size in omitted_sizes)], (*part_shape, *omitted_sizes)
 
 
 def file_share(reads: array[int], share_index: int, shares_count: int) -> array[int]:

@@ -120,6 +120,7 @@ class ModelLoad:
         return [load.transfer for load in self._devices if load.transfer is not None]
 
     def _finish(self, on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
+        _make_tensors(self._devices)
         transfers = self._list_transfers()
         if on_progress is not None:
             total_bytes = self.length_bytes
@@ -221,13 +222,16 @@ def start_load_files(
     try:
         for share_index, device_load in enumerate(devices):
             device_load.start(files, share_index if is_shared else 0, shares_count)
-        with pause_collector():
-            for device_load in devices:
-                device_load.make_tensors()
     except BaseException:
         load.close()
         raise
     return load
+
+
+def _make_tensors(devices: list[DeviceLoad]) -> None:
+    with pause_collector():
+        for device_load in devices:
+            device_load.make_tensors()
 
 
 def load_files(
