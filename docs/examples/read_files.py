@@ -26,7 +26,7 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
     # A transfer that was started is a future.
     with gds.File(folder / "part1", direct="never") as file:
         transfer: gds.Transfer = file.start_readv(memory, [(0, 4096), (8192, 4096)])
-        assert transfer.result(timeout_s=10).parts == (4096, 4096)
+        assert transfer.result(timeout_s=10).range_bytes == (4096, 4096)
         assert 0 <= file.cached_share() <= 1
 
     # Many whole files into one memory, one behind the other.

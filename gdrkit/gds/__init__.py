@@ -14,7 +14,7 @@ from gdrkit.gds.direct import DIRECT_PATH_PROBES, DirectPath, DirectPathResult, 
 from gdrkit.gds.engine import Engine, EngineOptions, close_engines, engine_for
 from gdrkit.gds.file import File
 from gdrkit.gds.opening import Access, Direct
-from gdrkit.gds.result import Route, TransferFailed, Transferred
+from gdrkit.gds.result import Route, TransferFailed, TransferResult
 from gdrkit.gds.totals import RouteTotals, transfer_totals
 from gdrkit.gds.transfer import Transfer
 from gdrkit.gds.whole_files import read_files, transfer_ranges
@@ -39,7 +39,7 @@ __all__ = [
     "Transfer",
     "TransferBuffer",
     "TransferFailed",
-    "Transferred",
+    "TransferResult",
     "close_driver",
     "close_engines",
     "copy_file",

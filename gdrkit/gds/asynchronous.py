@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.opening import Access, Direct
     from gdrkit.gds.ranges import Range
-    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.result import TransferResult
 
 __all__ = ["AsyncFile"]
 
@@ -42,19 +42,19 @@ class AsyncFile:
     ) -> None:
         self.file = File(path, mode, access=access, direct=direct)
 
-    async def read_into(self, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see File.
+    async def read_into(self, buffer: object, **options: Any) -> TransferResult:  # noqa: ANN401 - see File.
         """Read a range of the file into memory; see :meth:`File.start_read_into <gdrkit.gds.File.start_read_into>`."""
         return await self.file.start_read_into(buffer, **options)
 
-    async def write_from(self, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see File.
+    async def write_from(self, buffer: object, **options: Any) -> TransferResult:  # noqa: ANN401 - see File.
         """Write memory into a range of the file; see :meth:`File.write_from <gdrkit.gds.File.write_from>`."""
         return await self.file.start_write_from(buffer, **options)
 
-    async def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
+    async def readv(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
         """Read many ranges into one memory; see :meth:`File.readv <gdrkit.gds.File.readv>`."""
         return await self.file.start_readv(buffer, ranges)
 
-    async def writev(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
+    async def writev(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
         """Write parts of one memory into many ranges; see :meth:`File.writev <gdrkit.gds.File.writev>`."""
         return await self.file.start_writev(buffer, ranges)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds.opening import Access, Direct
     from gdrkit.gds.ranges import Range
-    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.result import TransferResult
     from gdrkit.gds.transfer import Transfer
 
 __all__ = ["CHUNK_BYTES", "CopyResult", "CopyTotals", "chunk_buffers", "copy_file"]
@@ -64,7 +64,7 @@ class CopyTotals:
     direct_io_bytes: int = 0
     why_not_direct: str = ""
 
-    def add(self, result: Transferred) -> None:
+    def add(self, result: TransferResult) -> None:
         """Add the result of one transfer."""
         if result.bytes:
             self.routes[result.route.value] = self.routes.get(result.route.value, 0) + result.bytes

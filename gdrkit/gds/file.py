@@ -17,7 +17,7 @@ from gdrkit.gds.direct import FileDirectPaths, report_fallback
 from gdrkit.gds.engine import engine_for
 from gdrkit.gds.opening import OPEN_FLAGS, Access, Direct, OpenDescriptor, check_choices, open_regular, os_error
 from gdrkit.gds.ranges import check_range, extents_of, part_length
-from gdrkit.gds.result import Route, Transferred, short_transfer_error
+from gdrkit.gds.result import Route, TransferResult, short_transfer_error
 from gdrkit.gds.transfer import Transfer, transfers_of
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class File:
         length_bytes: int | None = None,
         buffer_offset_bytes: int = 0,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Transferred:
+    ) -> TransferResult:
         """Read a range of the file into memory, and wait until it is complete.
 
         Parameters
@@ -194,7 +194,7 @@ class File:
         buffer_offset_bytes: int = 0,
         durable: bool = False,
         on_progress: Callable[[int, int], None] | None = None,
-    ) -> Transferred:
+    ) -> TransferResult:
         """Write memory into a range of the file, and wait until the kernel has the data.
 
         The other parameters and the errors are the same as in :meth:`read_into`. If `length_bytes` is None, the memory
@@ -214,7 +214,7 @@ class File:
             memory, file_offset_bytes, length_bytes, buffer_offset_bytes, write=True, durable=durable
         ).result(on_progress=on_progress)
 
-    def readv(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
+    def readv(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
         """Read many ranges into one memory as one transfer. Many small ranges share one copy to the device.
 
         Parameters
@@ -226,7 +226,7 @@ class File:
         """
         return self.start_readv(buffer, ranges).result()
 
-    def writev(self, buffer: object, ranges: Iterable[Range]) -> Transferred:
+    def writev(self, buffer: object, ranges: Iterable[Range]) -> TransferResult:
         """Write parts of one memory into many ranges as one transfer; see :meth:`readv`."""
         return self.start_writev(buffer, ranges).result()
 
@@ -366,7 +366,7 @@ class File:
         buffer_offset_bytes: int,
         *,
         write: bool = False,
-    ) -> Transferred | None:
+    ) -> TransferResult | None:
         """Move a short range through the page cache on the calling thread, which has a lower latency than a worker.
 
         Return None if the range is not short, or may take a direct path. Otherwise release the memory.
@@ -398,7 +398,7 @@ class File:
             raise
         memory.release()
         duration_s = time.monotonic() - began_s
-        result = Transferred(moved_bytes, Route.ENGINE, 0, (moved_bytes,), duration_s, why_not_direct)
+        result = TransferResult(moved_bytes, Route.ENGINE, 0, (moved_bytes,), duration_s, why_not_direct)
         if failure is None and (moved_bytes == length or (length_bytes is None and not write)):
             return result
         arguments = {"path": self.path, "file_offset_bytes": file_offset_bytes, "length_bytes": length}

@@ -19,8 +19,8 @@ __all__ = [
     "NO_COUNTERS",
     "Route",
     "TransferFailed",
-    "Transferred",
-    "early_end_error",
+    "TransferResult",
+    "incomplete_transfer_error",
     "short_transfer_error",
 ]
 
@@ -29,7 +29,7 @@ DIRECT_ROUTES = frozenset({Route.P2P, Route.NVFS, Route.RDMA})
 NO_COUNTERS: Mapping[str, int] = MappingProxyType({})
 
 
-class Transferred(NamedTuple):
+class TransferResult(NamedTuple):
     """The result of a transfer.
 
     Attributes
@@ -40,7 +40,7 @@ class Transferred(NamedTuple):
         The route that the bytes took.
     direct_io_bytes : int
         Bytes that bypassed the page cache (O_DIRECT).
-    parts : tuple of int
+    range_bytes : tuple of int
         For each range of the transfer, the number of bytes from its beginning that arrived without a gap.
     duration_s : float
         Time from the call to the last byte, in seconds.
@@ -54,7 +54,7 @@ class Transferred(NamedTuple):
     bytes: int
     route: Route
     direct_io_bytes: int
-    parts: tuple[int, ...]
+    range_bytes: tuple[int, ...]
     duration_s: float
     why_not_direct: str = ""
     counters: Mapping[str, int] = NO_COUNTERS
@@ -68,18 +68,18 @@ class TransferFailed(ApiError):
 
     Attributes
     ----------
-    transferred : Transferred
+    transferred : TransferResult
         The result up to the error. Its number of bytes is a lower bound: more bytes may have arrived.
     """
 
-    transferred: Transferred
+    transferred: TransferResult
 
     @classmethod
     def _find_builtin_class(cls, number: int) -> type[OSError]:
         return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
 
 
-def early_end_error(
+def incomplete_transfer_error(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
     """Return the error of a transfer that ended early, or took a route that is not direct, although no call failed."""
@@ -94,11 +94,11 @@ def early_end_error(
     )
 
 
-def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: Transferred) -> ApiError:
+def short_transfer_error(failure: Failure | None, arguments: dict[str, object], result: TransferResult) -> ApiError:
     """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
-        error: ApiError = early_end_error(arguments, "the file has fewer bytes")
+        error: ApiError = incomplete_transfer_error(arguments, "the file has fewer bytes")
     else:
         error = api_error(failure, arguments=arguments, error_class=TransferFailed)
     if isinstance(error, TransferFailed):

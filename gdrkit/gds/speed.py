@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from gdrkit.gds.opening import Direct
-    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.result import TransferResult
 
 __all__ = ["KINDS", "SIZES_BYTES", "BenchmarkPlan", "BenchmarkPoint", "measure"]
 
@@ -180,7 +180,7 @@ def _measure_point(plan: BenchmarkPlan, path: Path, kind: str, size: int) -> Ben
 
 
 def _time_transfers(
-    transfer: Callable[[int], Transferred], offsets: Iterable[int], *, seconds: float
+    transfer: Callable[[int], TransferResult], offsets: Iterable[int], *, seconds: float
 ) -> tuple[list[float], set[str], float]:
     """Transfer at one offset after another for `seconds`, at least once.
 

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 from gdrkit.errors import ApiError, GdrkitError, Reason, UsageError
 from gdrkit.gds._native import Failure, api_error, native
 from gdrkit.gds.event_loop import loop_waits
-from gdrkit.gds.result import DIRECT_ROUTES, NO_COUNTERS, Route, TransferFailed, Transferred, early_end_error
+from gdrkit.gds.result import (
+    DIRECT_ROUTES,
+    NO_COUNTERS,
+    Route,
+    TransferFailed,
+    TransferResult,
+    incomplete_transfer_error,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -142,7 +149,7 @@ class Transfer:
         self._direct_required = direct_required
         self._device_index = buffer.device_index
         # The result and the error. One tuple, so that a thread sees both or none.
-        self._outcome: tuple[Transferred, GdrkitError | None] | None = None
+        self._outcome: tuple[TransferResult, GdrkitError | None] | None = None
         self.token = next(_tokens)
         # A caller may drop a future without a call of result(). Then a later transfer releases its memory here.
         if native.collect_ended():
@@ -190,7 +197,7 @@ class Transfer:
 
     def result(
         self, timeout_s: float | None = None, *, on_progress: Callable[[int, int], None] | None = None
-    ) -> Transferred:
+    ) -> TransferResult:
         """Wait until the transfer is over and return its result.
 
         Parameters
@@ -221,7 +228,7 @@ class Transfer:
             raise error.clone()
         return result
 
-    def __await__(self) -> Generator[Any, None, Transferred]:
+    def __await__(self) -> Generator[Any, None, TransferResult]:
         """Wait in a coroutine, and return or raise as :meth:`result`. No thread waits; the event loop does.
 
         If the coroutine is cancelled, the transfer is cancelled, and CancelledError is raised when it is over.
@@ -269,24 +276,24 @@ class Transfer:
     def _timeout_error(self) -> TimeoutError:
         return TimeoutError(f"{self.bytes_moved} of {self.length_bytes} bytes moved so far")
 
-    def _end(self) -> tuple[Transferred, GdrkitError | None]:
+    def _end(self) -> tuple[TransferResult, GdrkitError | None]:
         """Release the memory of a transfer that is over, and return the result and the error of the transfer.
 
         Several threads may do this at the same time without a lock, because they get the same values.
         """
         if self._outcome is None:
             try:
-                progress, parts = self.job.progress(), tuple(self.job.arrived())
+                progress, range_bytes = self.job.progress(), tuple(self.job.arrived())
             except BaseException:
                 self.release()
                 raise
-            # The parts do not contain bytes after a gap, so the total does not count them either.
-            total_bytes = sum(parts)
-            result = Transferred(
+            # The count of a range ends at its first gap, so the total does not count bytes after a gap either.
+            total_bytes = sum(range_bytes)
+            result = TransferResult(
                 total_bytes,
                 progress.get("route", Route.ENGINE),
                 min(progress["direct_bytes"], total_bytes),
-                parts,
+                range_bytes,
                 progress["duration_s"],
                 self.why_not_direct or progress.get("why_not_direct", ""),
                 progress.get("counters", NO_COUNTERS),
@@ -304,16 +311,16 @@ class Transfer:
         native.in_progress.pop(self.token, None)
         native.ended.pop(self.token, None)
 
-    def _error_of(self, progress: dict[str, Any], result: Transferred) -> GdrkitError | None:
+    def _error_of(self, progress: dict[str, Any], result: TransferResult) -> GdrkitError | None:
         """Return the error of a transfer that is over, or None if it succeeded."""
         failure: Failure | None = progress["failure"]
         lengths = tuple(self.extents[3::_EXTENT_NUMBERS])
-        is_complete = failure is None and not progress["cancelled"] and result.parts == lengths
+        is_complete = failure is None and not progress["cancelled"] and result.range_bytes == lengths
         if is_complete and not (self._direct_required and result.bytes and result.route not in DIRECT_ROUTES):
             return None
         failed_index: int | None = progress.get("failed_extent") if failure is not None else None
         if failure is None and not progress["cancelled"] and not is_complete:
-            failed_index = next(index for index, part in enumerate(result.parts) if part != lengths[index])
+            failed_index = next(index for index, count in enumerate(result.range_bytes) if count != lengths[index])
         arguments = {
             **self._arguments(failed_index),
             "transferred_bytes": result.bytes,
@@ -323,12 +330,12 @@ class Transfer:
         if failure is not None:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
-            error = early_end_error(arguments, detail, reason=Reason.CANCELLED)
+            error = incomplete_transfer_error(arguments, detail, reason=Reason.CANCELLED)
         elif not is_complete:
-            error = early_end_error(arguments, detail)
+            error = incomplete_transfer_error(arguments, detail)
         else:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
-            error = early_end_error(arguments, detail, reason=Reason.NOT_DIRECT)
+            error = incomplete_transfer_error(arguments, detail, reason=Reason.NOT_DIRECT)
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error

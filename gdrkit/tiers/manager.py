@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
 
-    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.result import TransferResult
     from gdrkit.tiers.catalogue import Entry
     from gdrkit.tiers.configuration import Configuration
     from gdrkit.tiers.folder import TierFolder
@@ -135,12 +135,12 @@ class TierManager:
         self.accesses.count(name)
         return TieredFile(name, tier, descriptor, writable=mode != "r", catalogue=self.catalogue)
 
-    def read_into(self, name: str, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
+    def read_into(self, name: str, buffer: object, **options: Any) -> TransferResult:  # noqa: ANN401 - see TieredFile.
         """Read a file into device or host memory, by :meth:`TieredFile.read_into`. The call counts as an access."""
         with self.open(name) as file:
             return file.read_into(buffer, **options)
 
-    def write_from(self, name: str, buffer: object, **options: Any) -> Transferred:  # noqa: ANN401 - see TieredFile.
+    def write_from(self, name: str, buffer: object, **options: Any) -> TransferResult:  # noqa: ANN401 - see TieredFile.
         """Write memory into a file by :meth:`TieredFile.write_from`. The file is created if it does not exist.
 
         The call counts as an access.

@@ -15,7 +15,7 @@ from gdrkit.gds.result import DIRECT_ROUTES
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.result import TransferResult
 
 __all__ = ["UNOBSERVED", "TierRoute", "observed_route", "worst_route"]
 
@@ -43,7 +43,7 @@ UNOBSERVED = TierRoute(RouteState.UNPROVEN, why="no transfer between this tier a
 _WORST_FIRST = (RouteState.FELL_BACK, RouteState.UNPROVEN, RouteState.PROVEN)
 
 
-def observed_route(result: Transferred) -> TierRoute | None:
+def observed_route(result: TransferResult) -> TierRoute | None:
     """Return the route that a transfer showed.
 
     Return None if the transfer used host memory, or if the caller did not want a direct route.
@@ -59,7 +59,7 @@ def observed_route(result: Transferred) -> TierRoute | None:
     return TierRoute(RouteState.FELL_BACK, result.route.value, result.why_not_direct)
 
 
-def worst_route(results: Iterable[Transferred]) -> TierRoute:
+def worst_route(results: Iterable[TransferResult]) -> TierRoute:
     """Return the worst route of several transfers.
 
     A fallback is worse than an unproven route, and an unproven route is worse than a proven one.

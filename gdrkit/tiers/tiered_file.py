@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from gdrkit.gds.opening import Direct
-    from gdrkit.gds.result import Transferred
+    from gdrkit.gds.result import TransferResult
     from gdrkit.tiers.catalogue import Catalogue
     from gdrkit.tiers.folder import TierFolder
     from gdrkit.tiers.routes import TierRoute
@@ -77,7 +77,7 @@ class TieredFile:
         length_bytes: int | None = None,
         buffer_offset_bytes: int = 0,
         direct: Direct = "preferred",
-    ) -> Transferred:
+    ) -> TransferResult:
         """Read a range of the file into device or host memory, like :meth:`gdrkit.gds.File.read_into`.
 
         Parameters
@@ -93,7 +93,7 @@ class TieredFile:
 
         Returns
         -------
-        Transferred
+        TransferResult
             The result, with the route that the bytes took.
         """
         result = self._open_gds_file(direct).read_into(
@@ -113,7 +113,7 @@ class TieredFile:
         length_bytes: int | None = None,
         buffer_offset_bytes: int = 0,
         direct: Direct = "preferred",
-    ) -> Transferred:
+    ) -> TransferResult:
         """Write device or host memory into a range; see :meth:`read_into` and :meth:`sync`."""
         result = self._open_gds_file(direct).write_from(
             buffer,
@@ -149,7 +149,7 @@ class TieredFile:
                 self._gds_files[direct] = File(self.path, "r+" if self.writable else "r", direct=direct)
             return self._gds_files[direct]
 
-    def _record_route(self, result: Transferred) -> None:
+    def _record_route(self, result: TransferResult) -> None:
         """Write the route between the tier and device memory to the catalogue if it has changed."""
         route = observed_route(result)
         if route is None or route == self._route:

@@ -74,7 +74,7 @@ class _ForeignArray:
         self.__cuda_array_interface__ = memory.__cuda_array_interface__
 
 
-def _outcome(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
+def _outcome(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
     """Return the result of a transfer, or its error with the result up to the error."""
     fields: dict[str, Any] = {}
     try:
@@ -89,7 +89,7 @@ def _outcome(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
     return fields | {
         "bytes": result.bytes,
         "route": result.route.value,
-        "parts": result.parts,
+        "parts": result.range_bytes,
         "counters": dict(result.counters),
     }
 

@@ -25,11 +25,11 @@ __all__ = ["main"]
 _LENGTH_BYTES = 1 * MIB
 
 
-def _result_json(result: gds.Transferred) -> dict[str, Any]:
+def _result_json(result: gds.TransferResult) -> dict[str, Any]:
     return {"bytes": result.bytes, "route": result.route.value, "why": result.why_not_direct}
 
 
-def _result_or_error(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
+def _result_or_error(call: Callable[[], gds.TransferResult]) -> dict[str, Any]:
     """Return the result of a call, or its error."""
     try:
         return _result_json(call())
@@ -42,7 +42,7 @@ def _result_or_error(call: Callable[[], gds.Transferred]) -> dict[str, Any]:
         if isinstance(error, ApiError):
             fields |= {"api": error.api.value, "status": error.status, "errno": error.errno}
         if isinstance(error, gds.TransferFailed):
-            fields |= _result_json(error.transferred) | {"parts": list(error.transferred.parts)}
+            fields |= _result_json(error.transferred) | {"parts": list(error.transferred.range_bytes)}
         return fields
 
 

@@ -36,13 +36,13 @@ def test_awaited_transfers_move_the_bytes(
     async def move() -> None:
         async with gds.AsyncFile(tmp_path / "file", "w", direct="never") as file:
             assert (await file.write_from(memory.buffer, durable=True)).bytes == len(data)
-            assert (await file.writev(memory.buffer, [(len(data), 5, 1)])).parts == (5,)
+            assert (await file.writev(memory.buffer, [(len(data), 5, 1)])).range_bytes == (5,)
         async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
             memory.write(bytes(len(data)))
             result = await file.read_into(memory.buffer, length_bytes=len(data))
             assert (result.bytes, result.route) == (len(data), gds.Route.ENGINE)
             assert memory.read_all() == data
-            assert (await file.readv(memory.buffer, [(len(data), 5), (0, 2)])).parts == (5, 2)
+            assert (await file.readv(memory.buffer, [(len(data), 5), (0, 2)])).range_bytes == (5, 2)
             assert memory.read_all()[:7] == data[1:6] + data[:2]
         with pytest.raises(ClosedResource):
             await file.read_into(memory.buffer)
@@ -93,7 +93,7 @@ def test_thousand_reads_at_once_leave_nothing_open(
         results = asyncio.run(read())
         contents = memory.read_all()
         for index, result in enumerate(results):
-            if isinstance(result, gds.Transferred):
+            if isinstance(result, gds.TransferResult):
                 part = slice(index * 4 * KIB, (index + 1) * 4 * KIB)
                 assert (result.bytes, contents[part]) == (4 * KIB, data[part])
             else:
@@ -155,7 +155,7 @@ def test_cancelled_coroutine_ends_after_its_transfer(tmp_path: Path) -> None:
         async with gds.AsyncFile(tmp_path / "file", direct="never") as file:
             transfer = file.file.start_read_into(memory)
 
-            async def wait() -> gds.Transferred:
+            async def wait() -> gds.TransferResult:
                 return await transfer
 
             task = asyncio.create_task(wait())

@@ -116,7 +116,7 @@ def test_offset_after_the_end_reads_nothing(
             with pytest.raises(gds.TransferFailed) as failed:
                 file.read_into(memory.buffer, file_offset_bytes=file_offset, length_bytes=length_bytes)
             assert failed.value.reason is Reason.END_OF_FILE
-            assert failed.value.transferred.parts == (0,)
+            assert failed.value.transferred.range_bytes == (0,)
         assert set(memory.read_all()) == {0xA5}
 
 
@@ -132,12 +132,12 @@ def test_short_file_is_end_of_file(
             file.read_into(memory.buffer, length_bytes=FILE_BYTES)
         assert failed.value.reason is Reason.END_OF_FILE
         assert failed.value.arguments["transferred_bytes"] == length_bytes
-        assert failed.value.transferred.parts == (length_bytes,)
+        assert failed.value.transferred.range_bytes == (length_bytes,)
         pattern.check(memory.read_all()[:length_bytes], seed=seed)
         assert set(memory.read_all()[length_bytes:]) == {0xA5}
         with pytest.raises(gds.TransferFailed) as failed:
             file.readv(memory.buffer, [(0, 10), (length_bytes - 3, 10), (length_bytes, 10), (1, 10)])
-        assert failed.value.transferred.parts == (10, 3, 0, 10)
+        assert failed.value.transferred.range_bytes == (10, 3, 0, 10)
 
 
 @pytest.mark.parametrize("memory_kind", [MEMORY_KINDS[0], MEMORY_KINDS[2]], indirect=True)
@@ -304,7 +304,7 @@ def test_repeated_result_raises_new_errors(file: gds.File) -> None:
     for _ in range(3):
         with pytest.raises(gds.TransferFailed) as failed:
             transfer.result()
-        assert failed.value.transferred.parts == (0,)
+        assert failed.value.transferred.range_bytes == (0,)
         lengths.add(len(failed.traceback))
     # If one error object were raised repeatedly, it would collect the frames of all callers and keep their variables.
     assert len(lengths) == 1

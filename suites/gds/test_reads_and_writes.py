@@ -62,7 +62,7 @@ def test_read_returns_the_bytes_of_the_file(
             result = file.read_into(
                 memory.buffer, file_offset_bytes=file_offset, length_bytes=length, buffer_offset_bytes=buffer_offset
             )
-            assert (result.bytes, result.parts, result.route) == (length, (length,), gds.Route.ENGINE)
+            assert (result.bytes, result.range_bytes, result.route) == (length, (length,), gds.Route.ENGINE)
             contents = memory.read_all()
             assert contents[buffer_offset : buffer_offset + length] == data[file_offset : file_offset + length]
             assert set(contents[:buffer_offset] + contents[buffer_offset + length :]) == {0xA5}
@@ -105,7 +105,7 @@ def test_write_stores_the_bytes_of_the_memory(
             result = file.write_from(
                 memory.buffer, file_offset_bytes=file_offset, length_bytes=length, buffer_offset_bytes=buffer_offset
             )
-            assert (result.bytes, result.parts) == (length, (length,))
+            assert (result.bytes, result.range_bytes) == (length, (length,))
             expected[file_offset : file_offset + length] = data[buffer_offset:]
             assert path.read_bytes() == expected
             seed += 1
@@ -188,7 +188,7 @@ def test_many_ranges_are_one_transfer(tmp_path: Path, seed: int, memory_kind: st
     with allocate_memory(memory_kind, len(expected), owner_device) as memory:
         with gds.File(tmp_path / "file", direct="never") as file:
             result = file.readv(memory.buffer, ranges)
-        assert result.parts == tuple(length for _, length in ranges)
+        assert result.range_bytes == tuple(length for _, length in ranges)
         assert memory.read_all() == expected
         # The same ranges of the memory are written into a new file, with gaps between them.
         with gds.File(tmp_path / "copy", "w", direct="never") as file:
@@ -299,7 +299,7 @@ def test_many_whole_files_are_one_transfer(
         path.write_bytes(pattern.payload(size, seed=seed + index))
     with allocate_memory(memory_kind, sum(sizes), owner_device) as memory:
         result = gds.read_files(paths, memory.buffer, sizes).result()
-        assert result.parts == tuple(sizes)
+        assert result.range_bytes == tuple(sizes)
         assert memory.read_all() == b"".join(path.read_bytes() for path in paths)
 
 

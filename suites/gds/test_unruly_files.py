@@ -57,7 +57,7 @@ def test_unreadable_byte_is_eio_after_the_bytes_before_it(
             file.read_into(memory.buffer)
         assert (failed.value.errno, failed.value.reason) == (errno.EIO, Reason.IO_ERROR)
         assert (failed.value.api, failed.value.operation) == (Api.KERNEL, "pread")
-        assert failed.value.transferred.parts == (BAD_OFFSET,)
+        assert failed.value.transferred.range_bytes == (BAD_OFFSET,)
         assert failed.value.transferred.bytes == BAD_OFFSET
         pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
         # The file and the threads of the engine can still be used.
@@ -84,7 +84,7 @@ def test_bytes_after_a_gap_are_not_counted(
         faulty_file.send("open")
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
-        assert (failed.value.transferred.bytes, failed.value.transferred.parts) == (BAD_OFFSET, (BAD_OFFSET,))
+        assert (failed.value.transferred.bytes, failed.value.transferred.range_bytes) == (BAD_OFFSET, (BAD_OFFSET,))
         pattern.check(memory.read_all()[:BAD_OFFSET], seed=seed)
 
 
@@ -101,7 +101,7 @@ def test_short_read_of_an_unreadable_byte_is_eio(
         with pytest.raises(gds.TransferFailed) as failed:
             file.read_into(memory.buffer, file_offset_bytes=BAD_OFFSET - 100, length_bytes=4 * KIB)
         assert failed.value.errno == errno.EIO
-        assert failed.value.transferred.parts == (100,)
+        assert failed.value.transferred.range_bytes == (100,)
         pattern.check(memory.read_all()[:100], seed=seed, offset_bytes=BAD_OFFSET - 100)
 
 
@@ -119,7 +119,7 @@ def test_unwritable_byte_is_eio_after_the_bytes_before_it(
             with pytest.raises(gds.TransferFailed) as failed:
                 file.write_from(memory.buffer)
             assert (failed.value.errno, failed.value.operation) == (errno.EIO, "pwrite")
-            assert failed.value.transferred.parts == (BAD_OFFSET,)
+            assert failed.value.transferred.range_bytes == (BAD_OFFSET,)
     with faulty_file.path.open("rb") as reopened_file:
         assert reopened_file.read(BAD_OFFSET) == data[:BAD_OFFSET]
 
@@ -142,7 +142,7 @@ def test_file_that_shrinks_during_a_read_is_end_of_file(
         with pytest.raises(gds.TransferFailed) as failed:
             pending.result()
         assert (failed.value.reason, failed.value.errno) == (Reason.END_OF_FILE, None)
-        assert failed.value.transferred.parts == (BAD_OFFSET,)
+        assert failed.value.transferred.range_bytes == (BAD_OFFSET,)
         contents = memory.read_all()
         pattern.check(contents[:BAD_OFFSET], seed=seed)
         assert set(contents[BAD_OFFSET:]) == {0xA5}
@@ -171,7 +171,7 @@ def test_cancelled_read_reports_the_bytes_that_arrived(
             pending.result()
         result = failed.value.transferred
         assert (failed.value.reason, failed.value.errno) == (Reason.CANCELLED, None)
-        assert result.parts == (result.bytes,)
+        assert result.range_bytes == (result.bytes,)
         # The chunks in progress were completed, and no other chunk was started.
         assert 0 < result.bytes < LONG_BYTES
         pattern.check(memory.read_all()[: result.bytes], seed=seed)
@@ -214,7 +214,7 @@ def test_full_disk_is_enospc_after_the_written_bytes(
                 file.write_from(memory.buffer)
             assert (failed.value.errno, failed.value.reason) == (errno.ENOSPC, Reason.NO_SPACE)
             written_bytes = failed.value.transferred.bytes
-            assert failed.value.transferred.parts == (written_bytes,)
+            assert failed.value.transferred.range_bytes == (written_bytes,)
             assert written_bytes <= 8 * MIB
             with (mount / "file").open("rb+") as reopened_file:
                 assert reopened_file.read(written_bytes) == data[:written_bytes]
