@@ -135,7 +135,7 @@ def _run_programs(options: argparse.Namespace) -> int:
         append_record(options.records, record)
         failures_count += record.verdict is not Verdict.PASS
         rows.append(
-            (program.name, version, _parse_number(outcome.moved_bytes), program.data, outcome.failure or "pass")
+            (program.name, version, _parse_number(outcome.moved_bytes), program.data_check, outcome.failure or "pass")
         )
         _say("  ".join(rows[-1]))
     if options.tests is not None and options.only in "rdma-core's tests":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hardware.peers.programs import BY_COUNTERS, BY_PROGRAM, StockProgram
+from hardware.peers.programs import CHECKED_BY_COUNTERS, CHECKED_BY_PROGRAM, REFUSED, StockProgram
 
 __all__ = ["list_cuda_programs"]
 
@@ -48,7 +48,7 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
             f"torch, {subject}",
             "torch",
             _make_command(python, case, *settings),
-            data=BY_PROGRAM,
+            data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=moved_mib * _MIB,
             apis=("cuda",),
             output=f"^{case}: right",
@@ -66,7 +66,9 @@ def _list_torch_programs(python: str) -> list[StockProgram]:
     name = "torch, a file by gdrkit.gds, by RDMA to the tensor of a second process"
     apis, output = ("verbs", "cuda"), r"by RDMA \(dmabuf\): right$"
     programs.append(
-        StockProgram(name, "torch", sends, data=BY_PROGRAM, moved_bytes_min=8 * _MIB, apis=apis, output=output)
+        StockProgram(
+            name, "torch", sends, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=8 * _MIB, apis=apis, output=output
+        )
     )
     return programs
 
@@ -77,7 +79,7 @@ def _list_kvikio_programs(python: str) -> list[StockProgram]:
             f"kvikio, compat_mode {mode}, beside the wheel nvidia-cufile",
             "kvikio-cu12",
             _make_command(python, f"kvikio_files:{mode}"),
-            data=BY_PROGRAM,
+            data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=24 * _MIB,
             # In the other modes, kvikio reads and writes the files itself.
             apis=("cufile", "cuda") if mode == "off" else ("cuda",),
@@ -93,7 +95,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
             f"NIXL, backend {backend}, {memory} memory",
             "nixl",
             _make_command(python, f"nixl_files:{backend}"),
-            data=BY_PROGRAM,
+            data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=8 * _MIB,
             apis=apis,
             output="^nixl_files: right",
@@ -119,7 +121,7 @@ def _list_nixl_programs(python: str) -> list[StockProgram]:
                 "nixl",
                 client,
                 server,
-                data=BY_PROGRAM,
+                data_check=CHECKED_BY_PROGRAM,
                 moved_bytes_min=moved_mib * _MIB,
                 apis=apis,
                 output=rf"zero-copy +\| {transport}/",
@@ -144,7 +146,7 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
                 "libucx-cu12",
                 (*server, *test),
                 server,
-                data=BY_COUNTERS,
+                data_check=CHECKED_BY_COUNTERS,
                 moved_bytes_min=20 * _MIB,
                 apis=("cuda",),
                 output=output,
@@ -156,7 +158,7 @@ def _list_ucx_programs(python: str) -> list[StockProgram]:
 def _list_refused_programs(python: str) -> list[StockProgram]:
     """Return the programs that a twin refuses. Each prints one line that says why, and ends."""
     return [
-        StockProgram(name, package, _make_command(python, case), data="refused", apis=("cuda",), output=output)
+        StockProgram(name, package, _make_command(python, case), data_check=REFUSED, apis=("cuda",), output=output)
         for name, package, case, output in (
             ("torch, a kernel: refused", "torch", "torch_kernel", _REFUSED_KERNEL),
             ("cupy, static CUDA runtime: refused", "cupy-cuda12x", "cupy_refusal", _REFUSED_RUNTIME),

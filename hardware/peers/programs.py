@@ -10,15 +10,24 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-__all__ = ["BY_COUNTERS", "BY_PROGRAM", "NOTHING_MOVED", "StockProgram", "list_debian_programs"]
+__all__ = [
+    "CHECKED_BY_COUNTERS",
+    "CHECKED_BY_PROGRAM",
+    "NOTHING_MOVED",
+    "REFUSED",
+    "StockProgram",
+    "list_debian_programs",
+]
 
 # The program compares the received bytes with the sent ones.
-BY_PROGRAM = "by the program"
-# The program does not look at the received bytes; only their number is checked, by the counters of the
-# twin (the library that emulates the hardware).
-BY_COUNTERS = "number of bytes"
+CHECKED_BY_PROGRAM = "by the program"
+# The program does not check the received bytes. The counters of the software twin (the library that emulates the
+# hardware) only show their number.
+CHECKED_BY_COUNTERS = "number of bytes"
 # The program moves no bytes.
 NOTHING_MOVED = "no data"
+# The twin refuses a call of the program, as it should.
+REFUSED = "refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,9 @@ class StockProgram:
         The command of the client, or of a program that runs alone.
     server : tuple of str
         The command of the server, which is started first. Empty if the program runs alone.
-    data : str
-        How the received data is checked: BY_PROGRAM, BY_COUNTERS or NOTHING_MOVED.
+    data_check : str
+        How the received data is checked: CHECKED_BY_PROGRAM or CHECKED_BY_COUNTERS. If there is no data to check:
+        NOTHING_MOVED or REFUSED.
     moved_bytes_min : int
         The twins of both processes together must have moved at least this number of bytes.
     apis : tuple of str
@@ -48,7 +58,7 @@ class StockProgram:
         ``{folder}/copy``. 0: there is no file.
     timeout_s : float
         Time limit of a program that needs more time than the limit of all programs. 0: that limit is enough.
-    unused_api : str
+    expected_unused_api : str
         An API that the program does not use. On twins, `gdrkit run --require` with this API must then end with 125,
         its exit code for a required API that was not used. Empty: the programs must end with 0.
     """
@@ -57,13 +67,13 @@ class StockProgram:
     package: str
     client: tuple[str, ...]
     server: tuple[str, ...] = ()
-    data: str = BY_COUNTERS
+    data_check: str = CHECKED_BY_COUNTERS
     moved_bytes_min: int = 0
     apis: tuple[str, ...] = ("verbs",)
     output: str = ""
     sent_file_bytes: int = 0
     timeout_s: float = 0.0
-    unused_api: str = ""
+    expected_unused_api: str = ""
 
 
 def list_debian_programs() -> list[StockProgram]:
@@ -80,8 +90,8 @@ def list_debian_programs() -> list[StockProgram]:
 def _list_ibverbs_programs() -> list[StockProgram]:
     package = "ibverbs-utils"
     programs = [
-        StockProgram("ibv_devices", package, ("ibv_devices",), data=NOTHING_MOVED, output="{device}"),
-        StockProgram("ibv_devinfo -v", package, ("ibv_devinfo", "-v"), data=NOTHING_MOVED, output="PORT_ACTIVE"),
+        StockProgram("ibv_devices", package, ("ibv_devices",), data_check=NOTHING_MOVED, output="{device}"),
+        StockProgram("ibv_devinfo -v", package, ("ibv_devinfo", "-v"), data_check=NOTHING_MOVED, output="PORT_ACTIVE"),
     ]
     option_lists: dict[str, tuple[str, ...]] = {
         "ibv_rc_pingpong": ("", "-e", "-s 65536 -m 4096", "-r 16 -l 1", "-N", "-t"),
@@ -100,7 +110,7 @@ def _list_ibverbs_programs() -> list[StockProgram]:
                     package,
                     (*command, "{address}"),
                     command,
-                    data=BY_PROGRAM,
+                    data_check=CHECKED_BY_PROGRAM,
                     moved_bytes_min=2 * 100 * length_bytes,
                     output=r"bytes in .* seconds",
                 )
@@ -165,25 +175,29 @@ def _list_rdmacm_programs() -> list[StockProgram]:
     server_option = ("-s", "{address}")  # The option by which a client names the address of its server.
 
     def pair(
-        name: str, client: tuple[str, ...], server: tuple[str, ...], data: str = BY_COUNTERS, moved_bytes_min: int = 1
+        name: str,
+        client: tuple[str, ...],
+        server: tuple[str, ...],
+        data_check: str = CHECKED_BY_COUNTERS,
+        moved_bytes_min: int = 1,
     ) -> StockProgram:
-        return StockProgram(name, package, client, server, data=data, moved_bytes_min=moved_bytes_min)
+        return StockProgram(name, package, client, server, data_check=data_check, moved_bytes_min=moved_bytes_min)
 
     rping = ("rping", "-a", "{address}", "-p", "{port}", "-C", "100", "-V", "-v", "-S", "1000")
     programs = [
-        pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), BY_PROGRAM, 100 * 1000),
+        pair("rping -C 100 -V -v", (*rping, "-c"), (*rping, "-s"), CHECKED_BY_PROGRAM, 100 * 1000),
         pair(
             "ucmatose",
             ("ucmatose", *server_option, "-C", "20"),
             ("ucmatose", "-b", "{address}", "-C", "20"),
-            BY_COUNTERS,
+            CHECKED_BY_COUNTERS,
             4000,
         ),
         pair(
             "udaddy",
             ("udaddy", *server_option, "-C", "20"),
             ("udaddy", "-b", "{address}", "-C", "20"),
-            BY_COUNTERS,
+            CHECKED_BY_COUNTERS,
             2000,
         ),
         pair(
@@ -203,7 +217,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
             package,
             ("cmtime", *server_option, "-c", "20", "-p", "{port}"),
             ("cmtime", "-c", "20", "-p", "{port}"),
-            data=NOTHING_MOVED,
+            data_check=NOTHING_MOVED,
             output=r"^disconnect\b",
         ),
         StockProgram(
@@ -211,7 +225,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
             package,
             ("rcopy", "{folder}/source", "{address}:{folder}/copy", "-p", "{port}"),
             ("rcopy", "-p", "{port}"),
-            data=BY_PROGRAM,
+            data_check=CHECKED_BY_PROGRAM,
             moved_bytes_min=1 << 20,
             sent_file_bytes=1 << 20,
         ),
@@ -220,7 +234,7 @@ def _list_rdmacm_programs() -> list[StockProgram]:
         for mode in ("b", "n", "a"):
             command = (program, "-p", "{port}", "-S", "65536", "-C", "50", "-T", mode, "-T", "v")
             name = f"{program} -T {mode} -T v"
-            programs.append(pair(name, (*command, *server_option), command, BY_PROGRAM, 2 * 50 * 65536))
+            programs.append(pair(name, (*command, *server_option), command, CHECKED_BY_PROGRAM, 2 * 50 * 65536))
     # Without -S and -C, rstream measures the latency by 222,200 transfers, each after the end of the one before. On two
     # processors that other programs use too, each of them takes up to a millisecond.
     all_sizes = pair("rstream", ("rstream", "-p", "{port}", *server_option), ("rstream", "-p", "{port}"))
@@ -235,7 +249,7 @@ def _list_libfabric_programs() -> list[StockProgram]:
     package = "libfabric-bin"
     programs = [
         StockProgram(
-            "fi_info -p verbs", package, ("fi_info", "-p", "verbs"), data=NOTHING_MOVED, output="provider: verbs"
+            "fi_info -p verbs", package, ("fi_info", "-p", "verbs"), data_check=NOTHING_MOVED, output="provider: verbs"
         )
     ]
     for provider, endpoint in (("verbs", "msg"), ("verbs;ofi_rxm", "rdm")):
@@ -244,14 +258,16 @@ def _list_libfabric_programs() -> list[StockProgram]:
         client = (*command, "-P", "{port}", "{address}")
         server = (*command, "-B", "{port}")
         programs.append(
-            StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=2 * 20 * (1 << 20))
+            StockProgram(
+                name, package, client, server, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=2 * 20 * (1 << 20)
+            )
         )
     return programs
 
 
 def _list_ucx_programs() -> list[StockProgram]:
     package = "ucx-utils"
-    programs = [StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data=NOTHING_MOVED, output="rc_verbs")]
+    programs = [StockProgram("ucx_info -d", package, ("ucx_info", "-d"), data_check=NOTHING_MOVED, output="rc_verbs")]
     operations = 2000
     for transport, tests in {
         "rc_verbs": ("put_lat", "put_bw", "get", "am_lat", "am_bw", "fadd"),
@@ -289,5 +305,5 @@ def _list_ucx_programs() -> list[StockProgram]:
     command = ("env", "UCX_TLS=tcp,self", "ucx_perftest", "-p", "{port}")
     name = "UCX_TLS=tcp ucx_perftest -t tag_lat with --require verbs ends with 125"
     client = (*command, "-t", "tag_lat", "-n", str(operations), "-w", "100", "-s", "4096", "{address}")
-    programs.append(StockProgram(name, package, client, command, data=NOTHING_MOVED, unused_api="verbs"))
+    programs.append(StockProgram(name, package, client, command, data_check=NOTHING_MOVED, expected_unused_api="verbs"))
     return programs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hardware.peers.programs import BY_PROGRAM, StockProgram
+from hardware.peers.programs import CHECKED_BY_PROGRAM, StockProgram
 
 __all__ = ["list_python_programs"]
 
@@ -24,5 +24,7 @@ def list_python_programs(python: str) -> list[StockProgram]:
         ("Mooncake, protocol rdma", "mooncake-transfer-engine-non-cuda", "mooncake", ()),
     ):
         client, server = ((*settings, python, script, argument, role, "{folder}") for role in ("initiator", "target"))
-        programs.append(StockProgram(name, package, client, server, data=BY_PROGRAM, moved_bytes_min=_MOVED_BYTES))
+        programs.append(
+            StockProgram(name, package, client, server, data_check=CHECKED_BY_PROGRAM, moved_bytes_min=_MOVED_BYTES)
+        )
     return programs

@@ -30,7 +30,7 @@ def make_program_record(program: StockProgram, outcome: ProgramOutcome, *, versi
         "package": program.package,
         "package_version": version,
         "command": outcome.command,
-        "data": program.data,
+        "data": program.data_check,
     }
     if outcome.outputs:
         evidence["outputs"] = dict(outcome.outputs)

@@ -1,6 +1,7 @@
 """Start a stock program, wait for its end, and decide whether it passed.
 
-A program passes if it and its server succeed, its output and the data are right, and enough bytes moved over the twin.
+A program passes if it and its server end with the expected exit code, its output and its copied file are right, and the
+twins moved enough bytes.
 """
 
 from __future__ import annotations
@@ -166,7 +167,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
             "port": str(_free_port()),
             "folder": folder_name,
         }
-        content = _make_source(folder, program.sent_file_bytes)
+        source_content = _make_source(folder, program.sent_file_bytes)
         began_s = time.monotonic()
         processes, failure = _run_processes(program, device_under_test, folder, placeholders)
         duration_s = time.monotonic() - began_s
@@ -179,7 +180,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
         pattern = program.output.format_map(placeholders) if "{" in program.output else program.output
         if not failure and pattern and not re.search(pattern, client.output, re.MULTILINE):
             failure = f"the output does not contain {pattern!r}"
-        if not failure and program.sent_file_bytes and _read(folder / "copy") != content:
+        if not failure and program.sent_file_bytes and _read(folder / "copy") != source_content:
             failure = "the copied file differs from its source"
         if not failure and moved_bytes is not None and moved_bytes < program.moved_bytes_min:
             failure = f"{moved_bytes} bytes moved over the twin, at least {program.moved_bytes_min} were expected"
@@ -199,9 +200,9 @@ def _run_processes(
     timeout_s = max(device_under_test.timeout_s, program.timeout_s)
     deadline_s = time.monotonic() + timeout_s
     expected_code = 0
-    if program.unused_api and device_under_test.launcher:
+    if program.expected_unused_api and device_under_test.launcher:
         device_under_test = dataclasses.replace(
-            device_under_test, launcher=(*device_under_test.launcher, f"--require={program.unused_api}")
+            device_under_test, launcher=(*device_under_test.launcher, f"--require={program.expected_unused_api}")
         )
         expected_code = EXIT_NOT_USED
     server_command, client_command = (

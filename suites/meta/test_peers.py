@@ -104,7 +104,7 @@ def test_program_that_moves_no_bytes_over_the_twin_fails() -> None:
 
 @pytest.mark.parametrize(("client", "failure"), [("true", ""), ("exit 3", "the client ended with exit code 3")])
 def test_program_that_does_not_use_an_api_must_end_with_125(client: str, failure: str) -> None:
-    assert run_program(make_program(client, unused_api="verbs"), DEVICE_ON_TWINS).failure == failure
+    assert run_program(make_program(client, expected_unused_api="verbs"), DEVICE_ON_TWINS).failure == failure
 
 
 def test_command_of_a_record_has_no_path_of_this_tree() -> None:
