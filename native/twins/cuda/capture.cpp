@@ -28,12 +28,13 @@ std::vector<StreamRef> list_streams(const CaptureRef& capture) {
     return streams;
 }
 
-// Invalidate every capture with a stream for which the predicate is true.
-template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool only_queries = false) {
+// Return whether a capture has a stream for which the predicate is true. Invalidate every such capture, unless
+// `keeps_captures`.
+template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool keeps_captures = false) {
     bool is_found = false;
     for (const CaptureRef& capture : captures()) {
         if (std::ranges::any_of(list_streams(capture), predicate)) {
-            capture->is_invalidated |= !only_queries;
+            capture->is_invalidated |= !keeps_captures;
             is_found = true;
         }
     }
@@ -42,13 +43,13 @@ template <typename Predicate> bool invalidate_if(Predicate&& predicate, bool onl
 
 void join(const CaptureRef& capture, const StreamRef& stream, std::vector<NodeRef> dependencies) {
     stream->capture = capture;
-    stream->capture_nodes = std::move(dependencies);
+    stream->capture_dependencies = std::move(dependencies);
     capture->streams.push_back(stream);
 }
 
 void leave(const StreamRef& stream) {
     stream->capture.reset();
-    stream->capture_nodes.clear();
+    stream->capture_dependencies.clear();
 }
 
 void finish(const CaptureRef& capture) {
@@ -60,7 +61,7 @@ void finish(const CaptureRef& capture) {
 // Return whether all work of the other streams is ordered before the end of the origin.
 bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
     std::set<NodeRef> reached;
-    std::vector<NodeRef> pending = origin->capture_nodes;
+    std::vector<NodeRef> pending = origin->capture_dependencies;
     while (!pending.empty()) {
         const NodeRef node = pending.back();
         pending.pop_back();
@@ -69,7 +70,8 @@ bool is_joined(const CaptureRef& capture, const StreamRef& origin) {
         }
     }
     return std::ranges::all_of(list_streams(capture), [&](const StreamRef& stream) {
-        return std::ranges::all_of(stream->capture_nodes, [&](const NodeRef& node) { return reached.contains(node); });
+        return std::ranges::all_of(stream->capture_dependencies,
+                                   [&](const NodeRef& node) { return reached.contains(node); });
     });
 }
 
@@ -142,7 +144,7 @@ Result capture_node_locked(const StreamRef& stream, NodeParameters parameters) {
     if (const Result result = check_parameters(parameters); result != success) {
         return result;
     }
-    stream->capture_nodes = {add_node(capture->graph, std::move(parameters), stream->capture_nodes)};
+    stream->capture_dependencies = {add_node(capture->graph, std::move(parameters), stream->capture_dependencies)};
     return success;
 }
 
@@ -170,7 +172,7 @@ Result capture_allocation(const StreamRef& stream, Device device, std::uint64_t 
 
 std::shared_ptr<CapturedEvent> capture_record(const StreamRef& stream) {
     std::lock_guard lock(graph_mutex());
-    return stream->capture ? std::make_shared<CapturedEvent>(stream->capture, stream->capture_nodes) : nullptr;
+    return stream->capture ? std::make_shared<CapturedEvent>(stream->capture, stream->capture_dependencies) : nullptr;
 }
 
 void add_missing_nodes(const std::vector<NodeRef>& nodes, std::vector<NodeRef>* to) {
@@ -207,7 +209,7 @@ Result capture_wait(const ContextRef& context, const StreamRef& stream, const st
         of_stream->is_invalidated = capture->is_invalidated = true;
         return stream_capture_merge;
     }
-    add_missing_nodes(event->nodes, &stream->capture_nodes);
+    add_missing_nodes(event->nodes, &stream->capture_dependencies);
     return success;
 }
 
@@ -221,11 +223,11 @@ Result refuse_captured_event(const CapturedEvent& event) {
     return captured_event;
 }
 
-Result check_legacy_stream(const ContextRef& context, bool only_queries) {
+Result check_legacy_stream(const ContextRef& context, bool keeps_captures) {
     std::lock_guard lock(graph_mutex());
     const bool is_waiting = invalidate_if(
         [&](const StreamRef& stream) { return stream->is_blocking() && stream->context.lock() == context; },
-        only_queries);
+        keeps_captures);
     return is_waiting ? stream_capture_implicit : success;
 }
 

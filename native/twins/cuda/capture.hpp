@@ -67,8 +67,8 @@ Result capture_wait(const ContextRef& context, const StreamRef& stream, const st
 Result refuse_captured_event(const CapturedEvent& event);
 
 // Fail with stream_capture_implicit if a blocking stream of the context is captured, because the legacy stream would
-// wait for it. Also invalidate its capture, unless the call only queries.
-Result check_legacy_stream(const ContextRef& context, bool only_queries = false);
+// wait for it. Also invalidate its capture, unless `keeps_captures`.
+Result check_legacy_stream(const ContextRef& context, bool keeps_captures = false);
 
 // Fail if a captured stream of the context makes it impossible to wait for the context.
 Result check_synchronisation(const ContextRef& context);

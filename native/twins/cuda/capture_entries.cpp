@@ -10,7 +10,7 @@ namespace {
 template <typename Body> Result run_capture_entry(std::string_view symbol, Handle handle, Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
-        const Result find_result = find_stream(handle, context, &stream, Capturing::queried);
+        const Result find_result = find_stream(handle, context, &stream, CapturePolicy::manage);
         std::lock_guard lock(graph_mutex());
         return find_result == success ? body(context, stream) : find_result;
     });
@@ -26,7 +26,7 @@ Result begin_capture_to_new_graph(std::string_view symbol, Handle handle, int mo
         if (is_legacy(handle)) {
             return stream_capture_unsupported;
         }
-        const Result result = find_stream(handle, context, &stream, Capturing::allowed);
+        const Result result = find_stream(handle, context, &stream, CapturePolicy::allow);
         if (result != success || mode < capture_mode_global || mode > capture_mode_relaxed) {
             return result != success ? result : invalid_value;
         }
@@ -56,7 +56,7 @@ Result query_capture(const StreamRef& stream, const CaptureInfo& info) {
         return success;
     }
     stream->capture_handles.clear();
-    for (const NodeRef& node : stream->capture_nodes) {
+    for (const NodeRef& node : stream->capture_dependencies) {
         stream->capture_handles.push_back(node->handle);
     }
     if (info.graph != nullptr) {
@@ -88,9 +88,9 @@ Result update_dependencies(const StreamRef& stream, const Handle* handles, std::
         return invalid_value;
     }
     if (flags == capture_set_dependencies) {
-        stream->capture_nodes.clear();
+        stream->capture_dependencies.clear();
     }
-    add_missing_nodes(nodes, &stream->capture_nodes);
+    add_missing_nodes(nodes, &stream->capture_dependencies);
     return success;
 }
 

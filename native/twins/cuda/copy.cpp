@@ -93,7 +93,7 @@ Result copy_synchronous(const ContextRef& context, const CopyRequest& request) {
 
 Result enqueue_copy(const ContextRef& context, const CopyRequest& request, Handle stream_handle) {
     StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow); result != success) {
         return result;
     }
     if (is_captured(stream)) {

@@ -46,7 +46,7 @@ Registry<Event>& events() {
 Result record_event(const ContextRef& context, Handle handle, Handle stream_handle, unsigned flags) {
     const auto event = events().find(handle);
     StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow); result != success) {
         return result;
     }
     if (!event) {

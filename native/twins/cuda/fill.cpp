@@ -62,7 +62,7 @@ enum class SyncMode { if_required, asynchronous };
 // done, unless SYNC_MEMOPS is set.
 Result enqueue_fill(const ContextRef& context, const Fill& request, Handle stream_handle, SyncMode sync_mode) {
     StreamRef stream;
-    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow); result != success) {
         return result;
     }
     if (is_captured(stream)) {

@@ -70,7 +70,7 @@ Result launch(const ContextRef& context, Handle handle, Handle stream_handle) {
     if (!executable) {
         return invalid_value;
     }
-    if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
+    if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow); result != success) {
         return result;
     }
     if (stream->capture) {

@@ -192,7 +192,7 @@ template <typename PoolOf>
 Result allocate_in_stream(const ContextRef& context, DevicePointer* pointer, std::uint64_t length_bytes,
                           Handle stream_handle, PoolOf&& pool_of) {
     StreamRef stream;
-    const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed);
+    const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow);
     if (result != success) {
         return result;
     }
@@ -441,7 +441,8 @@ GDRKIT_CUDA_ENTRY Result cuMemAllocFromPoolAsync(DevicePointer* pointer, std::si
 GDRKIT_CUDA_ENTRY Result cuMemFreeAsync(DevicePointer pointer, Handle stream_handle) {
     return run_entry_in_context("cuMemFreeAsync", [&](const ContextRef& context) {
         StreamRef stream;
-        if (const Result result = find_stream(stream_handle, context, &stream, Capturing::allowed); result != success) {
+        if (const Result result = find_stream(stream_handle, context, &stream, CapturePolicy::allow);
+            result != success) {
             return result;
         }
         if (pointer == 0) {

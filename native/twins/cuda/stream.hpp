@@ -45,9 +45,9 @@ struct Stream {
     bool is_closed = false;
 
     // Guarded by graph_mutex(): the capture to which the stream belongs, the nodes on which its next node depends, and
-    // the list of their handles that the program has got.
+    // their handles, to which cuStreamGetCaptureInfo has returned a pointer.
     std::shared_ptr<Capture> capture;
-    std::vector<std::shared_ptr<Node>> capture_nodes;
+    std::vector<std::shared_ptr<Node>> capture_dependencies;
     std::vector<Handle> capture_handles;
 
     [[nodiscard]] bool is_blocking() const { return (flags & stream_non_blocking) == 0; }
@@ -58,13 +58,14 @@ using StreamRef = std::shared_ptr<Stream>;
 inline constexpr int least_stream_priority = 0;
 inline constexpr int greatest_stream_priority = -5;
 
-// allowed: the caller can capture its work in a graph. queried: the caller only queries or changes the capture.
-enum class Capturing { refused, allowed, queried };
+// Treatment of a stream that is being captured. refuse: the call fails. allow: the capture records the work of the
+// call. manage: the call queries or changes the capture itself.
+enum class CapturePolicy { refuse, allow, manage };
 
 // Find the stream of a handle: a created stream, the legacy default stream of the context, or the calling thread's
-// default stream. If captured streams are refused, fail with an error of captures for one, and invalidate the capture.
+// default stream. With CapturePolicy::refuse, fail for a captured stream, and invalidate its capture.
 Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream,
-                   Capturing capturing = Capturing::refused);
+                   CapturePolicy capture_policy = CapturePolicy::refuse);
 
 StreamRef get_legacy_stream(const ContextRef& context);
 StreamRef get_thread_stream(const ContextRef& context);

@@ -49,10 +49,10 @@ Result find_any_stream(Handle handle, const ContextRef& context, StreamRef* stre
 
 // Run the body of an exported function that takes a stream.
 template <typename Body>
-Result run_stream_entry(std::string_view symbol, Handle handle, Capturing capturing, Body&& body) {
+Result run_stream_entry(std::string_view symbol, Handle handle, CapturePolicy capture_policy, Body&& body) {
     return run_entry_in_context(symbol, [&](const ContextRef& context) {
         StreamRef stream;
-        const Result result = find_stream(handle, context, &stream, capturing);
+        const Result result = find_stream(handle, context, &stream, capture_policy);
         return result == success ? body(stream) : result;
     });
 }
@@ -100,14 +100,14 @@ std::function<void()> host_function_work(void (*function)(void*), void* user) {
     return [=] { run_host_function([&] { function(user); }); };
 }
 
-Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, Capturing capturing) {
+Result find_stream(Handle handle, const ContextRef& context, StreamRef* stream, CapturePolicy capture_policy) {
     if (const Result result = find_any_stream(handle, context, stream); result != success) {
         return result;
     }
     if (*stream == get_legacy_stream(context)) {
-        return check_legacy_stream(context, capturing == Capturing::queried);
+        return check_legacy_stream(context, capture_policy == CapturePolicy::manage);
     }
-    return capturing != Capturing::refused ? success : refuse_captured(*stream);
+    return capture_policy != CapturePolicy::refuse ? success : refuse_captured(*stream);
 }
 
 void destroy_context_streams(Handle context) {
@@ -142,13 +142,13 @@ GDRKIT_CUDA_ENTRY Result cuStreamDestroy_v2(Handle handle) {
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamQuery(Handle handle) {
-    return run_stream_entry("cuStreamQuery", handle, Capturing::refused, [](const StreamRef& stream) {
+    return run_stream_entry("cuStreamQuery", handle, CapturePolicy::refuse, [](const StreamRef& stream) {
         return list_unfinished_markers(stream).empty() ? success : not_ready;
     });
 }
 
 GDRKIT_CUDA_ENTRY Result cuStreamSynchronize(Handle handle) {
-    return run_stream_entry("cuStreamSynchronize", handle, Capturing::refused, [](const StreamRef& stream) {
+    return run_stream_entry("cuStreamSynchronize", handle, CapturePolicy::refuse, [](const StreamRef& stream) {
         if (const Result result = check_unobserved_call(); result != success) {
             return result;
         }
@@ -194,9 +194,10 @@ GDRKIT_CUDA_ENTRY Result cuStreamWaitEvent(Handle handle, Handle event, unsigned
 GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Handle, Result, void*), void* user,
                                              unsigned flags) {
     // Wrong arguments do not invalidate a capture, so they are checked before the stream.
-    const Capturing capturing = callback == nullptr || flags != 0 ? Capturing::allowed : Capturing::refused;
-    return run_stream_entry("cuStreamAddCallback", handle, capturing, [&](const StreamRef& stream) {
-        if (capturing == Capturing::allowed) {
+    const bool has_wrong_arguments = callback == nullptr || flags != 0;
+    const CapturePolicy capture_policy = has_wrong_arguments ? CapturePolicy::allow : CapturePolicy::refuse;
+    return run_stream_entry("cuStreamAddCallback", handle, capture_policy, [&](const StreamRef& stream) {
+        if (has_wrong_arguments) {
             return invalid_value;
         }
         auto work = [=] { run_host_function([&] { callback(handle, success, user); }); };
@@ -206,7 +207,7 @@ GDRKIT_CUDA_ENTRY Result cuStreamAddCallback(Handle handle, void (*callback)(Han
 }
 
 GDRKIT_CUDA_ENTRY Result cuLaunchHostFunc(Handle handle, void (*function)(void*), void* user) {
-    return run_stream_entry("cuLaunchHostFunc", handle, Capturing::allowed, [&](const StreamRef& stream) {
+    return run_stream_entry("cuLaunchHostFunc", handle, CapturePolicy::allow, [&](const StreamRef& stream) {
         if (function == nullptr) {
             return invalid_value;
         }
