@@ -151,7 +151,6 @@ GDRKIT_CUFILE_ENTRY Error cuFileHandleRegister(FileHandle* handle, Description* 
 
 GDRKIT_CUFILE_ENTRY void cuFileHandleDeregister(FileHandle handle) {
     const auto handle_value = reinterpret_cast<std::uint64_t>(handle);
-    FileRef file;
     Files& state = files();
     std::lock_guard lock(state.mutex);
     // This function cannot report an error, so an invalid handle ends the process, like a double release.

@@ -16,8 +16,8 @@ constexpr int batch_size = 16;
 constexpr std::chrono::microseconds retry_interval{30};
 // If a thread of the application has polled within this time, the pair's thread does not wait at the sockets.
 constexpr std::chrono::microseconds takeover_time{1000};
-// Largest number of posted bytes that the posting thread sends itself.
-constexpr std::uint64_t max_sent_bytes = 16U << 10;
+// If more bytes are posted at once, the thread of the pair sends them, and not the thread of the application.
+constexpr std::uint64_t max_caller_send_bytes = 16U << 10;
 
 } // namespace
 
@@ -65,7 +65,7 @@ void DatagramQueuePair::run_turn_in_caller(Lock* lock) {
 }
 
 void DatagramQueuePair::send_in_caller(Lock* lock, std::uint64_t posted_bytes) {
-    if (posted_bytes <= max_sent_bytes) {
+    if (posted_bytes <= max_caller_send_bytes) {
         run_turn_in_caller(lock);
     }
     if (!sends_.empty()) {

@@ -11,14 +11,14 @@
 namespace gdrkit::twin::verbs {
 namespace {
 
-// The time for which the twin tries to send to a receiver whose queue is full. After it, the receiver's process is
-// taken to be stopped, and the datagram is dropped.
+// Time during which the twin tries to send to a receiver whose queue is full. Then the twin assumes that the process of
+// the receiver is stopped, and drops the datagram.
 constexpr std::chrono::milliseconds full_queue_timeout{1000};
 constexpr std::size_t max_stalled_names = 64;
 constexpr std::uint32_t controlled_qkey = 0x80000000U;
 
-// Call move(region, address, offset, size) for the parts of the memory of a request that hold the first `size_bytes`
-// bytes. Return the status of the request.
+// Call move(region, address, offset, size) for each part of a request's memory, until the parts have `size_bytes` bytes
+// together. Return the status of the request.
 template <typename Sges, typename Move>
 ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const ProtectionDomain* domain, unsigned access,
                          Move move) {
@@ -37,12 +37,12 @@ ibv_wc_status move_bytes(const Sges& sges, std::size_t size_bytes, const Protect
     return IBV_WC_SUCCESS;
 }
 
-FaultSite& before_site() {
+FaultSite& fault_site_before_send() {
     static FaultSite site("wc.send");
     return site;
 }
 
-FaultSite& landed_site() {
+FaultSite& fault_site_after_send() {
     static FaultSite site("wc.send.landed");
     return site;
 }
@@ -50,15 +50,15 @@ FaultSite& landed_site() {
 } // namespace
 
 bool DatagramQueuePair::has_send_fault_rule() {
-    return before_site().has_rule() || landed_site().has_rule();
+    return fault_site_before_send().has_rule() || fault_site_after_send().has_rule();
 }
 
 std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std::uint32_t own_qkey) {
-    FaultSite& before = before_site();
-    FaultSite& landed = landed_site();
+    FaultSite& before_send = fault_site_before_send();
+    FaultSite& after_send = fault_site_after_send();
     const bool has_started = std::exchange(work->has_started, true);
     if (!has_started) {
-        if (const auto fault = find_injected_fault(&before)) {
+        if (const auto fault = find_injected_fault(&before_send)) {
             return static_cast<ibv_wc_status>(*fault);
         }
     }
@@ -92,7 +92,7 @@ std::optional<ibv_wc_status> DatagramQueuePair::transmit(DatagramWork* work, std
     Traffic::Direction& sent = context_->device->traffic.sent;
     ++sent.requests;
     sent.send_bytes += work->work.length_bytes;
-    const auto fault = find_injected_fault(&landed);
+    const auto fault = find_injected_fault(&after_send);
     return fault ? static_cast<ibv_wc_status>(*fault) : IBV_WC_SUCCESS;
 }
 
