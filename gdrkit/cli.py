@@ -304,9 +304,9 @@ def run_command(
     if not software:
         message = "gdrkit run needs --software"
         raise UsageError(message, what_to_do="add --software, or start the command without gdrkit")
-    twin_apis = launch.TWINNED if apis is None else launch.parse_apis(apis)
+    twin_apis = launch.APIS_WITH_TWINS if apis is None else launch.parse_apis(apis)
     launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, faults=faults, isolated=isolated)
-    warning = launch.overridden_hardware(launch_options, host.HostTree())
+    warning = launch.describe_unused_hardware(launch_options, host.HostTree())
     if warning:
         click.echo(f"gdrkit: {warning}", err=True)
     required = frozenset[Api]() if require is None else launch.parse_apis(require)

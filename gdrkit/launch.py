@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
-    "TWINNED",
+    "APIS_WITH_TWINS",
     "USAGE_VARIABLE",
     "Launch",
     "TwinControl",
     "api_of_library",
+    "describe_unused_hardware",
     "device_writer",
     "environment",
     "is_twin",
-    "overridden_hardware",
     "parse_apis",
     "present_hardware",
     "twin_control",
@@ -55,7 +55,7 @@ _TWINS = {
     Api.CUFILE: ("cufile", "libcufile.so.0"),
     Api.HLTHUNK: ("hlthunk", "libhl-thunk.so"),
 }
-TWINNED: frozenset[Api] = frozenset(_TWINS)
+APIS_WITH_TWINS: frozenset[Api] = frozenset(_TWINS)
 
 _TWINS_PACKAGE = "gdrkit_twins"
 # This variable names a folder of twins that replaces the installed ones, such as a build with sanitizers. It has the
@@ -121,7 +121,7 @@ def parse_apis(text: str) -> frozenset[Api]:
     UsageError
         A name is not an API with a twin, or there are no names.
     """
-    api_of_name = {api.value: api for api in TWINNED}
+    api_of_name = {api.value: api for api in APIS_WITH_TWINS}
     names = [name.strip() for name in text.split(",") if name.strip()]
     unknown_names = [name for name in names if name not in api_of_name]
     if unknown_names or not names:
@@ -134,7 +134,7 @@ def parse_apis(text: str) -> frozenset[Api]:
 
 def twins_available() -> frozenset[Api]:
     """Return the APIs whose twin is installed."""
-    return frozenset(api for api in TWINNED if _find_twin_folder(api) is not None)
+    return frozenset(api for api in APIS_WITH_TWINS if _find_twin_folder(api) is not None)
 
 
 def environment(launch: Launch, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -271,7 +271,7 @@ def present_hardware(tree: HostTree) -> dict[Api, str]:
     return hardware_of_api
 
 
-def overridden_hardware(launch: Launch, tree: HostTree) -> str | None:
+def describe_unused_hardware(launch: Launch, tree: HostTree) -> str | None:
     """Return one line that names the hardware that the child will not use because of its twins, or None."""
     sentences = [
         f"{api.value} runs on its software twin and does not use {hardware}"

@@ -17,7 +17,7 @@ ibv_reg_dmabuf_mr  call=1  errno=EOPNOTSUPP
 PROGRAM = "from gdrkit import verbs; print([info.name for info in verbs.list_nics()])"
 
 print("twins:", sorted(api.value for api in launch.twins_available()))
-print("hardware that a twin would hide:", launch.overridden_hardware(launch.Launch(), host.HostTree()))
+print("hardware that a twin would replace:", launch.describe_unused_hardware(launch.Launch(), host.HostTree()))
 assert launch.parse_apis("verbs,cuda") == {Api.VERBS, Api.CUDA}
 assert launch.api_of_library("/usr/lib/libibverbs.so.1") is Api.VERBS
 
@@ -25,7 +25,7 @@ with tempfile.TemporaryDirectory() as folder:
     plan = Path(folder) / "plan"
     plan.write_text(PLAN)
     assert faultplan.read_plan(plan) == faultplan.parse_plan(PLAN)
-    settings = launch.Launch(twin_apis=launch.TWINNED, seed=7, faults=plan, isolated=True)
+    settings = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan, isolated=True)
     # The variables of the dynamic loader, with which a child process finds the twins.
     environment = launch.environment(settings)
     command = [sys.executable, "-c", PROGRAM]

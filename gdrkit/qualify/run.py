@@ -220,7 +220,7 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
     _check_installation()
     tree = HostTree()
     present_hardware = launch.present_hardware(tree)
-    twin_apis = launch.TWINNED if options.uses_only_twins else launch.TWINNED - present_hardware.keys()
+    twin_apis = launch.APIS_WITH_TWINS if options.uses_only_twins else launch.APIS_WITH_TWINS - present_hardware.keys()
     seed = secrets.randbits(_SEED_BITS) if options.seed is None else options.seed
     launch_options = launch.Launch(twin_apis=twin_apis, seed=seed, isolated=True)
     environment = launch.environment(launch_options)
@@ -234,7 +234,7 @@ def _prepare(options: Options, progress: Progress, started: dt.datetime) -> _Pre
     folder.topology.write_text(topology(machine).to_json(), encoding="utf-8")
     folder.diagnosis.write_text(diagnose(machine).to_json(), encoding="utf-8")
     substrates = {api: substrate.value for api, substrate in substrates_of_facts(facts).items()}
-    for line in (banner(substrates), launch.overridden_hardware(launch_options, tree)):
+    for line in (banner(substrates), launch.describe_unused_hardware(launch_options, tree)):
         if line:
             progress.print_line(line)
     arguments = [f"--seed={seed}", f"--command={options.command}"]

@@ -77,7 +77,9 @@ def set_fault_plan(monkeypatch: pytest.MonkeyPatch, folder: Path, fault_line: st
     plan = folder / "plan"
     plan.write_text(f"gdrkit-faults 1\n{fault_line}\n")
     with monkeypatch.context() as patch:
-        for name, value in launch.environment(launch.Launch(twin_apis=launch.TWINNED, seed=7, faults=plan)).items():
+        for name, value in launch.environment(
+            launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7, faults=plan)
+        ).items():
             if os.environ.get(name) != value:
                 patch.setenv(name, value)
         yield

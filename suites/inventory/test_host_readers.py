@@ -212,15 +212,15 @@ def test_truncated_loader_cache_gives_only_complete_entries(tmp_path: Path) -> N
 
 def test_overridden_hardware_is_named(tmp_path: Path) -> None:
     tree = write_tree(tmp_path, {"dev/nvidiactl": "", "sys/class/infiniband/mlx5_0/node_guid": "1\n"})
-    line = launch.overridden_hardware(launch.Launch(twin_apis=launch.TWINNED), tree)
+    line = launch.describe_unused_hardware(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), tree)
     assert line is not None
     assert "verbs" in line
     assert "mlx5_0" in line
     assert "an NVIDIA driver" in line
-    cuda_only_line = launch.overridden_hardware(launch.Launch(twin_apis=frozenset({Api.CUDA})), tree)
+    cuda_only_line = launch.describe_unused_hardware(launch.Launch(twin_apis=frozenset({Api.CUDA})), tree)
     assert cuda_only_line is not None
     assert "mlx5_0" not in cuda_only_line
-    assert launch.overridden_hardware(launch.Launch(), tree) is None
+    assert launch.describe_unused_hardware(launch.Launch(), tree) is None
 
 
 def test_habana_accelerators_are_hardware_of_hl_thunk(tmp_path: Path) -> None:

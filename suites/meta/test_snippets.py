@@ -17,7 +17,7 @@ import pytest
 
 from automation.site.snippets import ROOT, Snippet, find_used_names, guides, snippets
 from gdrkit.inventory import load_profile
-from gdrkit.launch import TWINNED, Launch, environment
+from gdrkit.launch import APIS_WITH_TWINS, Launch, environment
 
 if TYPE_CHECKING:
     from gdrkit.harness.evidence import Evidence
@@ -97,7 +97,7 @@ def select_snippets(kind: str) -> list[Snippet]:
 
 def make_twin_environment(folder: Path) -> dict[str, str]:
     """Return the variables of a command on the twins, isolated from all but the other commands of this case."""
-    environ = environment(Launch(twin_apis=TWINNED, isolated=True))
+    environ = environment(Launch(twin_apis=APIS_WITH_TWINS, isolated=True))
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
     tiers = {"GDRKIT_TIERS": "nvme=fast ssd=medium hdd=slow", "GDRKIT_TIERS_CATALOGUE": str(folder / "catalogue")}
     return environ | tiers | {"HOME": str(folder)}

@@ -31,10 +31,10 @@ def run_gdrkit(*arguments: str, **variables: str) -> subprocess.CompletedProcess
 @NEEDS_TWINS
 def test_library_path_begins_with_the_selected_twins() -> None:
     environment_with_all_twins = launch.environment(
-        launch.Launch(twin_apis=launch.TWINNED), base={"LD_LIBRARY_PATH": "/opt/lib"}
+        launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base={"LD_LIBRARY_PATH": "/opt/lib"}
     )
     folders = environment_with_all_twins["LD_LIBRARY_PATH"].split(":")
-    twin_count = len(launch.TWINNED)
+    twin_count = len(launch.APIS_WITH_TWINS)
     assert folders[twin_count:] == ["/opt/lib"]
     assert {Path(folder).name for folder in folders[:twin_count]} >= {"cuda", "hlthunk", "ibverbs"}
     environment_with_cuda_twin = launch.environment(
@@ -47,13 +47,13 @@ def test_library_path_begins_with_the_selected_twins() -> None:
 
 @NEEDS_TWINS
 def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
-    default_launch = launch.Launch(twin_apis=launch.TWINNED)
+    default_launch = launch.Launch(twin_apis=launch.APIS_WITH_TWINS)
     assert "GDRKIT_TWINS_DOMAIN" not in launch.environment(default_launch, base={})
     environment_with_domain = launch.environment(default_launch, base={"GDRKIT_TWINS_DOMAIN": "lab"})
     assert environment_with_domain["GDRKIT_TWINS_DOMAIN"] == "lab"
-    launch_with_domain = launch.Launch(twin_apis=launch.TWINNED, domain="job")
+    launch_with_domain = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, domain="job")
     assert launch.environment(launch_with_domain, base={})["GDRKIT_TWINS_DOMAIN"] == "job"
-    isolated_launch = launch.Launch(twin_apis=launch.TWINNED, isolated=True)
+    isolated_launch = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, isolated=True)
     domains = {
         launch.environment(isolated_launch, base={"GDRKIT_TWINS_DOMAIN": "lab"})["GDRKIT_TWINS_DOMAIN"]
         for _ in range(3)
@@ -61,23 +61,23 @@ def test_domain_is_shared_unless_the_launch_is_isolated() -> None:
     assert len(domains - {"lab"}) == 3
     assert all(len(domain) <= 32 for domain in domains)
     with pytest.raises(UsageError, match="'lab'"):
-        launch.environment(launch.Launch(twin_apis=launch.TWINNED, domain="lab", isolated=True), base={})
+        launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS, domain="lab", isolated=True), base={})
 
 
 @NEEDS_TWINS
 def test_seed_is_random_unless_it_is_given() -> None:
-    launch_with_seed = launch.Launch(twin_apis=launch.TWINNED, seed=7)
+    launch_with_seed = launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=7)
     assert launch.environment(launch_with_seed, base={})["GDRKIT_TWINS_SEED"] == "7"
-    random_seed = launch.environment(launch.Launch(twin_apis=launch.TWINNED), base={})["GDRKIT_TWINS_SEED"]
+    random_seed = launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base={})["GDRKIT_TWINS_SEED"]
     assert 0 <= int(random_seed) < 2**64
     with pytest.raises(UsageError):
-        launch.environment(launch.Launch(twin_apis=launch.TWINNED, seed=2**64), base={})
+        launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS, seed=2**64), base={})
 
 
 @NEEDS_TWINS
 def test_sanitizer_runtime_is_preloaded_first() -> None:
     base = {"GDRKIT_TWINS_PRELOAD": "/usr/lib/libasan.so.8", "LD_PRELOAD": "/usr/lib/other.so"}
-    environment = launch.environment(launch.Launch(twin_apis=launch.TWINNED), base=base)
+    environment = launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base=base)
     assert environment["LD_PRELOAD"] == "/usr/lib/libasan.so.8:/usr/lib/other.so"
     assert launch.environment(launch.Launch(), base=base)["LD_PRELOAD"] == "/usr/lib/other.so"
 
@@ -92,7 +92,7 @@ def test_twin_that_is_not_installed_is_missing_set_up(tmp_path: Path, monkeypatc
     monkeypatch.setenv("GDRKIT_TWINS_LIB", str(tmp_path))
     assert launch.twins_available() == frozenset()
     with pytest.raises(SetupMissing, match="pip install the wheel of gdrkit_twins"):
-        launch.environment(launch.Launch(twin_apis=launch.TWINNED), base={})
+        launch.environment(launch.Launch(twin_apis=launch.APIS_WITH_TWINS), base={})
 
 
 @NEEDS_TWINS
@@ -102,7 +102,7 @@ def test_run_executes_the_command_with_the_twins() -> None:
     )
     path, seed = process.stdout.split()
     assert seed == "5"
-    assert path.count(":") == len(launch.TWINNED) - 1
+    assert path.count(":") == len(launch.APIS_WITH_TWINS) - 1
     assert process.returncode == 0
 
 

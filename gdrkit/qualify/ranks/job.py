@@ -78,7 +78,7 @@ def qualify_ranks(options: Options, progress: Progress, *, within_hosts: bool = 
     rank, contact_texts = exchange_texts(json.dumps(contact_data))
     rank0_contact = json.loads(contact_texts[0])
     present_hardware = launch.present_hardware(HostTree())
-    twin_apis = launch.TWINNED if options.uses_only_twins else launch.TWINNED - present_hardware.keys()
+    twin_apis = launch.APIS_WITH_TWINS if options.uses_only_twins else launch.APIS_WITH_TWINS - present_hardware.keys()
     # Twins of processes with the same domain emulate the same devices, so the ranks of one machine can access the
     # memory of each other.
     launch_options = launch.Launch(
