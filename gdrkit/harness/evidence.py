@@ -123,23 +123,24 @@ class Evidence:
         self.hardware_apis = apis
 
     def route(
-        self, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str, reach: Reach | None = None
+        self, *, device: _Device | int, nic: _Nic | str, method: enum.Enum | str, reach: Reach | None = None
     ) -> None:
         """Record the route that the data of this case took. The report uses it only if the case passes.
 
-        `reach` is the measurement with port counters. Without it, the case does not prove the route.
+        `method` is the method of registration (:class:`~gdrkit.registration.RegistrationRoute`). `reach` is the
+        measurement with port counters. Without it, the case does not prove the route.
         """
-        claim = _make_claim(device, nic, way, None)
+        claim = _make_claim(device, nic, method, None)
         if reach is not None:
             unproven = None if reach.state is RouteOutcome.PROVEN else reach.reason or reach.state.value
             claim = replace(claim, path=reach.path.value, peer_nic=reach.peer_nic, unproven=unproven)
         self.routes.append(claim)
 
-    def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, way: enum.Enum | str) -> None:
-        """Record that the data did not take the requested route `way`, and the cause."""
-        self.routes.append(_make_claim(device, nic, way, cause))
+    def fell_back(self, cause: str, *, device: _Device | int, nic: _Nic | str, method: enum.Enum | str) -> None:
+        """Record that the data did not take the route by the requested `method`, and the cause."""
+        self.routes.append(_make_claim(device, nic, method, cause))
 
-    def file(self, *, device: _Device | int, mount: str, way: enum.Enum | str, fell_back: str | None = None) -> None:
+    def file(self, *, device: _Device | int, mount: str, route: enum.Enum | str, fell_back: str | None = None) -> None:
         """Record the route that the data took between a device and a file system.
 
         Parameters
@@ -148,7 +149,7 @@ class Evidence:
             The CUDA device.
         mount : str
             Mount point of the file system.
-        way : Route or str
+        route : Route or str
             The route: ``p2p`` or ``nvfs``, which are direct; ``posix``, ``engine`` or ``unknown``.
         fell_back : str or None
             Why the data took this route although a direct one was requested, or None.
@@ -157,16 +158,16 @@ class Evidence:
             ClaimedFile(
                 device_index=device if isinstance(device, int) else device.index,
                 mount=mount,
-                way=way if isinstance(way, str) else str(way.value),
+                way=route if isinstance(route, str) else str(route.value),
                 fell_back=fell_back,
             )
         )
 
 
-def _make_claim(device: _Device | int, nic: _Nic | str, way: enum.Enum | str, cause: str | None) -> ClaimedRoute:
+def _make_claim(device: _Device | int, nic: _Nic | str, method: enum.Enum | str, cause: str | None) -> ClaimedRoute:
     return ClaimedRoute(
         device_index=device if isinstance(device, int) else device.index,
         nic=nic if isinstance(nic, str) else nic.name,
-        way=way if isinstance(way, str) else str(way.value),
+        way=method if isinstance(method, str) else str(method.value),
         fell_back=cause,
     )

@@ -87,7 +87,7 @@ def render_document(contents: Contents, view: View) -> str:
 def _make_route_fields(status: RouteStatus | FileStatus, origins: Mapping[str, str]) -> dict[str, Json]:
     return {
         "device_index": status.device_index,
-        "way": status.way,
+        "way": status.method,
         "state": status.state.value,
         "cause": status.cause,
         "records": _list_origins(status.cases, origins),

@@ -85,7 +85,7 @@ def _make_state_samples(
     for status in statuses:
         nic = getattr(status, "nic", None)
         destination = {"mount": getattr(status, "mount", "")} if nic is None else {"nic": nic}
-        route = {**labels, "device": str(status.device_index), **destination, "way": status.way}
+        route = {**labels, "device": str(status.device_index), **destination, "way": status.method}
         for state in RouteOutcome:
             yield {**route, "state": state.value}, float(status.state is state)
 

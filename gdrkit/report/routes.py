@@ -57,8 +57,10 @@ class RouteStatus:
 
     Attributes
     ----------
-    device_index, nic, way
+    device_index, nic
         See :class:`~gdrkit.report.record.ClaimedRoute`.
+    method : str
+        The method of registration: ``dmabuf`` or ``peer_memory``.
     state : RouteOutcome
         The state of the route.
     cause : str
@@ -74,7 +76,7 @@ class RouteStatus:
 
     device_index: int
     nic: str
-    way: str
+    method: str
     state: RouteOutcome
     cause: str
     cases: tuple[str, ...]
@@ -84,16 +86,19 @@ class RouteStatus:
     @property
     def name(self) -> str:
         """Name of the route, e.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
-        return route_name(self.device_index, self.nic, self.way)
+        return route_name(self.device_index, self.nic, self.method)
 
 
 @dataclass(frozen=True, slots=True)
 class FileStatus:
-    """The state of a route between a device and the files of a mount; see :class:`RouteStatus`."""
+    """The state of a route between a device and the files of a mount; see :class:`RouteStatus`.
+
+    Its `method` is the route of the bytes, such as ``nvfs``; empty if no case tested the mount.
+    """
 
     device_index: int
     mount: str
-    way: str
+    method: str
     state: RouteOutcome
     cause: str
     cases: tuple[str, ...]
@@ -102,12 +107,12 @@ class FileStatus:
     @property
     def name(self) -> str:
         """Name of the route, e.g. ``GPU 0 <- files of /data by nvfs``."""
-        return f"GPU {self.device_index} <- files of {self.mount}" + (f" by {self.way}" if self.way else "")
+        return f"GPU {self.device_index} <- files of {self.mount}" + (f" by {self.method}" if self.method else "")
 
 
-def route_name(device_index: int, nic: str, way: str) -> str:
+def route_name(device_index: int, nic: str, method: str) -> str:
     """Return the name of a route, e.g. ``GPU 0 <- NIC mlx5_0 by dma-buf``."""
-    return f"GPU {device_index} <- NIC {nic} by {_METHOD_NAMES.get(way, way)}"
+    return f"GPU {device_index} <- NIC {nic} by {_METHOD_NAMES.get(method, method)}"
 
 
 def route_statuses(facts: Facts, records: Iterable[Record]) -> tuple[RouteStatus, ...]:
@@ -289,5 +294,5 @@ def _matches_requirement(required: RequiredRoute, status: RouteStatus) -> bool:
     return (
         fnmatchcase(str(status.device_index), required.device)
         and fnmatchcase(status.nic, required.nic)
-        and fnmatchcase(status.way, required.way)
+        and fnmatchcase(status.method, required.way)
     )

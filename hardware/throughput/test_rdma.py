@@ -163,7 +163,7 @@ def test_every_pair_of_gpu_and_nic(
                     meter.record_path(f"GPU{device.index}", nic.name, name=f"{name}_{direction.value}")
                     meter.record(f"{name}_{direction.value}", rates)
                     medians.setdefault((distance, direction), []).append(rates.median)
-            evidence.route(device=device, nic=nic, way=route)
+            evidence.route(device=device, nic=nic, method=route)
     for direction in Direction:
         rates_behind_one_switch, rates_across_sockets = (
             medians.get((Distance.PIX, direction)),

@@ -38,7 +38,7 @@ def test_every_route(evidence):
             for info in verbs.list_nics():
                 with verbs.Nic.open(info.name) as nic:
                     registration.register(memory, [nic]).close()
-                evidence.route(device=index, nic=info.name, way="dmabuf")
+                evidence.route(device=index, nic=info.name, method="dmabuf")
 """
 PRINT_EVIDENCE = """
 import json

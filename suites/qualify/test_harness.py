@@ -111,8 +111,8 @@ def test_records_a_number_without_a_unit(evidence):
 
 @needs(verbs.nic())
 def test_records_routes(evidence):
-    evidence.route(device=0, nic="twin0", way="dmabuf")
-    evidence.fell_back("copied through the host", device=0, nic="twin0", way="peer_memory")
+    evidence.route(device=0, nic="twin0", method="dmabuf")
+    evidence.fell_back("copied through the host", device=0, nic="twin0", method="peer_memory")
 
 @needs(verbs.nic())
 def test_leaks_a_nic():

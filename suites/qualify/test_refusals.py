@@ -67,7 +67,7 @@ ADDRESS = cause("ibv_reg_mr", errno.EFAULT)
 def test_register(device, nic, evidence):
     evidence["key"] = 1
     evidence.number("write_us", 1)
-    evidence.route(device=device, nic=nic, way="dmabuf")
+    evidence.route(device=device, nic=nic, method="dmabuf")
     with registration_errors(), device.allocate(4096) as memory:
         register(memory, [nic])
 

@@ -34,7 +34,7 @@ def record_results(results: Sequence[Reach], devices: Sequence[Device], evidence
     devices_by_uuid = {device.uuid: device for device in devices}
     for reach in results:
         if reach.moved and reach.route is not None:
-            evidence.route(device=devices_by_uuid[reach.gpu_uuid], nic=reach.nic, way=reach.route, reach=reach)
+            evidence.route(device=devices_by_uuid[reach.gpu_uuid], nic=reach.nic, method=reach.route, reach=reach)
     evidence["reach"] = [make_row(reach) for reach in results]
 
 

@@ -161,7 +161,7 @@ class RdmaMemoryKind:
     def record_route(self, evidence: Evidence) -> None:
         """Record that the bytes of the case took this registration route. Host memory has no route to record."""
         if self.device is not None and self.route is not None:
-            evidence.route(device=self.device, nic=self.nic, way=self.route)
+            evidence.route(device=self.device, nic=self.nic, method=self.route)
 
 
 @pytest.fixture(params=ALLOCATORS)
