@@ -41,7 +41,7 @@ ALLOWED_MENTIONS = {
     "twin_run/usage.py": (2, "the number of hl-thunk in the record of a run"),
     "harness/session.py": (1, "the substrate of hl-thunk in a run"),
     "monitor/process.py": (1, "the kind of its mappings of host memory, which are pinned"),
-    "observe/observer.py": (1, "the file name of its library, among those that move bytes"),
+    "observe/sampled_process.py": (1, "the file name of its library, among those that move bytes"),
 }
 # These modules handle memory of any device and must not depend on its vendor.
 VENDOR_INDEPENDENT = (

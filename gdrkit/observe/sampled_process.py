@@ -1,0 +1,225 @@
+"""The evidence about one process, which grows with each sample."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gdrkit import evidence, launch
+from gdrkit.errors import errno_name
+from gdrkit.observe import logs
+from gdrkit.observe.observation import ObservedLibrary, ObservedProcess
+from gdrkit.report.substrate import is_twin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from gdrkit.evidence import HeldDmabuf, RdmaQueuePair, RdmaRegion, TcpSocket
+    from gdrkit.host import HostTree
+
+__all__ = ["SAMPLE_S", "SampledProcess", "describe_errno"]
+
+SAMPLE_S = 0.05
+# Memory maps are long, and change rarely after the start. They are read at intervals that double up to this limit.
+_MAPS_INTERVAL_S_MAX = 2.0
+
+# Names of libraries that move bytes or choose a path, by the beginning of the file name.
+_LIBRARY_NAMES = {
+    "libibverbs": "verbs",
+    "librdmacm": "rdmacm",
+    "libcuda.so": "cuda",
+    "libcuda-": "cuda",
+    "libcudart": "cudart",
+    "libcufile.so": "cufile",
+    "libcufile-": "cufile",
+    "libhl-thunk": "hlthunk",
+    "libnccl": "nccl",
+    "libucp": "ucx",
+    "libfabric": "libfabric",
+    "libnixl": "nixl",
+    "libkvikio": "kvikio",
+    "libtorch_cuda": "torch",
+}
+# The native engines of gdrkit are modules of Python, so their names say little without the folder.
+_ENGINES = {"/gdrkit/gds/_engine": "gdrkit.gds", "/gdrkit/storage/_engine": "gdrkit.storage"}
+# The fields of a line of /proc/<pid>/maps: addresses, permissions, offset, device, inode, path (proc(5)).
+_MAPPING = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) (\S{4}) \S+ \S+ [1-9]\d*\s+(/.*)$", re.MULTILINE)
+_DEVICE_NODES = ("/dev/nvidia", "/dev/infiniband/", "/dev/accel/", "/dev/hl")
+_SOCKET = re.compile(r"^socket:\[(\d+)\]$")
+# A file of which a process has mapped fewer bytes is not counted.
+_MAPPED_FILE_BYTES_MIN = 1 << 20
+_IO_FIELDS = ("rchar", "wchar", "read_bytes")
+
+
+@dataclass(slots=True)
+class SampledProcess:
+    """What the samples of one process have shown so far.
+
+    Attributes
+    ----------
+    process_id : int
+        Process ID.
+    program : str
+        Name of the program at the last sample.
+    is_attached : bool
+        Whether the process ran before the observation, so that what it did before the first sample is subtracted.
+    queue_pairs : dict
+        The queue pairs of the process, by device and number. The observer adds them.
+    regions : dict
+        The memory regions of the process, by device, number and length. The observer adds them.
+    dmabufs : dict
+        The dma-bufs of which the process had a descriptor open, by inode.
+    device_nodes : set of str
+        Device nodes that the process had open.
+    log_paths : set of Path
+        The log files of NCCL and UCX that its environment names.
+    usage_file : Path or None
+        The file in which the twins of the process record what they do.
+    """
+
+    process_id: int
+    program: str
+    is_attached: bool
+    libraries: dict[str, ObservedLibrary] = field(default_factory=dict)
+    queue_pairs: dict[tuple[str, int], RdmaQueuePair] = field(default_factory=dict)
+    regions: dict[tuple[str, int | None, int], RdmaRegion] = field(default_factory=dict)
+    dmabufs: dict[int, HeldDmabuf] = field(default_factory=dict)
+    device_nodes: set[str] = field(default_factory=set)
+    log_paths: set[Path] = field(default_factory=set)
+    usage_file: Path | None = None
+    _sockets: dict[int, TcpSocket] = field(default_factory=dict, init=False)
+    _first_sockets: dict[int, TcpSocket] = field(default_factory=dict, init=False)
+    _io: dict[str, int] = field(default_factory=dict, init=False)
+    _first_io: dict[str, int] = field(default_factory=dict, init=False)
+    _mapped_file_bytes: dict[str, int] = field(default_factory=dict, init=False)
+    _is_new: bool = field(default=True, init=False)
+    _next_maps_s: float = field(default=0.0, init=False)
+    _maps_interval_s: float = field(default=SAMPLE_S, init=False)
+
+    def sample(self, tree: HostTree, sockets: Mapping[int, TcpSocket], now_s: float) -> Iterator[str]:
+        """Add what the process has at this moment. Yield a sentence for each thing that cannot be seen.
+
+        Parameters
+        ----------
+        tree : HostTree
+            The files of this machine.
+        sockets : mapping
+            The TCP sockets of this network namespace, by inode.
+        now_s : float
+            The time, as time.monotonic() returns it.
+        """
+        name = str(self.process_id)
+        is_first, self._is_new = self._is_new and self.is_attached, False
+        self._sample_io(tree, is_first=is_first)
+        try:
+            targets = evidence.descriptors(name)
+        except FileNotFoundError:
+            return  # The process has ended.
+        except OSError as error:
+            if (tree.text(f"/proc/{name}/stat") or "Z").rpartition(")")[2].split()[:1] == ["Z"]:
+                return  # The process has ended, and its parent does not know that yet.
+            text = f"pid {name} ({self.program}): {describe_errno(error)}"
+            yield f"libraries, descriptors and sockets of {text}; CAP_SYS_PTRACE is needed to see them"
+            return
+        self.device_nodes |= {target for target in targets.values() if target.startswith(_DEVICE_NODES)}
+        for dmabuf in evidence.held_dmabufs(tree, name, targets):
+            self.dmabufs[dmabuf.inode or id(dmabuf)] = dmabuf
+        for target in targets.values():
+            match = _SOCKET.match(target)
+            if match and (tcp_socket := sockets.get(int(match[1]))) is not None:
+                self._sockets[tcp_socket.inode] = tcp_socket
+                if is_first:
+                    self._first_sockets[tcp_socket.inode] = tcp_socket
+        if now_s >= self._next_maps_s:
+            self._maps_interval_s = min(2 * self._maps_interval_s, _MAPS_INTERVAL_S_MAX)
+            self._next_maps_s = now_s + self._maps_interval_s
+            self._sample_maps(tree)
+            self._sample_environment(tree)
+            own_network, network = (tree.link_name(f"/proc/{folder}/ns/net") for folder in ("self", name))
+            if network is not None and network != own_network:
+                yield f"TCP sockets of pid {name} ({self.program}): it has another network namespace"
+
+    def describe(self, *, twin_objects: dict[str, int], twin_bytes: dict[str, int]) -> ObservedProcess:
+        """Return the evidence of all samples, with what the twins of the process recorded."""
+        io = {key: value - self._first_io.get(key, 0) for key, value in self._io.items()}
+        return ObservedProcess(
+            process_id=self.process_id,
+            program=self.program,
+            libraries=tuple(self.libraries.values()),
+            queue_pairs=tuple(self.queue_pairs.values()),
+            regions=tuple(self.regions.values()),
+            dmabufs=tuple(self.dmabufs.values()),
+            nodes=tuple(sorted(self.device_nodes)),
+            read_bytes=io.get("rchar"),
+            written_bytes=io.get("wchar"),
+            storage_read_bytes=io.get("read_bytes"),
+            mapped_file_bytes=sum(self._mapped_file_bytes.values()),
+            loopback_sent_bytes=self._sum_tcp_bytes(is_sent=True, is_loopback=True),
+            remote_sent_bytes=self._sum_tcp_bytes(is_sent=True, is_loopback=False),
+            loopback_received_bytes=self._sum_tcp_bytes(is_sent=False, is_loopback=True),
+            remote_received_bytes=self._sum_tcp_bytes(is_sent=False, is_loopback=False),
+            twin_objects=twin_objects,
+            twin_bytes=twin_bytes,
+        )
+
+    def _sample_io(self, tree: HostTree, *, is_first: bool) -> None:
+        text = tree.text(f"/proc/{self.process_id}/io")
+        values = dict(line.split(": ") for line in (text or "").splitlines() if ": " in line)
+        io = {key: int(values[key]) for key in _IO_FIELDS if values.get(key, "").isdecimal()}
+        if io:
+            self._io = io
+            if is_first:
+                self._first_io = io
+
+    def _sample_maps(self, tree: HostTree) -> None:
+        """Add the libraries and the data files that the process has mapped."""
+        mapped_file_bytes: dict[str, int] = {}
+        for begin, end, permissions, path in _MAPPING.findall(tree.text(f"/proc/{self.process_id}/maps") or ""):
+            library_name = _find_library_name(path)
+            if library_name is not None:
+                if "x" in permissions and path not in self.libraries:
+                    library = evidence.describe_library(path)
+                    self.libraries[path] = ObservedLibrary(library_name, path, library.build_id, is_twin(library))
+            elif ".so" not in path and not path.startswith(("/memfd:", "/dev/", "/usr/", "/SYSV")):
+                mapped_file_bytes[path] = mapped_file_bytes.get(path, 0) + int(end, 16) - int(begin, 16)
+        for path, size_bytes in mapped_file_bytes.items():
+            if size_bytes >= _MAPPED_FILE_BYTES_MIN:
+                self._mapped_file_bytes[path] = max(size_bytes, self._mapped_file_bytes.get(path, 0))
+
+    def _sample_environment(self, tree: HostTree) -> None:
+        """Add the log files and the record of the twins that the environment of the process names."""
+        folder = f"/proc/{self.process_id}"
+        environ_data = (tree.data(f"{folder}/environ") or b"").decode("utf-8", "backslashreplace")
+        environ = dict(entry.partition("=")[::2] for entry in environ_data.split("\0") if "=" in entry)
+        working_folder = "/".join(tree.link_parts(f"{folder}/cwd")).replace("//", "/") or "/"
+        self.log_paths.update(logs.log_files(environ, self.process_id, working_folder))
+        if environ.get(launch.USAGE_VARIABLE):
+            self.usage_file = Path(environ[launch.USAGE_VARIABLE])
+
+    def _sum_tcp_bytes(self, *, is_sent: bool, is_loopback: bool) -> int:
+        """Return the payload of the TCP sockets of the process since its first sample."""
+
+        def count_bytes(tcp_socket: TcpSocket) -> int:
+            return tcp_socket.sent_bytes if is_sent else tcp_socket.received_bytes
+
+        sockets = {
+            inode: tcp_socket for inode, tcp_socket in self._sockets.items() if tcp_socket.is_loopback == is_loopback
+        }
+        earlier_bytes = sum(count_bytes(self._first_sockets[inode]) for inode in sockets.keys() & self._first_sockets)
+        return sum(map(count_bytes, sockets.values())) - earlier_bytes
+
+
+def describe_errno(error: OSError) -> str:
+    """Return the meaning of an errno and its name, such as ``Permission denied (EACCES)``."""
+    return f"{os.strerror(error.errno or 0)} ({errno_name(error.errno)})"
+
+
+def _find_library_name(path: str) -> str | None:
+    file_name = path.rpartition("/")[2]
+    for prefix, name in _LIBRARY_NAMES.items():
+        if file_name.startswith(prefix):
+            return name
+    return next((name for part, name in _ENGINES.items() if part in path), None)
