@@ -10,14 +10,13 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
-import time
 import urllib.request
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import pytest
+from observe.metrics_client import GDRKIT, TWIN_HOLDER_COMMAND, read_address, scrape, start_gdrkit
 from observe.twin_holder import MEMORY_BYTES, REGION_BYTES
 from support.initiators import connect_initiator
 from support.other_user import run_program
@@ -33,15 +32,10 @@ from gdrkit.registration import CacheStatistics, MemoryPoolStatistics, PoolStati
 from gdrkit.verbs import Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from gdrkit.cuda import Device
     from gdrkit.verbs import Nic
 
-GDRKIT = [sys.executable, "-m", "gdrkit"]
-RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
 REGISTRATION_COUNT = 10_000
-HELD_COUNT = 100
 # Sources that a machine may lack, each with the prefix of its metrics. rdma_netlink may have no metric on a machine
 # with NICs, if no RDMA object exists.
 METRIC_PREFIXES = {
@@ -50,40 +44,6 @@ METRIC_PREFIXES = {
     "nvidia_fs": "gdrkit_nvidia_fs_",
 }
 PROCESS_COUNT, READING_COUNT, SCRAPE_INTERVAL_S = 300, 10, 15
-TWIN_HOLDER_COMMAND = (
-    *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
-    *(sys.executable, "-m", "observe.twin_holder"),
-)
-
-
-def scrape(address: str) -> dict[str, float]:
-    """Return the value of each sample by its name and labels, as they are in the text of the server."""
-    with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
-        lines = reply.read().decode().splitlines()
-    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-    return {name: float(value) for name, _, value in samples}
-
-
-@contextlib.contextmanager
-def start_gdrkit(*command: str) -> Iterator[subprocess.Popen[str]]:
-    """Run a command of gdrkit, end it by SIGTERM, and require exit code 0."""
-    with subprocess.Popen([*GDRKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-    assert process.returncode == 0
-
-
-def read_address(stream: IO[str] | None) -> str:
-    """Return the first address in the output of a command."""
-    assert stream is not None
-    for line in stream:
-        match = re.search(r"http://\S+/metrics", line)
-        if match:
-            return match[0]
-    pytest.fail("the command printed no address")
 
 
 def test_monitor_serves_the_machine_until_sigterm() -> None:
@@ -339,116 +299,6 @@ def test_agent_and_server_export_their_counters(tmp_path: Path, command: str) ->
     with start_gdrkit(*arguments, "--metrics", "127.0.0.1:0") as process:
         samples = scrape(read_address(process.stderr))
     assert any(name.startswith(f"gdrkit_{command}_") for name in samples)
-
-
-@needs(host.program("prometheus"), cuda_needs.device(), verbs.nic())
-@pytest.mark.timeout(240)
-def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: Nic) -> None:
-    """One cache leaks, and one cache registers and evicts. The rules have windows of seconds instead of minutes."""
-    write_short_rules(tmp_path)
-    with contextlib.ExitStack() as stack:
-        # With the default limit of entries, the cache could be full before the alert fires.
-        leaking = stack.enter_context(RegionCache([nic], regions_max=100_000))
-        steady = stack.enter_context(RegionCache([nic], regions_max=1))
-        for name, cache in (("leaking", leaking), ("steady", steady)):
-            stack.enter_context(monitor.watch("cache", cache.statistics, name=name))
-        server = stack.enter_context(monitor.serve_metrics("127.0.0.1", 0))
-        stop = threading.Event()
-        worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
-        worker.start()
-        try:
-            assert wait_for_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
-        finally:
-            stop.set()
-            worker.join()
-
-
-def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: threading.Event) -> None:
-    """Register 100 allocations per second in both caches, until `stop` is set. Then free the memory."""
-    with contextlib.ExitStack() as stack:
-        while not stop.wait(0.01):
-            memory = stack.enter_context(device.allocate(4096))
-            leaking.lease(memory).close()
-            steady.lease(memory).close()
-
-
-@needs(host.program("prometheus"), software(Api.VERBS), software(Api.CUDA))
-@pytest.mark.timeout(240)
-def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
-    write_short_rules(tmp_path)
-    with (
-        start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
-        LineChild(*TWIN_HOLDER_COMMAND) as healthy,
-        LineChild(*TWIN_HOLDER_COMMAND) as leaking,
-    ):
-        healthy.read_line()
-        process_id = leaking.read_line()
-        for line in (f"hold {HELD_COUNT}", f"cycle {REGISTRATION_COUNT}"):
-            healthy.write_line(line)
-            healthy.expect_line("done")
-        leaking.write_line("leak")
-        names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
-        assert wait_for_alerts(tmp_path, read_address(process.stdout), names, "pid") == {process_id}
-
-
-def write_short_rules(folder: Path) -> None:
-    """Write the rules with windows of seconds instead of minutes."""
-    rules = RULES.read_text().replace("[5m] offset 25m", "[4s] offset 12s").replace("[5m] offset 10m", "[4s] offset 6s")
-    (folder / "rules.yml").write_text(rules.replace("[5m]", "[4s]"))
-
-
-def wait_for_alerts(folder: Path, address: str, names: set[str], label: str) -> set[str]:
-    """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
-    (folder / "prometheus.yml").write_text(
-        json.dumps(
-            {
-                "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-                "rule_files": ["rules.yml"],
-                "scrape_configs": [
-                    {"job_name": "gdrkit", "static_configs": [{"targets": [address.split("/")[2]]}]},
-                ],
-            }
-        )
-    )
-    port = find_free_port()
-    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
-    with (
-        (folder / "prometheus.log").open("w") as log,
-        subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log) as prometheus,
-    ):
-        try:
-            deadline_s = time.monotonic() + 150
-            fired = set[tuple[str, str]]()
-            while time.monotonic() < deadline_s:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    prometheus.wait(0.5)
-                fired |= query_fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
-                if {name for name, _ in fired} == names:
-                    return {value for _, value in fired}
-        finally:
-            prometheus.terminate()
-            prometheus.wait(30)
-    pytest.fail((folder / "prometheus.log").read_text()[-2000:])
-
-
-def query_fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
-    """Return the name and the label of each of these alerts that fires."""
-    try:
-        with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
-            alerts = json.load(reply)["data"]["alerts"]
-    except OSError:
-        return set()  # Prometheus has not started yet.
-    return {
-        (alert["labels"]["alertname"], alert["labels"][label])
-        for alert in alerts
-        if alert["labels"]["alertname"] in names and alert["state"] == "firing"
-    }
-
-
-def find_free_port() -> int:
-    """Return a TCP port on which no program listened just now."""
-    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
-        return int(server.address.split(":")[2].partition("/")[0])
 
 
 @pytest.mark.parametrize("text", ["", "localhost", ":80", "host:", "host:x", "host:65536", "host:-1", "host:8٣"])

@@ -1,0 +1,55 @@
+"""A running gdrkit with a server of metrics, and the samples that the server returns."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from typing import IO, TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["GDRKIT", "TWIN_HOLDER_COMMAND", "read_address", "scrape", "start_gdrkit"]
+
+GDRKIT = [sys.executable, "-m", "gdrkit"]
+# A process on twins that holds memory regions, queue pairs and dma-bufs on command; see twin_holder.py.
+TWIN_HOLDER_COMMAND = (
+    *("gdrkit", "run", "--software", "--isolated", "--quiet", "--"),
+    *(sys.executable, "-m", "observe.twin_holder"),
+)
+
+
+def scrape(address: str) -> dict[str, float]:
+    """Return the value of each sample by its name and labels, as they are in the text of the server."""
+    with urllib.request.urlopen(address, timeout=10) as reply:  # noqa: S310 - an address of this test.
+        lines = reply.read().decode().splitlines()
+    samples = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, _, value in samples}
+
+
+@contextlib.contextmanager
+def start_gdrkit(*command: str) -> Iterator[subprocess.Popen[str]]:
+    """Run a command of gdrkit, end it by SIGTERM, and require exit code 0."""
+    with subprocess.Popen([*GDRKIT, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def read_address(stream: IO[str] | None) -> str:
+    """Return the first address in the output of a command."""
+    assert stream is not None
+    for line in stream:
+        match = re.search(r"http://\S+/metrics", line)
+        if match:
+            return match[0]
+    pytest.fail("the command printed no address")

@@ -1,0 +1,139 @@
+"""Prometheus evaluates the alert rules of gdrkit: they fire for a leak, and only for a leak."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import threading
+import time
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from observe.metrics_client import TWIN_HOLDER_COMMAND, read_address, start_gdrkit
+from support.processes import LineChild
+
+from gdrkit import monitor
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, host, needs, software, verbs
+from gdrkit.registration import RegionCache
+
+if TYPE_CHECKING:
+    from gdrkit.cuda import Device
+    from gdrkit.verbs import Nic
+
+RULES = Path(__file__).resolve().parents[2] / "deploy" / "prometheus" / "gdrkit.rules.yml"
+CYCLE_COUNT = 10_000
+HELD_COUNT = 100
+
+
+@needs(host.program("prometheus"), cuda.device(), verbs.nic())
+@pytest.mark.timeout(240)
+def test_prometheus_warns_of_a_leak_alone(tmp_path: Path, device: Device, nic: Nic) -> None:
+    """One cache leaks, and one cache registers and evicts. The rules have windows of seconds instead of minutes."""
+    write_short_rules(tmp_path)
+    with contextlib.ExitStack() as stack:
+        # With the default limit of entries, the cache could be full before the alert fires.
+        leaking = stack.enter_context(RegionCache([nic], regions_max=100_000))
+        steady = stack.enter_context(RegionCache([nic], regions_max=1))
+        for name, cache in (("leaking", leaking), ("steady", steady)):
+            stack.enter_context(monitor.watch("cache", cache.statistics, name=name))
+        server = stack.enter_context(monitor.serve_metrics("127.0.0.1", 0))
+        stop = threading.Event()
+        worker = threading.Thread(target=leak, args=(device, leaking, steady, stop))
+        worker.start()
+        try:
+            assert wait_for_alerts(tmp_path, server.address, {"GdrkitCacheGrows"}, "name") == {"leaking"}
+        finally:
+            stop.set()
+            worker.join()
+
+
+def leak(device: Device, leaking: RegionCache, steady: RegionCache, stop: threading.Event) -> None:
+    """Register 100 allocations per second in both caches, until `stop` is set. Then free the memory."""
+    with contextlib.ExitStack() as stack:
+        while not stop.wait(0.01):
+            memory = stack.enter_context(device.allocate(4096))
+            leaking.lease(memory).close()
+            steady.lease(memory).close()
+
+
+@needs(host.program("prometheus"), software(Api.VERBS), software(Api.CUDA))
+@pytest.mark.timeout(240)
+def test_prometheus_warns_of_the_process_that_leaks(tmp_path: Path) -> None:
+    write_short_rules(tmp_path)
+    with (
+        start_gdrkit("monitor", "--listen", "127.0.0.1:0", "--interval", "0.1") as process,
+        LineChild(*TWIN_HOLDER_COMMAND) as healthy,
+        LineChild(*TWIN_HOLDER_COMMAND) as leaking,
+    ):
+        healthy.read_line()
+        process_id = leaking.read_line()
+        for line in (f"hold {HELD_COUNT}", f"cycle {CYCLE_COUNT}"):
+            healthy.write_line(line)
+            healthy.expect_line("done")
+        leaking.write_line("leak")
+        names = {"GdrkitRegionsGrow", "GdrkitDmabufsGrow"}
+        assert wait_for_alerts(tmp_path, read_address(process.stdout), names, "pid") == {process_id}
+
+
+def write_short_rules(folder: Path) -> None:
+    """Write the rules with windows of seconds instead of minutes."""
+    rules = RULES.read_text().replace("[5m] offset 25m", "[4s] offset 12s").replace("[5m] offset 10m", "[4s] offset 6s")
+    (folder / "rules.yml").write_text(rules.replace("[5m]", "[4s]"))
+
+
+def wait_for_alerts(folder: Path, address: str, names: set[str], label: str) -> set[str]:
+    """Run Prometheus until all these alerts have fired, and return the values of a label in any of them."""
+    (folder / "prometheus.yml").write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
+                "rule_files": ["rules.yml"],
+                "scrape_configs": [
+                    {"job_name": "gdrkit", "static_configs": [{"targets": [address.split("/")[2]]}]},
+                ],
+            }
+        )
+    )
+    port = find_free_port()
+    command = ["prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (
+        (folder / "prometheus.log").open("w") as log,
+        subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log) as prometheus,
+    ):
+        try:
+            deadline_s = time.monotonic() + 150
+            fired = set[tuple[str, str]]()
+            while time.monotonic() < deadline_s:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    prometheus.wait(0.5)
+                fired |= query_fired_alerts(f"http://127.0.0.1:{port}/api/v1/alerts", names, label)
+                if {name for name, _ in fired} == names:
+                    return {value for _, value in fired}
+        finally:
+            prometheus.terminate()
+            prometheus.wait(30)
+    pytest.fail((folder / "prometheus.log").read_text()[-2000:])
+
+
+def query_fired_alerts(url: str, names: set[str], label: str) -> set[tuple[str, str]]:
+    """Return the name and the label of each of these alerts that fires."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as reply:  # noqa: S310 - an address of this test.
+            alerts = json.load(reply)["data"]["alerts"]
+    except OSError:
+        return set()  # Prometheus has not started yet.
+    return {
+        (alert["labels"]["alertname"], alert["labels"][label])
+        for alert in alerts
+        if alert["labels"]["alertname"] in names and alert["state"] == "firing"
+    }
+
+
+def find_free_port() -> int:
+    """Return a TCP port on which no program listened just now."""
+    with monitor.serve_metrics("127.0.0.1", 0, metrics=tuple) as server:
+        return int(server.address.split(":")[2].partition("/")[0])
