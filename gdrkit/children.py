@@ -8,6 +8,8 @@ for a process that is stopped by a debugger does not return either. Every wait f
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import signal
 import subprocess
@@ -19,17 +21,91 @@ from gdrkit.errors import BrokenResource, Reason
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
-__all__ = ["KILL_TIMEOUT_S", "join_threads", "kill_child"]
+__all__ = ["KILL_TIMEOUT_S", "SpawnedChild", "join_threads", "kill_child"]
 
 # Longest wait for the end of a killed child, in seconds.
 KILL_TIMEOUT_S = 5.0
 # Killed children that had not ended within the limit. Each later call of kill_child collects the ended children.
-_abandoned_children: list[subprocess.Popen[bytes]] = []
+_abandoned_children: list[subprocess.Popen[bytes] | SpawnedChild] = []
+# Longest pause between two queries of a child, in seconds.
+_QUERY_PAUSE_S = 0.05
 
 
-def kill_child(child: subprocess.Popen[bytes], *, leads_group: bool = True, timeout_s: float = KILL_TIMEOUT_S) -> str:
+class SpawnedChild:
+    """A child process in a session of its own, which an exception of a signal handler cannot make its parent forget.
+
+    ``Popen()`` forgets the child if the exception comes right after the fork. Here, one call of C starts the child and
+    stores its process id, and one call of C reaps the child and stores its status. No handler runs inside these calls.
+    """
+
+    def __init__(self) -> None:
+        self._pids: list[int] = []  # The process id, when the child has started.
+        self._reaped: list[tuple[int, int]] = []  # The process id and the wait status, when the child was reaped.
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        return self._pids[0]
+
+    @property
+    def returncode(self) -> int | None:
+        """The exit status, as in :class:`subprocess.Popen`; None if the child was not reaped."""
+        return os.waitstatus_to_exitcode(self._reaped[0][1]) if self._reaped else None
+
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], *, output_path: str, error_output_path: str
+    ) -> None:
+        """Start the child. It inherits no descriptors, and its output goes to two new files."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        actions = [
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, output_path, flags, 0o600),
+            (os.POSIX_SPAWN_OPEN, 2, error_output_path, flags, 0o600),
+            *((os.POSIX_SPAWN_CLOSE, fd) for fd in map(int, os.listdir("/proc/self/fd")) if fd not in (0, 1, 2)),  # noqa: PTH208
+        ]
+        spawn = functools.partial(os.posix_spawn, file_actions=actions, setsid=True)
+        self._pids.extend(map(spawn, command[:1], [command], [environ]))
+
+    def poll(self) -> int | None:
+        """Reap the child if it has ended. Return :attr:`returncode`."""
+        if not self._reaped:
+            try:
+                self._reaped.extend(filter(operator.itemgetter(0), map(os.waitpid, self._pids, (os.WNOHANG,))))
+            except ChildProcessError:  # If the program ignores SIGCHLD, the kernel keeps no status.
+                self._reaped.append((self.pid, 0))
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Wait until the child has ended, and return its exit status.
+
+        Raises
+        ------
+        TimeoutExpired
+            The child did not end within `timeout` seconds.
+        """
+        deadline_s, pause_s = time.monotonic() + timeout, 0.0005
+        while (status := self.poll()) is None:
+            if time.monotonic() >= deadline_s:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _QUERY_PAUSE_S)
+        return status
+
+    def kill(self) -> None:
+        """Kill the process group of the session, unless the child was reaped: the number may be of another group."""
+        if not self._reaped:
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def end(self) -> str:
+        """Kill the session, unless the child was not started or was reaped. Return the text of :func:`kill_child`."""
+        return kill_child(self, leads_group=False) if self._pids and not self._reaped else ""
+
+
+def kill_child(
+    child: subprocess.Popen[bytes] | SpawnedChild, *, leads_group: bool = True, timeout_s: float = KILL_TIMEOUT_S
+) -> str:
     """Kill a child and wait until it has ended, or abandon it.
 
     Parameters

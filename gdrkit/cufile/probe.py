@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gdrkit.children import kill_child
+from gdrkit.children import SpawnedChild
 from gdrkit.errors import Api, ApiError, Reason, SetupMissing
 from gdrkit.forks import ForkSafeLock
 
@@ -27,6 +27,7 @@ __all__ = ["TIMEOUT_S", "ProbeResult", "main", "probe", "require"]
 TIMEOUT_S = 30.0
 _OPERATION = "cuFileDriverOpen in a child process"
 _OUTPUT_CHARACTERS_MAX = 400
+_OUTPUT_NAME, _ERROR_OUTPUT_NAME = "output", "error_output"
 _MODULES = Path("/proc/modules")
 _NO_MODULES = "use a kernel with loadable modules: without /proc/modules, libcufile loops forever"
 
@@ -57,21 +58,15 @@ def probe(*, timeout_s: float = TIMEOUT_S) -> ProbeResult:
         ``TIMEOUT``: the child did not end in time and was killed. Otherwise the error that the child reported.
     """
     with tempfile.TemporaryDirectory(prefix="gdrkit-cufile-") as folder:
-        child = subprocess.Popen(
-            [sys.executable, "-m", __name__],
-            # Without this variable, libcufile writes its log into the current folder.
-            env={"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log", **os.environ},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
+        status = _run_child(folder, timeout_s)
+        output, error_output = (
+            (Path(folder) / name).read_text("utf-8", "backslashreplace") for name in (_OUTPUT_NAME, _ERROR_OUTPUT_NAME)
         )
-        output, error_output = _wait(child, timeout_s)
-    lines = output.decode("utf-8", "backslashreplace").splitlines()
-    result = json.loads(lines[-1]) if child.returncode == 0 and lines else None
+    lines = output.splitlines()
+    result = json.loads(lines[-1]) if status == 0 and lines else None
     if result is None:
-        error_text = error_output.decode("utf-8", "backslashreplace").strip()[-_OUTPUT_CHARACTERS_MAX:]
-        detail = _describe_exit(child.returncode) + (f"; it printed: {error_text}" if error_text else "")
+        error_text = error_output.strip()[-_OUTPUT_CHARACTERS_MAX:]
+        detail = _describe_exit(status) + (f"; it printed: {error_text}" if error_text else "")
         raise _make_probe_error(detail, Reason.OTHER)
     if "failure" in result:
         raise _make_child_error(result["failure"])
@@ -124,29 +119,29 @@ def main() -> int:
     return 0
 
 
-def _wait(child: subprocess.Popen[bytes], timeout_s: float) -> tuple[bytes, bytes]:
-    """Wait for the child and return its standard output and standard error. Kill it if it does not end in time."""
+def _run_child(folder: str, timeout_s: float) -> int:
+    """Run the child with its output in files of the folder, and return its exit status.
+
+    An exception of a signal handler, such as Ctrl-C, ends the child too. The terminal does not, because the child is in
+    another session.
+    """
+    child = SpawnedChild()
     try:
-        return child.communicate(timeout=timeout_s)
+        child.start(
+            [sys.executable, "-m", __name__],
+            # Without this variable, libcufile writes its log into the current folder.
+            {"CUFILE_LOGFILE_PATH": f"{folder}/cufile.log", **os.environ},
+            output_path=f"{folder}/{_OUTPUT_NAME}",
+            error_output_path=f"{folder}/{_ERROR_OUTPUT_NAME}",
+        )
+        return child.wait(timeout_s)
     except subprocess.TimeoutExpired as error:
         detail = f"the child did not end within {timeout_s:g} s and was killed"
-        if kill_failure := _kill(child):
+        if kill_failure := child.end():
             detail += f"; {kill_failure}"
         raise _make_probe_error(detail, Reason.TIMEOUT, what_to_do="" if _MODULES.exists() else _NO_MODULES) from error
-    except BaseException:
-        # The child is in another session, so Ctrl-C in the terminal does not end it.
-        _kill(child)
-        raise
-
-
-def _kill(child: subprocess.Popen[bytes]) -> str:
-    """Kill the child and all of its processes. Return the reason if it is still alive, otherwise an empty text."""
-    for pipe in (child.stdout, child.stderr):
-        # Close the pipes now: a descendant that has left the process group may keep the other ends open. A read would
-        # then not end.
-        if pipe is not None:
-            pipe.close()
-    return kill_child(child)
+    finally:
+        child.end()
 
 
 def _make_child_error(failure: dict[str, Any]) -> SetupMissing:

@@ -24,6 +24,12 @@ import subprocess, sys, time
 print(subprocess.Popen(["sleep", "100"], stdout=subprocess.DEVNULL).pid, flush=True)
 time.sleep(100)
 """
+# This program prints its descriptors, and whether it leads a session.
+_INHERITED_PROGRAM = """
+import os, sys
+print(sorted(int(fd) for fd in os.listdir("/proc/self/fd")), os.getsid(0) == os.getpid(), sys.stdin.read())
+sys.exit(3)
+"""
 
 
 def has_ended(process_id: int) -> bool:
@@ -65,6 +71,42 @@ def test_child_that_outlives_sigkill_is_abandoned(*, leads_group: bool) -> None:
         assert time.monotonic() - started_s < 20
     assert child.wait(20) == -9
     assert children.kill_child(child, leads_group=leads_group) == ""
+
+
+def test_spawned_child_inherits_no_descriptors(tmp_path: Path) -> None:
+    inherited_fd = os.dup(0)
+    os.set_inheritable(inherited_fd, True)  # noqa: FBT003 - the function takes no names.
+    child, output_path = children.SpawnedChild(), tmp_path / "output"
+    command = [sys.executable, "-c", _INHERITED_PROGRAM]
+    child.start(command, os.environ, output_path=str(output_path), error_output_path=str(tmp_path / "error_output"))
+    os.close(inherited_fd)
+    assert child.wait(60) == child.returncode == 3
+    # The last descriptor is of the folder that the child lists.
+    assert output_path.read_text() == "[0, 1, 2, 3] True \n"
+    assert child.end() == ""
+
+
+def test_spawned_child_ends_with_its_process_group(tmp_path: Path) -> None:
+    child, output_path = children.SpawnedChild(), tmp_path / "output"
+    command = [sys.executable, "-c", _PARENT_PROGRAM]
+    child.start(command, os.environ, output_path=str(output_path), error_output_path=str(tmp_path / "error_output"))
+    wait_until(lambda: output_path.read_text().endswith("\n"), "the child has started its child")
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0)
+    assert child.end() == ""
+    assert child.returncode == -9
+    wait_until(lambda: has_ended(int(output_path.read_text())), "the child of the child has ended")
+
+
+def test_spawned_child_ends_while_sigchld_is_ignored(tmp_path: Path) -> None:
+    previous_handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        child = children.SpawnedChild()
+        paths = {"output_path": str(tmp_path / "output"), "error_output_path": str(tmp_path / "error_output")}
+        child.start(["/bin/true"], {}, **paths)
+        assert child.wait(60) == 0
+    finally:
+        signal.signal(signal.SIGCHLD, previous_handler)
 
 
 def test_threads_share_one_deadline_and_are_named() -> None:

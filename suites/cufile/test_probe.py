@@ -13,6 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from support.python_child import run_sweep
 
 from gdrkit import cufile
 from gdrkit.errors import Api, Reason, SetupMissing
@@ -101,6 +102,12 @@ def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(SetupMissing) as error_info:
         cufile.probe()
     assert error_info.value.status == 5022
+
+
+@NEEDS_TWIN
+def test_interrupted_probe_leaves_no_child() -> None:
+    """In an older version, an interrupt right after the fork left the child running."""
+    run_sweep("cufile.interrupt_sweep", points_min=51)
 
 
 @pytest.mark.parametrize("leaves_the_group", [False, True])
