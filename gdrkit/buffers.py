@@ -285,6 +285,7 @@ class MemoryResource(Resource):
         self.address = address
         self.length_bytes = length_bytes
         self._release_actions = ReleaseStack()
+        self._is_closing = False
         super().__init__(f"memory.{kind.value}", name=f"{kind.value} memory at {address:#x}", on_close=on_close)
 
     @property
@@ -321,8 +322,15 @@ class MemoryResource(Resource):
         """Register `action` to run before the memory is freed, and return a function that removes it.
 
         The actions run in reverse order: the last registered action runs first.
+
+        Raises
+        ------
+        ClosedResource
+            The memory was freed, or another thread or the call that a signal handler interrupts is freeing it.
         """
         self._check_open()
+        if self._is_closing:
+            raise ClosedResource(self._name)
         return self._release_actions.push(action)
 
     def close(self) -> None:
@@ -336,9 +344,13 @@ class MemoryResource(Resource):
         """
         if self._is_closed:
             return
-        self._release_actions.run()
-        with self.current():
-            super().close()
+        self._is_closing = True
+        try:
+            self._release_actions.run()
+            with self.current():
+                super().close()
+        finally:
+            self._is_closing = False
 
     @abstractmethod
     def _copy_to_host(self, address: int, view: memoryview) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import threading
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -78,10 +77,11 @@ class PrimaryContext(Closeable):
     def __init__(self, index: int) -> None:
         self.index = index
         self._cu_device = _driver.call_int("cuDeviceGet", ordinal=index)
-        self._cu_context: int | None = None
-        self._handle: Handle | None = None
+        # The primary context, when it is retained: its CUcontext, and the count of it in :func:`gdrkit.handles.live`.
+        # Calls that retain it at the same time each add an item, and all but the first remove theirs. A lock could be
+        # held by the thread that a signal handler interrupts, or at a fork.
+        self._retained: list[tuple[int, Handle]] = []
         self._releases = ReleaseStack()
-        self._retain_lock = threading.Lock()
         self._is_closed = False
 
     @property
@@ -170,29 +170,32 @@ class PrimaryContext(Closeable):
         if self._is_closed:
             return
         self._releases.run()
-        if self._cu_context is not None:
+        if self._retained:
             _driver.call("cuDevicePrimaryCtxRelease", dev=self._cu_device)
-            self._cu_context = None
-        if self._handle is not None:
-            self._handle.release()
+            _, handle = self._retained.pop()
+            handle.release()
         self._is_closed = True
 
     def _retain(self) -> int:
         if self._is_closed:
             resource = f"CUDA device {self.index}"
             raise ClosedResource(resource)
-        if self._cu_context is None:
-            with self._retain_lock:
-                # Another thread may have retained the context since the check above.
-                if self._cu_context is None:
-                    self._handle = Handle("cuda.primary_context")
-                    try:
-                        self._cu_context = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device)
-                    except BaseException:
-                        self._handle.release()
-                        self._handle = None
-                        raise
-        return self._cu_context
+        retained = self._retained
+        return retained[0][0] if retained else self._retain_first()
+
+    def _retain_first(self) -> int:
+        handle = Handle("cuda.primary_context")
+        try:
+            item = _driver.call_int("cuDevicePrimaryCtxRetain", dev=self._cu_device), handle
+        except BaseException:
+            handle.release()
+            raise
+        self._retained.append(item)
+        if self._retained[0] is not item:  # Another thread or a signal handler has retained it meanwhile.
+            self._retained.remove(item)
+            handle.release()
+            _driver.call("cuDevicePrimaryCtxRelease", dev=self._cu_device)
+        return item[0]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.index}{', closed' if self._is_closed else ''})"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Self
 from gdrkit import forks
 from gdrkit.cufile import _cufile, parameters
 from gdrkit.cufile.interfaces import OwnedMemory
-from gdrkit.errors import ApiError, ClosedResource, Reason, UsageError
+from gdrkit.errors import ApiError, ClosedResource, GdrkitError, Reason, UsageError
 from gdrkit.handles import Handle
 
 if TYPE_CHECKING:
@@ -144,7 +144,9 @@ class RegisteredBuffer:
         self._address = memory.address
         # The stream that got the newest asynchronous transfer of this memory.
         self._stream: CudaStream | None = None
-        self._lock = forks.ForkSafeLock()
+        self._is_queueing = False
+        # A signal handler may call use_stream() while its thread has the lock.
+        self._lock = forks.ForkSafeLock(reentrant=True)
         with memory.current():
             _cufile.call(
                 "cuFileBufRegister", "buf_register", bufPtr_base=self._address, length=self._length_bytes, flags=0
@@ -170,37 +172,51 @@ class RegisteredBuffer:
         Raises
         ------
         UsageError
-            ``BUSY``: the work of another stream is not done.
+            ``BUSY``: the work of another stream is not done, or a signal handler interrupts the block of its thread.
         """
         # The lock is held during the block. Until the transfer is queued, another thread would find no work on this
         # stream.
         with self._lock:
-            other_stream = self._stream
-            if other_stream is not None and (
-                other_stream.closed or other_stream.handle == stream.handle or other_stream.query()
-            ):
-                other_stream = None
-            if other_stream is not None and _allows_compat_mode():
-                message = (
-                    f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
-                    f"({self._length_bytes} bytes), because stream {other_stream.handle:#x} has not finished its work "
-                    "with this memory, and libcufile mixes up the bytes of several streams in compat mode"
-                )
-                what_to_do = (
-                    f"queue all transfers of this memory on one stream, or synchronize stream {other_stream.handle:#x} "
-                    "first; if every transfer must be direct, set allow_compat_mode to false in cufile.json"
-                )
-                raise UsageError(message, reason=Reason.BUSY, what_to_do=what_to_do)
-            self._stream = stream
-            yield
+            if self._is_queueing:
+                message = f"{operation} cannot use memory for which the interrupted call is queueing a transfer"
+                raise UsageError(message, reason=Reason.BUSY, what_to_do="queue the transfer after the signal handler")
+            self._is_queueing = True
+            try:
+                self._check_stream(stream, operation)
+                self._stream = stream
+                yield
+            finally:
+                self._is_queueing = False
+
+    def _check_stream(self, stream: CudaStream, operation: str) -> None:
+        other_stream = self._stream
+        if other_stream is not None and (
+            other_stream.closed or other_stream.handle == stream.handle or other_stream.query()
+        ):
+            other_stream = None
+        if other_stream is not None and _allows_compat_mode():
+            message = (
+                f"{operation} on stream {stream.handle:#x} cannot use the memory registered at {self._address:#x} "
+                f"({self._length_bytes} bytes), because stream {other_stream.handle:#x} has not finished its work "
+                "with this memory, and libcufile mixes up the bytes of several streams in compat mode"
+            )
+            what_to_do = (
+                f"queue all transfers of this memory on one stream, or synchronize stream {other_stream.handle:#x} "
+                "first; if every transfer must be direct, set allow_compat_mode to false in cufile.json"
+            )
+            raise UsageError(message, reason=Reason.BUSY, what_to_do=what_to_do)
 
     def close(self) -> None:
         """Deregister the memory; a second close does nothing."""
         if self._is_closed:
             return
-        with self.memory.current():
-            _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
-        self._is_closed = True
+        self._is_closed = True  # Before the call, so that a signal handler does not deregister the memory, too.
+        try:
+            with self.memory.current():
+                _cufile.call("cuFileBufDeregister", "buf_deregister", bufPtr_base=self._address)
+        except GdrkitError:
+            self._is_closed = False
+            raise
         _registrations.pop(self._address, None)
         self._remove_close_callback()
         self._handle.release()
@@ -234,7 +250,8 @@ class BufferCache:
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
-        self._lock = forks.ForkSafeLock()
+        # A signal handler may lease or free memory while its thread has the lock.
+        self._lock = forks.ForkSafeLock(reentrant=True)
         # The registrations by the address of their first byte.
         self._entries: dict[int, _CacheEntry] = {}
         # Memory that cuFile refused to register. The cache tries again after other memory was deregistered.
@@ -245,7 +262,8 @@ class BufferCache:
     def registered_bytes(self) -> int:
         """Size of all registered memory, in bytes."""
         with self._lock:
-            return sum(entry.buffer.memory.length_bytes for entry in self._entries.values())
+            entries = tuple(self._entries.values())
+            return sum(entry.memory.length_bytes for entry in entries if entry.buffer is not None)
 
     @contextlib.contextmanager
     def lease(self, memory: Memory) -> Iterator[bool]:
@@ -258,48 +276,68 @@ class BufferCache:
         While the block runs, freeing an :class:`OwnedMemory` fails with a UsageError (BUSY).
         """
         with self._lock:
-            entry = self._find_or_register(memory)
-            if entry is not None:
-                entry.lease_count += 1
+            entry = self._lease_registered(memory) or self._register(memory)
         try:
             yield entry is not None
         finally:
             if entry is not None:
                 with self._lock:
-                    entry.lease_count -= 1
-                    if entry.lease_count == 0 and not entry.is_kept:
-                        self._deregister(entry)
+                    self._end_lease(entry)
 
     def after_fork_in_child(self) -> None:
         """Forget all registrations in a forked child, because they belong to the parent."""
         self._entries.clear()
 
-    def _find_or_register(self, memory: Memory) -> _CacheEntry | None:
+    def _lease_registered(self, memory: Memory) -> _CacheEntry | None:
+        """Return the entry of registered memory with one more lease, or None."""
         entry = self._entries.get(memory.address)
-        if entry is not None and not entry.buffer.closed:
-            # cuFile accepts no second registration of an address.
-            return entry if entry.buffer.memory.length_bytes >= memory.length_bytes else None
+        if entry is None:
+            return None
+        entry.lease_count += 1  # From now on, no signal handler deregisters the memory.
+        if entry.is_registered and entry.memory.length_bytes >= memory.length_bytes:
+            return entry
+        self._end_lease(entry)
+        return None
+
+    def _register(self, memory: Memory) -> _CacheEntry | None:
+        """Register the memory and return its entry with one lease, or None."""
         if memory.closed or memory in self._refused_memories:
             return None
+        # The entry exists before the registration, so that a signal handler neither registers nor frees the memory.
+        entry = _CacheEntry(memory, lease_count=1)
+        existing = self._entries.setdefault(memory.address, entry)
+        if existing is not entry:
+            if existing.buffer is None or not existing.buffer.closed:
+                return None  # cuFile accepts no second registration of an address.
+            self._entries[memory.address] = entry  # The driver has deregistered the memory at its end.
         try:
+            if isinstance(memory, OwnedMemory) and memory.owned:
+                entry.is_kept = True
+                entry.stop_watching = memory.before_release(lambda: self._deregister_before_release(entry))
             try:
-                buffer = RegisteredBuffer(self._driver, memory)
+                entry.buffer = RegisteredBuffer(self._driver, memory)
             except ApiError:
                 if not self._deregister_unused():
                     raise
-                buffer = RegisteredBuffer(self._driver, memory)
-        except ApiError:
-            self._refused_memories.add(memory)
+                entry.buffer = RegisteredBuffer(self._driver, memory)
+        except BaseException as error:
+            self._entries.pop(memory.address, None)
+            entry.stop_watching()
+            if not isinstance(error, ApiError | ClosedResource):
+                raise
+            if isinstance(error, ApiError):
+                self._refused_memories.add(memory)
             return None
-        entry = self._entries[memory.address] = _CacheEntry(buffer)
-        if isinstance(memory, OwnedMemory) and memory.owned:
-            entry.is_kept = True
-            entry.stop_watching = memory.before_release(lambda: self._deregister_before_release(entry))
         return entry
+
+    def _end_lease(self, entry: _CacheEntry) -> None:
+        entry.lease_count -= 1
+        if entry.lease_count == 0 and not entry.is_kept:
+            self._deregister(entry)
 
     def _deregister_before_release(self, entry: _CacheEntry) -> None:
         with self._lock:
-            if self._entries.get(entry.buffer.memory.address) is not entry:
+            if self._entries.get(entry.memory.address) is not entry:
                 return
             if entry.lease_count:
                 message = "a transfer by cuFile uses the memory"
@@ -308,14 +346,16 @@ class BufferCache:
 
     def _deregister_unused(self) -> int:
         """Deregister all memory that no transfer uses. Return the number of registrations."""
-        unused_entries = [entry for entry in self._entries.values() if entry.lease_count == 0]
+        unused_entries = [entry for entry in tuple(self._entries.values()) if entry.lease_count == 0]
         for entry in unused_entries:
             self._deregister(entry)
         return len(unused_entries)
 
     def _deregister(self, entry: _CacheEntry) -> None:
-        entry.buffer.close()
-        self._entries.pop(entry.buffer.memory.address, None)
+        if entry.buffer is not None:
+            entry.buffer.close()
+        if self._entries.get(entry.memory.address) is entry:
+            self._entries.pop(entry.memory.address, None)
         entry.stop_watching()
         self._refused_memories.clear()
 
@@ -326,14 +366,22 @@ class _CacheEntry:
 
     Attributes
     ----------
+    buffer : RegisteredBuffer or None
+        The registration. None: it is in progress, or cuFile has refused it.
     is_kept : bool
         Whether the memory stays registered after its last lease, until its owner frees it.
     """
 
-    buffer: RegisteredBuffer
+    memory: Memory
+    lease_count: int
+    buffer: RegisteredBuffer | None = None
     is_kept: bool = False
-    lease_count: int = 0
     stop_watching: Callable[[], None] = lambda: None
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the memory is registered now. The driver deregisters all memory when it closes."""
+        return self.buffer is not None and not self.buffer.closed
 
 
 def _allows_compat_mode() -> bool:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BorrowedHostMemory", "HostAllocator", "HostBuffer", "HostMemory", "MappedFile"]
 
-_lock = ForkSafeLock()
+# A signal handler or a finalizer may allocate or free memory while its thread has the lock.
+_lock = ForkSafeLock(reentrant=True)
 _mapping_numbers = itertools.count(1)
 # Address and length of every mapping that still exists, by its number. A process never uses a number twice.
 _live_mappings: dict[int, tuple[int, int]] = {}
@@ -224,5 +225,6 @@ class _Mapping:
             if self._borrower_count:
                 message = f"host memory at {self.address:#x} has {self._borrower_count} open borrowers"
                 raise UsageError(message, reason=Reason.BUSY, what_to_do="close the borrowed memory first")
+            # From here on, a signal handler cannot borrow the mapping.
+            _live_mappings.pop(self._number, None)
             self.pages.close()
-            del _live_mappings[self._number]

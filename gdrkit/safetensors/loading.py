@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import ClosedResource, UsageError
+from gdrkit.forks import ForkSafeLock
 from gdrkit.gds import File
 from gdrkit.safetensors.devices import (
     DeviceLoad,
@@ -51,7 +51,8 @@ class ModelLoad:
     ) -> None:
         self._files, self._headers, self._devices = files, headers, devices
         self._shares_count, self._is_list = shares_count, is_list
-        self._lock = threading.Lock()
+        # A signal handler may call result() or close() while its thread has the lock.
+        self._lock = ForkSafeLock(reentrant=True)
         self._loaded_tensors: list[LoadedTensors] | None = None
         self._is_abandoned = False
 
@@ -98,10 +99,11 @@ class ModelLoad:
                     name = "the load"
                     raise ClosedResource(name)
                 try:
-                    self._loaded_tensors = self._finish(on_progress)
+                    self._loaded_tensors = self._finish(self._devices, on_progress)
                 except BaseException:
                     self._abandon()
                     raise
+                self._devices = []
         return self._loaded_tensors if self._is_list else self._loaded_tensors[0]
 
     def close(self) -> None:
@@ -119,38 +121,43 @@ class ModelLoad:
     def _list_transfers(self) -> list[Transfer]:
         return [load.transfer for load in self._devices if load.transfer is not None]
 
-    def _finish(self, on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
-        _make_tensors(self._devices)
-        transfers = self._list_transfers()
-        if on_progress is not None:
-            total_bytes = self.length_bytes
-            while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
+    def _finish(self, devices: list[DeviceLoad], on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
+        """Wait for the transfers of the devices, and return the tensors. A signal handler gets the same tensors."""
+        try:
+            _make_tensors(devices)
+            transfers = [load.transfer for load in devices if load.transfer is not None]
+            if on_progress is not None:
+                total_bytes = self.length_bytes
+                while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
+                    on_progress(self.bytes_moved, total_bytes)
                 on_progress(self.bytes_moved, total_bytes)
-            on_progress(self.bytes_moved, total_bytes)
-        results = [transfer.result() for transfer in transfers]
-        began_s = time.monotonic()
-        report = LoadReport(
-            route=results[0].route,
-            bytes=sum(result.bytes for result in results),
-            direct_io_bytes=sum(result.direct_io_bytes for result in results),
-            peer_bytes=copy_to_peers(self._devices) if self._shares_count > 1 else 0,
-            duration_s=max(result.duration_s for result in results),
-        )
-        remember_rates(self._devices, report, copy_duration_s=time.monotonic() - began_s)
-        for file in self._files:
-            file.close()
-        tensors_of_devices = [load.tensors for load in self._devices]
+            results = [transfer.result() for transfer in transfers]
+            began_s = time.monotonic()
+            report = LoadReport(
+                route=results[0].route,
+                bytes=sum(result.bytes for result in results),
+                direct_io_bytes=sum(result.direct_io_bytes for result in results),
+                peer_bytes=copy_to_peers(devices) if self._shares_count > 1 else 0,
+                duration_s=max(result.duration_s for result in results),
+            )
+            remember_rates(devices, report, copy_duration_s=time.monotonic() - began_s)
+            for file in self._files:
+                file.close()
+        except BaseException:
+            del devices  # The traceback of an error has this frame, which must not keep the memory.
+            raise
+        tensors_of_devices = [load.tensors for load in devices]
         for tensors in tensors_of_devices:
             tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
-        self._devices = []
         return tensors_of_devices
 
     def _abandon(self) -> None:
         """Cancel the transfers, wait for their end, and drop the files and the memory."""
         self._is_abandoned = True
-        self.cancel()
-        for transfer in self._list_transfers():
-            transfer.exception()
+        with contextlib.suppress(UsageError):  # A forked child cannot wait for the transfers of its parent.
+            self.cancel()
+            for transfer in self._list_transfers():
+                transfer.exception()
         for file in self._files:
             file.close()
         self._devices = []

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any, Self
 
 from gdrkit.errors import UsageError
+from gdrkit.forks import ForkSafeLock
 from gdrkit.gds import File
 from gdrkit.safetensors.devices import DeviceLoad, maker_of
 from gdrkit.safetensors.header import pause_collector, read_header
@@ -58,7 +58,8 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         self._maker = maker_of(framework)
         self._device_index = self._maker.device_index(device)
         self._whole_file = whole_file
-        self._lock = threading.Lock()
+        # A signal handler may load a tensor while its thread has the lock.
+        self._lock = ForkSafeLock(reentrant=True)
         self._loaded_tensors: LoadedTensors | None = None
         self._file = File(filename, direct="never")
         try:
@@ -88,7 +89,9 @@ class safe_open:  # noqa: N801 - the name in safetensors.
         """Load all tensors and return them by their names."""
         with self._lock:
             if self._loaded_tensors is None:
-                self._loaded_tensors = self._load(layout_of(self._header))
+                loaded_tensors = self._load(layout_of(self._header))
+                if self._loaded_tensors is None:  # Else a signal handler has loaded them meanwhile.
+                    self._loaded_tensors = loaded_tensors
             return self._loaded_tensors
 
     def get_slice(self, name: str) -> TensorSlice:

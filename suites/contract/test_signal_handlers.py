@@ -1,0 +1,74 @@
+"""Signal handlers that use the object of the call that they interrupt, outside of gdrkit.gds: every call ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from models.model_files import write_model
+from support.python_child import run_python, run_sweep
+
+from gdrkit.errors import Api
+from gdrkit.harness.needs import cuda, cufile, needs, software
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+# A program that forks while a thread retains the context of a device. The child uses the device, too.
+FORK_PROGRAM = """
+import faulthandler, os, threading
+from gdrkit import cuda, handles
+from gdrkit.errors import GdrkitError
+device = cuda.Device(0)
+thread = threading.Thread(target=device.context_handle)
+thread.start()
+while "cuda.primary_context" not in handles.live():
+    assert thread.is_alive()
+child = os.fork()
+if child == 0:
+    faulthandler.dump_traceback_later(20, exit=True)
+    try:
+        device.context_handle()
+    except GdrkitError:  # A driver may refuse every call of a forked child.
+        pass
+    os._exit(7)
+status = os.waitpid(child, 0)[1]
+thread.join()
+device.close()
+print(os.waitstatus_to_exitcode(status))
+"""
+
+
+def sweep(scenario: str, folder: Path) -> None:
+    """Run a signal handler at every point of a call."""
+    run_sweep("contract.handler_sweep", scenario, folder, points_min=5)
+
+
+@needs(cuda.device(), software(Api.CUDA))
+def test_handler_while_a_context_is_retained(tmp_path: Path) -> None:
+    sweep("retain", tmp_path)
+
+
+@needs(cuda.device(), software(Api.CUDA))
+def test_fork_while_a_context_is_retained(tmp_path: Path) -> None:
+    """In an older version, the child waited for ever for a lock that a thread of its parent had."""
+    (tmp_path / "plan").write_text("gdrkit-faults 1\ncuDevicePrimaryCtxRetain call=1 delay_us=2000000\n")
+    completed = run_python("-c", FORK_PROGRAM, GDRKIT_TWINS_FAULTS=str(tmp_path / "plan"))
+    assert (completed.returncode, completed.stdout) == (0, "7\n"), completed.stderr
+
+
+@needs(cuda.device(), cufile.driver, software(Api.CUFILE))
+@pytest.mark.parametrize("scenario", ["lease", "lease_and_close", "close_memory", "use_stream"])
+def test_handler_while_memory_is_registered_with_cufile(tmp_path: Path, scenario: str) -> None:
+    sweep(scenario, tmp_path)
+
+
+@pytest.mark.parametrize("scenario", ["result", "result_and_close", "get_tensors"])
+def test_handler_while_a_model_file_is_loaded(tmp_path: Path, seed: int, scenario: str) -> None:
+    write_model(tmp_path / "model.safetensors", [("a", "F32", (4, 4))], seed=seed)
+    sweep(scenario, tmp_path)
+
+
+def test_handler_while_host_memory_is_allocated_and_freed(tmp_path: Path) -> None:
+    sweep("host_memory", tmp_path)

@@ -1,0 +1,35 @@
+"""A child that is forked while a thread of the parent loads a model file: it waits for no lock of the parent."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from models.model_files import write_model
+from support.forked import get_lock, hold_in_another_thread, run_in_forked_child
+
+from gdrkit.safetensors import safe_open, start_load_files
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+TENSORS = (("a", "F32", (4, 4)),)
+
+
+def test_load_is_closed_in_a_forked_child(tmp_path: Path, seed: int) -> None:
+    file = write_model(tmp_path / "model", TENSORS, seed=seed)
+    with start_load_files([file.path], framework="dlpack") as load:
+        with hold_in_another_thread(get_lock(load)):
+            assert run_in_forked_child(load.close) == 0
+        assert load.result()["a"].read() == file.tensors["a"]
+
+
+def test_file_is_read_in_a_forked_child(tmp_path: Path, seed: int) -> None:
+    file = write_model(tmp_path / "model", TENSORS, seed=seed)
+    with safe_open(file.path, "dlpack") as opened:
+
+        def read_in_child() -> None:
+            assert opened.get_tensors()["a"].read() == file.tensors["a"]
+
+        with hold_in_another_thread(get_lock(opened)):
+            assert run_in_forked_child(read_in_child) == 0
+        read_in_child()
