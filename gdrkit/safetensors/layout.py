@@ -6,16 +6,15 @@ only where the next tensor would otherwise be unaligned.
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, SupportsIndex
 
 from gdrkit.errors import UsageError
 from gdrkit.safetensors.header import ELEMENT_TYPES
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from gdrkit.safetensors.header import Header, TensorEntry
 
@@ -31,24 +30,10 @@ EVERYTHING = ...
 # tensors begin at a multiple of their element size, so that one read still fills many scalars.
 _ALIGNED_MIN_BYTES = 256
 _ALIGNMENT_BYTES = 16
-
-
-class _Part(NamedTuple):
-    """A part of a tensor.
-
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of the part.
-    runs : sequence of int
-        Offset of each contiguous run, from the end of the header, in bytes.
-    run_bytes : int
-        Size of each run, in bytes.
-    """
-
-    shape: tuple[int, ...]
-    runs: Sequence[int]
-    run_bytes: int
+# This is faster than the call of Placement.
+_new_tuple = tuple.__new__
+# A part of a tensor: its shape, the offset of each contiguous run from the end of the header, and the size of each run.
+_Part = tuple[tuple[int, ...], Sequence[int], int]
 
 
 class Placement(NamedTuple):
@@ -106,43 +91,43 @@ def layout_of(header: Header, select: Select | None = None, *, names: Iterable[s
     if select is None and names is None and all(entry[2] % _ALIGNMENT_BYTES == 0 for entry in header.tensors.values()):
         # The memory has the layout of the file, so one read fills it.
         placements = [
-            Placement(name, dtype, shape, begin, end - begin)
+            _new_tuple(Placement, (name, dtype, shape, begin, end - begin))
             for name, (dtype, shape, begin, end) in header.tensors.items()
         ]
         whole_data = (header.data_offset_bytes, 0, header.data_bytes)
         return Layout(placements, array("Q", whole_data if header.data_bytes else ()), header.data_bytes)
     placements, reads = [], array("Q")
-    memory_end = file_end = read_length = 0
+    memory_end = file_end = read_length = run_bytes = 0
+    runs: Sequence[int]
     read_begin, read_offset = header.data_offset_bytes, 0
     entries = header.tensors.items() if names is None else [(name, header.tensors[name]) for name in names]
     for name, entry in entries:
         dtype, shape, begin, end = entry
-        length, scattered_part = end - begin, None
+        runs, length = (begin,), end - begin
         if select is not None:
             part = _make_part(name, entry, select(name, shape))
             if part is None:
                 continue
-            shape, length = part.shape, part.run_bytes * len(part.runs)
-            begin = part.runs[0] if part.runs else begin
-            scattered_part = part if len(part.runs) > 1 else None
+            shape, runs, run_bytes = part
+            length = run_bytes * len(runs)
+            begin = runs[0] if runs else begin
         alignment = _ALIGNMENT_BYTES if length >= _ALIGNED_MIN_BYTES else -(-ELEMENT_TYPES[dtype].bits // 8)
         offset = memory_end + -memory_end % alignment
-        placements.append(Placement(name, dtype, shape, offset, length))
+        placements.append(_new_tuple(Placement, (name, dtype, shape, offset, length)))
         memory_end = offset + length
-        if scattered_part is None and begin == file_end and offset == read_offset + read_length:
+        if len(runs) <= 1 and begin == file_end and offset == read_offset + read_length:
             read_length += length
             file_end += length
             continue
         if read_length:
             reads.extend((read_begin, read_offset, read_length))
         read_length, read_offset, file_end = 0, memory_end, -1
-        if scattered_part is None:
+        if len(runs) <= 1:
             read_begin, read_offset, read_length = header.data_offset_bytes + begin, offset, length
             file_end = begin + length
         else:
-            starts = [header.data_offset_bytes + run for run in scattered_part.runs]
-            targets = range(offset, memory_end, scattered_part.run_bytes)
-            reads.extend(rows_of(starts, targets, [scattered_part.run_bytes] * len(starts)))
+            starts = [header.data_offset_bytes + run for run in runs]
+            reads.extend(rows_of(starts, range(offset, memory_end, run_bytes), [run_bytes] * len(starts)))
     if read_length:
         reads.extend((read_begin, read_offset, read_length))
     return Layout(placements, reads, memory_end)
@@ -167,67 +152,70 @@ def _make_part(name: str, entry: TensorEntry, index: TensorIndex) -> _Part | Non
     if index is None:
         return None
     if index is EVERYTHING:
-        return _Part(entry.shape, (entry.begin,), entry.end - entry.begin)
-    ranges, shape = _list_ranges(name, entry.shape, index)
-    # All dimensions after `innermost` are selected completely. So each run covers these dimensions and the range of
-    # `innermost`.
-    innermost = len(ranges) - 1
-    while innermost > 0 and ranges[innermost] == (0, entry.shape[innermost]):
-        innermost -= 1
-    bits = ELEMENT_TYPES[entry.dtype].bits
-    # The first bit of each run, from the begin of the tensor.
-    starts, run_bits, stride_bits = [0], bits, bits * math.prod(entry.shape[innermost + 1 :])
-    for dimension in range(innermost, -1, -1):
-        begin, end = ranges[dimension]
-        if dimension == innermost:
-            starts, run_bits = [begin * stride_bits], (end - begin) * stride_bits
+        return entry.shape, (entry.begin,), entry.end - entry.begin
+    sizes = entry.shape
+    items = _expand_index(name, sizes, index) if isinstance(index, tuple) or not sizes else (index,)
+    # Each run has `count` units that follow each other. A unit is what one position of the dimensions so far has. The
+    # starts are in bits, from the begin of the tensor. The dimensions that the index omits stay complete.
+    starts, count, unit_bits = [0], 1, (entry.end - entry.begin) * 8
+    shape = []
+    for size, item in zip(sizes, items, strict=False):
+        if isinstance(item, slice):
+            begin, end = _range_of_slice(name, size, item)
+            shape.append(end - begin)
         else:
-            starts = [position * stride_bits + start for position in range(begin, end) for start in starts]
-        stride_bits *= entry.shape[dimension]
+            begin = _position_of(name, size, item)
+            end = begin + 1
+        outer_bits, unit_bits = unit_bits, unit_bits // size if size else 0
+        if end - begin == size:
+            count *= size
+            continue
+        first_bit = begin * unit_bits
+        starts = [start + first_bit + unit * outer_bits for start in starts for unit in range(count)]
+        count = end - begin
+    shape_of_part = (*shape, *sizes[len(items) :])
+    run_bits = count * unit_bits
     if not run_bits or not starts:
-        return _Part(shape, (), 0)
-    if run_bits % 8 or any(start % 8 for start in starts):
+        return shape_of_part, (), 0
+    if run_bits % 8 or (unit_bits % 8 and any(start % 8 for start in starts)):
         message = (
-            f"the part {index!r} of tensor {name!r} begins or ends inside a byte, because {entry.dtype} has {bits} bits"
+            f"the part {index!r} of tensor {name!r} begins or ends inside a byte, because {entry.dtype} has "
+            f"{ELEMENT_TYPES[entry.dtype].bits} bits"
         )
         raise UsageError(message, what_to_do="select an even number of elements of the last dimension")
-    return _Part(shape, [entry.begin + start // 8 for start in starts], run_bits // 8)
+    return shape_of_part, [entry.begin + start // 8 for start in starts], run_bits // 8
 
 
-def _list_ranges(
-    name: str, shape: tuple[int, ...], index: TensorIndex
-) -> tuple[list[tuple[int, int]], tuple[int, ...]]:
-    """Return the begin and the end of the selected range of each dimension, and the shape of the part."""
-    items = list(index) if isinstance(index, tuple) else [index]
+def _expand_index(name: str, shape: tuple[int, ...], index: TensorIndex) -> tuple[object, ...]:
+    """Return the items of an index, with complete slices in place of ``...``."""
+    items = index if isinstance(index, tuple) else (index,)
     ellipses = [position for position, item in enumerate(items) if item is EVERYTHING]
     omitted_count = len(shape) - (len(items) - len(ellipses))
     if len(ellipses) > 1 or omitted_count < 0:
         message = f"{index!r} has too many items for tensor {name!r} of shape {list(shape)}"
         raise UsageError(message)
     for position in ellipses:
-        items[position : position + 1] = [slice(None)] * omitted_count
-    ranges, part_shape = [], []
-    for item, size in zip(items, shape, strict=False):
-        if isinstance(item, slice):
-            begin, end, step = item.indices(size)
-            if step != 1:
-                message = f"the step of a slice must be 1, not {step} (tensor {name!r})"
-                raise UsageError(message, what_to_do="load the tensor, and select the elements on the device")
-            end = max(begin, end)
-            part_shape.append(end - begin)
-        elif isinstance(item, SupportsIndex) and not isinstance(item, bool):
-            position = item.__index__()
-            if not -size <= position < size:
-                message = f"index {position} is not inside a dimension of size {size} (tensor {name!r})"
-                raise UsageError(message)
-            begin = position % size
-            end = begin + 1
-        else:
-            message = f"an index must have numbers, slices and ..., not {item!r:.40} (tensor {name!r})"
-            raise UsageError(message)
-        ranges.append((begin, end))
-    omitted_sizes = shape[len(items) :]
-    return [*ranges, *((0, size) for size in omitted_sizes)], (*part_shape, *omitted_sizes)
+        items = (*items[:position], *[slice(None)] * omitted_count, *items[position + 1 :])
+    return items
+
+
+def _range_of_slice(name: str, size: int, item: slice) -> tuple[int, int]:
+    begin, end, step = item.indices(size)
+    if step != 1:
+        message = f"the step of a slice must be 1, not {step} (tensor {name!r})"
+        raise UsageError(message, what_to_do="load the tensor, and select the elements on the device")
+    return begin, max(begin, end)
+
+
+def _position_of(name: str, size: int, item: object) -> int:
+    if isinstance(item, bool) or not isinstance(item, SupportsIndex):
+        message = f"an index must have numbers, slices and ..., not {item!r:.40} (tensor {name!r})"
+        raise UsageError(message)
+    position = item.__index__()
+    if not -size <= position < size:
+        message = f"index {position} is not inside a dimension of size {size} (tensor {name!r})"
+        raise UsageError(message)
+    return position % size
 
 
 def file_share(reads: array[int], share_index: int, shares_count: int) -> array[int]:
