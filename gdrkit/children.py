@@ -57,8 +57,8 @@ class SpawnedChild:
     def start(
         self, command: Sequence[str], environ: Mapping[str, str], *, output_path: str, error_output_path: str
     ) -> None:
-        """Start the child. It inherits no descriptors, and its output goes to two new files."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        """Start the child. It inherits no descriptors, and its output goes to two files."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         actions = [
             (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
             (os.POSIX_SPAWN_OPEN, 1, output_path, flags, 0o600),

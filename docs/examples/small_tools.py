@@ -147,6 +147,10 @@ assert remedies.package_names("g++", manager="dnf") == ("gcc-c++",)
 # A child process and threads that do not outlive their owner.
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 children.kill_child(child)
+spawned = children.SpawnedChild()
+spawned.start(["/bin/sleep", "60"], os.environ, output_path=os.devnull, error_output_path=os.devnull)
+assert not spawned.end()
+assert spawned.returncode == -9
 thread = threading.Thread(target=lambda: None)
 thread.start()
 children.join_threads([thread], timeout_s=5)

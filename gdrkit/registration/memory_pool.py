@@ -117,7 +117,8 @@ class MemoryPool(Closeable):
         self._allocator = allocator
         self._idle_bytes_max = idle_bytes_max
         self._idle_s_max = idle_ms_max / 1000
-        self._lock = threading.Lock()
+        # A signal handler may use the pool while its thread has the lock.
+        self._lock = threading.RLock()
         # For each idle allocation, the time at which it became idle. The allocation that is idle longest is the first.
         self._idle: dict[DeviceBuffer, float] = {}
         self._in_use: dict[PooledMemory, None] = {}
@@ -138,7 +139,7 @@ class MemoryPool(Closeable):
                 idle_blocks=len(self._idle),
                 idle_bytes=self._count_idle_bytes(),
                 in_use_blocks=len(self._in_use),
-                in_use_bytes=sum(pooled_memory.memory.length_bytes for pooled_memory in self._in_use),
+                in_use_bytes=sum(pooled_memory.memory.length_bytes for pooled_memory in tuple(self._in_use)),
                 hits=self._hits,
                 misses=self._misses,
                 trimmed_blocks=self._trimmed,
@@ -201,7 +202,7 @@ class MemoryPool(Closeable):
     def after_fork_in_child(self) -> None:
         """Mark the pool as closed in a forked child: the memory belongs to the parent."""
         self._is_inherited = self._is_closed = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._inherited = (self._idle, self._in_use)
         self._idle, self._in_use = {}, {}
 
@@ -217,12 +218,11 @@ class MemoryPool(Closeable):
     def _take_idle(self, length_bytes: int) -> DeviceBuffer | None:
         """Return the smallest idle allocation that is long enough and at most twice as long as needed."""
         needed_bytes = align_up(length_bytes, alignment_bytes=GPU_RDMA_PAGE_BYTES)
-        fitting_blocks = [memory for memory in self._idle if needed_bytes <= memory.length_bytes <= 2 * needed_bytes]
-        if not fitting_blocks:
-            return None
-        memory = min(fitting_blocks, key=lambda candidate: candidate.length_bytes)
-        del self._idle[memory]
-        return memory
+        for memory in sorted(self._idle, key=lambda candidate: candidate.length_bytes):
+            # A signal handler may have taken the allocation meanwhile.
+            if needed_bytes <= memory.length_bytes <= 2 * needed_bytes and self._idle.pop(memory, None) is not None:
+                return memory
+        return None
 
     def _add(self, memory: DeviceBuffer, length_bytes: int) -> PooledMemory:
         pooled_memory = PooledMemory(memory, length_bytes, self._take_back)
@@ -246,9 +246,9 @@ class MemoryPool(Closeable):
                 is_expired = expiry is not None and idle_since < expiry
                 if self._count_idle_bytes() <= bytes_max and not is_expired:
                     break
-                del self._idle[memory]
-                self._trimmed += 1
-                free_actions.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
+                if self._idle.pop(memory, None) is not None:  # Else a signal handler has taken it meanwhile.
+                    self._trimmed += 1
+                    free_actions.push(lambda memory=memory: self._free(memory))  # type: ignore[misc]
         free_actions.run()
 
     def _free(self, memory: DeviceBuffer) -> None:
@@ -262,7 +262,7 @@ class MemoryPool(Closeable):
             raise
 
     def _count_idle_bytes(self) -> int:
-        return sum(memory.length_bytes for memory in self._idle)
+        return sum(memory.length_bytes for memory in tuple(self._idle))
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -213,7 +213,8 @@ class BufferPool:
         except BaseException:
             self._memory.close()
             raise
-        self._lock = threading.Lock()
+        # A signal handler may use the pool while its thread has the lock.
+        self._lock = threading.RLock()
         # The offsets of the free buffers in the memory.
         self._free = deque(index * stride_bytes for index in range(count))
         self._waiters: deque[_Waiter] = deque()  # The threads that wait for a buffer, the longest wait first.
@@ -266,7 +267,7 @@ class BufferPool:
             waiter = _Waiter()
             self._waiters.append(waiter)
         try:
-            waiter.buffer_assigned.wait(None if timeout_ms is None else timeout_ms / 1000)
+            waiter.wait_for_buffer(None if timeout_ms is None else timeout_ms / 1000)
         except BaseException:
             self._leave_queue(waiter)
             raise
@@ -290,8 +291,12 @@ class BufferPool:
         if self._is_inherited:
             return
         with self._lock:
-            self._refuse_while_used()
-            self._is_closed = True
+            self._is_closed = True  # Before the count, so that a signal handler gets no buffer.
+            try:
+                self._refuse_while_used()
+            except UsageError:
+                self._is_closed = False
+                raise
         if not self._memory.closed:
             self._memory.close()
             self._handle.release()
@@ -299,7 +304,7 @@ class BufferPool:
     def after_fork_in_child(self) -> None:
         """Mark the pool as closed in a forked child: the memory and its registration belong to the parent."""
         self._is_inherited = self._is_closed = True
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiters = deque()
         self._in_use = set()
 
@@ -332,7 +337,7 @@ class BufferPool:
         if self._waiters:
             waiter = self._waiters.popleft()
             waiter.offset_bytes = offset_bytes
-            waiter.buffer_assigned.set()
+            waiter.buffer_assigned.release()
         else:
             self._free.append(offset_bytes)
 
@@ -363,5 +368,14 @@ class _Waiter:
     __slots__ = ("buffer_assigned", "offset_bytes")
 
     def __init__(self) -> None:
-        self.buffer_assigned = threading.Event()
+        # This lock is released when a buffer is assigned. A signal handler of the waiting thread may do this, so the
+        # methods must not be Python code, such as the methods of threading.Event, which take another lock.
+        self.buffer_assigned = threading.Lock()
+        self.buffer_assigned.acquire()
         self.offset_bytes: int | None = None  # The offset of the assigned buffer.
+
+    def wait_for_buffer(self, timeout_s: float | None) -> None:
+        """Wait until a buffer is assigned or the time is over."""
+        self.buffer_assigned.acquire(
+            timeout=-1 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
+        )

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from support.interrupts import Interrupter
 
 import gdrkit
-from gdrkit import cuda, cufile, handles, safetensors
+from gdrkit import cuda, cufile, handles, safetensors, verbs
 from gdrkit.errors import GdrkitError, Reason
-from gdrkit.host import HostMemory
+from gdrkit.host import HostAllocator, HostMemory
+from gdrkit.registration import BufferPool, MemoryPool
+from gdrkit.units import GPU_RDMA_PAGE_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -125,6 +127,33 @@ def _host_memory(_folder: Path) -> Iterator[_Round]:
     yield _Round(lambda: HostMemory(_LENGTH_BYTES).close(), lambda: HostMemory(_LENGTH_BYTES).close())
 
 
+@contextlib.contextmanager
+def _memory_pool(_folder: Path) -> Iterator[_Round]:
+    with MemoryPool(HostAllocator(), idle_bytes_max=4 * GPU_RDMA_PAGE_BYTES) as pool:
+        pool.allocate(_LENGTH_BYTES).close()
+
+        def use() -> None:
+            with pool.allocate(_LENGTH_BYTES), pool.allocate(_LENGTH_BYTES):
+                assert pool.statistics().in_use_blocks >= 2
+
+        yield _Round(use, use)
+        assert pool.statistics().in_use_blocks == 0
+
+
+@contextlib.contextmanager
+def _buffer_pool(_folder: Path) -> Iterator[_Round]:
+    (opened_nic,) = verbs.open_active_nics(count_max=1)
+    with opened_nic as nic, BufferPool(HostAllocator(), [nic], buffer_bytes=64, count=2) as pool:
+
+        def use() -> None:
+            with pool.allocate() as buffer:
+                buffer.write(b"data")
+                assert pool.statistics().free <= 1
+
+        yield _Round(use, use)
+        assert pool.statistics().free == 2
+
+
 SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_Round]]] = {
     "retain": _retain,
     "lease": _lease,
@@ -135,6 +164,8 @@ SCENARIOS: dict[str, Callable[[Path], contextlib.AbstractContextManager[_Round]]
     "result_and_close": lambda folder: _load(folder, lambda load: load.close()),
     "get_tensors": _open,
     "host_memory": _host_memory,
+    "memory_pool": _memory_pool,
+    "buffer_pool": _buffer_pool,
 }
 
 

@@ -9,7 +9,7 @@ from models.model_files import write_model
 from support.python_child import run_python, run_sweep
 
 from gdrkit.errors import Api
-from gdrkit.harness.needs import cuda, cufile, needs, software
+from gdrkit.harness.needs import cuda, cufile, needs, software, verbs
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,3 +72,12 @@ def test_handler_while_a_model_file_is_loaded(tmp_path: Path, seed: int, scenari
 
 def test_handler_while_host_memory_is_allocated_and_freed(tmp_path: Path) -> None:
     sweep("host_memory", tmp_path)
+
+
+def test_handler_while_memory_of_a_pool_is_used(tmp_path: Path) -> None:
+    sweep("memory_pool", tmp_path)
+
+
+@needs(verbs.nic(), software(Api.VERBS))
+def test_handler_while_a_buffer_of_a_pool_is_used(tmp_path: Path) -> None:
+    sweep("buffer_pool", tmp_path)
