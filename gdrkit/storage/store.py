@@ -137,7 +137,14 @@ class FileStore:
         return file
 
     def adopt(self, descriptor: int, *, read: bool, write: bool) -> Any:  # noqa: ANN401 - native object.
-        """Open the file of a descriptor that a client sent. Fail with EXDEV if the file is not in the store."""
+        """Open the file of a descriptor that a client sent.
+
+        Raises
+        ------
+        OSError
+            EXDEV: the file is not in the store. EACCES: the descriptor does not permit the reads or writes. EAGAIN:
+            another process has a lease on the file.
+        """
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         access = flags & os.O_ACCMODE
         if flags & os.O_PATH or (read and access == os.O_WRONLY) or (write and access == os.O_RDONLY):
@@ -150,8 +157,10 @@ class FileStore:
         first_name = os.fsencode(relative_path).split(b"/")[0]
         if is_on_other_device or relative_path.startswith("../") or first_name in _HIDDEN:
             raise OSError(errno.EXDEV, "the file of the descriptor is not in this store")
-        # The file is opened again, because flags such as O_APPEND belong to the client's descriptor.
-        reopened_fd = os.open(f"/proc/self/fd/{descriptor}", (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC)
+        # The file is opened again, because flags such as O_APPEND belong to the client's descriptor. If a client has a
+        # lease on the file (F_SETLEASE), an open without O_NONBLOCK waits up to 45 s, and with it all other requests.
+        access = os.O_RDWR if write else os.O_RDONLY
+        reopened_fd = os.open(f"/proc/self/fd/{descriptor}", access | os.O_NONBLOCK | os.O_CLOEXEC)
         return self.native.adopt(reopened_fd, read=read, write=write)
 
     def stat(self, path: str) -> FileStat:
