@@ -1,8 +1,9 @@
-"""Files and memory that would make the agent or its server wait: a lease."""
+"""Files and memory by which one client could stop an agent: leases, and mounts on names of shared memory."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -10,14 +11,21 @@ import signal
 import threading
 from typing import TYPE_CHECKING
 
+import pytest
 from support.raw_usrbio import AgentProcess, RawClient
-from usrbio.user_processes import errno_of
+from usrbio.user_processes import UserProcess, errno_of
 
-from gdrkit.harness.needs import needs, verbs
+from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.usrbio.agent.agent_error import AgentError
+from gdrkit.usrbio.agent.shared_memory import SHM_FOLDER, open_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from multiprocessing.connection import Connection
     from pathlib import Path
+
+# sched.h and sys/mount.h.
+_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_PRIVATE = 0x20000, 0x1000, 0x4000, 0x40000
 
 
 @contextlib.contextmanager
@@ -50,3 +58,27 @@ def test_file_with_a_lease_stops_no_other_client(tmp_path: Path) -> None:
         assert honest.register_file(file.fileno())
         thread.join()
         assert refusals == [errno.EAGAIN]
+
+
+def open_mounted_file(connection: Connection) -> None:
+    """Mount a file of another file system on a name of /dev/shm, and send the errno of its publication."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    target = SHM_FOLDER / f"hf3fs-test-{os.getpid()}"
+    assert libc.unshare(_CLONE_NEWNS) == 0, os.strerror(ctypes.get_errno())
+    assert libc.mount(b"none", b"/", None, _MS_REC | _MS_PRIVATE, None) == 0, os.strerror(ctypes.get_errno())
+    target.touch(0o600)
+    try:
+        assert libc.mount(__file__.encode(), bytes(target), None, _MS_BIND, None) == 0
+        with pytest.raises(AgentError) as refusal:
+            open_shared(str(target), uid=target.stat().st_uid)
+        connection.send(refusal.value.errno)
+    finally:
+        libc.umount2(bytes(target), 0)
+        target.unlink()
+
+
+@needs(host.capability("CAP_SYS_ADMIN"))
+def test_file_mounted_in_shared_memory_is_refused() -> None:
+    with UserProcess(0, open_mounted_file) as process:
+        assert process.receive() == errno.EINVAL
+        process.process.join()

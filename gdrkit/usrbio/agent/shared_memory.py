@@ -104,8 +104,8 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
     Raises
     ------
     AgentError
-        EINVAL: the target is not a regular file directly in /dev/shm, or the file is empty. EACCES: the file belongs to
-        another user. Other errors have the errno of open(2).
+        EINVAL: the target is not a regular file directly in /dev/shm, the file is empty, or another file system is
+        mounted on its name. EACCES: the file belongs to another user. Other errors have the errno of open(2).
     """
     folder, _, name = target.rpartition("/")
     if folder != str(SHM_FOLDER) or name in {"", ".", ".."}:
@@ -116,9 +116,9 @@ def open_shared(target: str, *, uid: int) -> SharedFile:
         error_number = errno.EINVAL if error.errno == errno.ELOOP else error.errno or errno.EIO
         raise AgentError(error_number, f"open({target}) failed: {error.strerror}") from error
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or status.st_size <= 0:
+    if not _is_memory(status):
         os.close(fd)
-        raise AgentError(errno.EINVAL, f"{target} is empty or not a regular file")
+        raise AgentError(errno.EINVAL, f"{target} is empty, or not a regular file of the file system of {SHM_FOLDER}")
     if status.st_uid != uid:
         os.close(fd)
         raise AgentError(errno.EACCES, f"{target} belongs to user {status.st_uid}, not to user {uid}")
@@ -139,11 +139,10 @@ def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
     status = os.fstat(descriptor)
     folder, _, name = target.rpartition("/")
     access_mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & (os.O_ACCMODE | os.O_PATH)
-    is_memory = stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == SHM_FOLDER.stat().st_dev
     refusal: AgentError | None = None
     if folder != str(SHM_FOLDER) or not IOV_NAME.fullmatch(name):
         refusal = AgentError(errno.EINVAL, f"the target must be {SHM_FOLDER}/hf3fs-iov-UUID, not {target!r}")
-    elif not is_memory or status.st_nlink or access_mode != os.O_RDWR:
+    elif not _is_memory(status) or status.st_nlink or access_mode != os.O_RDWR:
         refusal = AgentError(errno.EINVAL, f"the descriptor is not writable memory of {SHM_FOLDER} without a name")
     elif status.st_uid != uid:
         refusal = AgentError(errno.EACCES, f"the memory belongs to user {status.st_uid}, not to user {uid}")
@@ -151,6 +150,14 @@ def adopt_unnamed(target: str, descriptor: int, *, uid: int) -> SharedFile:
         os.close(descriptor)
         raise refusal
     return SharedFile(descriptor, name, status, is_unnamed=True)
+
+
+def _is_memory(status: os.stat_result) -> bool:
+    """Return whether a file is in memory, so that an access to its bytes cannot wait for a disk or for a process.
+
+    A user may mount a file system of FUSE on the name of an own file in /dev/shm.
+    """
+    return stat.S_ISREG(status.st_mode) and status.st_size > 0 and status.st_dev == SHM_FOLDER.stat().st_dev
 
 
 def unlink_shared(name: str, identity: tuple[int, int]) -> None:
