@@ -215,11 +215,16 @@ def test_local_descriptor_is_of_the_file_of_the_handle(server: EmbeddedServer, t
         descriptor = access.open_local(store, session, handle)
         assert os.read(descriptor, 100) == b"folder"
         os.close(descriptor)
-        # Another user replaces the folder by a link after the server has opened the file.
+        # Another user replaces the folder after the server has opened the file: by another folder, or by a link.
         (store / "folder").rename(store / "moved")
-        (store / "folder").symlink_to(store / "other")
+        (store / "other").rename(store / "folder")
         with pytest.raises(AgentError, match="the path now belongs to another file"):
             access.open_local(store, session, handle)
+        (store / "folder").rename(store / "other")
+        (store / "folder").symlink_to(store / "moved")
+        with pytest.raises(OSError, match="open") as link_refusal:
+            access.open_local(store, session, handle)
+        assert link_refusal.value.errno == errno.ELOOP
         # Without the handle, the inode number may belong to a new file.
         (store / "folder").unlink()
         (store / "moved").rename(store / "folder")

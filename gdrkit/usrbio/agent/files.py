@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from gdrkit.storage import messages
+from gdrkit.storage._native import engine
 from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
@@ -103,9 +104,14 @@ class PathAccess:
         AgentError
             ESTALE: the path now belongs to another file. Other errors have the errno of the server's reply.
         OSError
-            open(2) failed.
+            The file cannot be opened. ELOOP, EXDEV: another user has replaced a folder of the path by a symbolic link
+            or a mount. An open that followed it could wait for a process of this user.
         """
-        found = os.open(store / self.path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+        store_fd = os.open(store, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = engine.open_beneath(store_fd, os.fsencode(self.path), os.O_PATH)
+        finally:
+            os.close(store_fd)
         try:
             status = os.fstat(found)
             reply = session.call(messages.Stat(handle=handle), messages.FileStat)
