@@ -22,8 +22,6 @@ constexpr std::size_t chunk_bytes_min = 4096;
 constexpr std::size_t pieces_max = local_read_bytes_max / piece_bytes_max + 1;
 // The chunks of a piece, and a part of one chunk more at each end.
 static_assert(piece_bytes_max / chunk_bytes_min + 2 <= storage::SumsReader::sums_per_read_max);
-// Result of read_piece() if the storage server has to execute the read.
-constexpr std::int64_t needs_server = -1;
 
 bool is_zero(std::span<const std::byte> bytes) {
     return std::all_of(bytes.begin(), bytes.end(), [](std::byte byte) { return byte == std::byte{0}; });
@@ -47,15 +45,16 @@ LocalStore::LocalStore(Descriptor sums, Descriptor generation_memory) : sums_fol
 }
 
 LocalFile::LocalFile(Descriptor file, std::shared_ptr<LocalStore> store)
-    : file_(std::move(file)), store_(std::move(store)), generation_(store_->generation.get() - 1) {
+    : file_(std::move(file)), store_(std::move(store)) {
     ++store_->files_count;
     update_sums();
 }
 
-// Searches the sums again if the server may have created some. Returns whether the sums are known.
+// Searches the sums again if the server may have created some, or if they were not usable: the server has executed the
+// last read, and then they are in the page cache and belong to the file. Returns whether the sums are known.
 bool LocalFile::update_sums() {
     const std::uint64_t generation = store_->generation.get();
-    if (generation != generation_) {
+    if (generation != generation_ || sums_state_ == Sums::unusable) {
         generation_ = generation;
         const int status = sums_.open(store_->sums_folder.get(), file_.get());
         sums_state_ = status == 0 ? Sums::open : status == -ENOENT ? Sums::none : Sums::unusable;
@@ -90,7 +89,15 @@ bool LocalFile::match_sums(std::uint64_t offset, std::span<const std::byte> byte
     return rest.empty() || matches_sum(*sum, rest, storage::crc32c(rest.data(), rest.size()));
 }
 
-// Reads and verifies one piece. Returns the number of bytes, or needs_server.
+// Returns whether the first `length` bytes of a chunk may suffice to verify it.
+bool LocalFile::may_match_sum(std::uint64_t chunk, std::size_t length) const noexcept {
+    Sum sum;
+    return sums_.read(chunk, {&sum, 1}) &&
+           (sum.state == SumState::unknown || (sum.state == SumState::valid && sum.length <= length));
+}
+
+// Reads and verifies one piece. Returns the number of bytes. If the storage server has to execute the read, returns the
+// bitwise complement of the number of bytes that were copied, which is negative.
 std::int64_t LocalFile::read_piece(std::uint64_t offset, std::span<std::byte> destination) const noexcept {
     std::size_t done = 0;
     bool is_end = false;
@@ -101,25 +108,26 @@ std::int64_t LocalFile::read_piece(std::uint64_t offset, std::span<std::byte> de
         if (count < 0) {
             if (count == -EOPNOTSUPP || count == -ENOSYS)
                 is_refused_.store(true, std::memory_order_relaxed);
-            return needs_server;
+            return ~static_cast<std::int64_t>(done);
         }
         done += static_cast<std::size_t>(count);
         is_end = count == 0;
     }
-    if (sums_state_ == Sums::open && !match_sums(offset, destination.first(done)))
-        return needs_server;
-    return static_cast<std::int64_t>(done);
+    const auto result = static_cast<std::int64_t>(done);
+    return sums_state_ == Sums::open && !match_sums(offset, destination.first(done)) ? ~result : result;
 }
 
-std::optional<std::int64_t> LocalFile::read(std::uint64_t offset, std::span<std::byte> destination,
-                                            ReadHelper& helper) {
+std::optional<std::int64_t> LocalFile::read(std::uint64_t offset, std::span<std::byte> destination, ReadHelper& helper,
+                                            std::uint64_t& copied_bytes) {
     if (is_refused_.load(std::memory_order_relaxed) || !update_sums() || destination.size() > local_read_bytes_max)
         return std::nullopt;
     // A chunk that is only partly in the range cannot be verified. If it has a sum, do not read in vain.
-    Sum sum;
-    if (sums_state_ == Sums::open && offset % sums_.chunk_bytes() != 0 &&
-        (!sums_.read(offset / sums_.chunk_bytes(), {&sum, 1}) || sum.state != SumState::unknown))
-        return std::nullopt;
+    if (sums_state_ == Sums::open) {
+        const std::uint64_t chunk_bytes = sums_.chunk_bytes(), end = offset + destination.size();
+        if ((offset % chunk_bytes != 0 && !may_match_sum(offset / chunk_bytes, 0)) ||
+            (end % chunk_bytes != 0 && !may_match_sum(end / chunk_bytes, end % chunk_bytes)))
+            return std::nullopt;
+    }
     const std::uint64_t first_piece = offset / piece_bytes_max;
     const auto piece_of = [&](std::size_t index) {
         const std::uint64_t begin = std::max(offset, (first_piece + index) * piece_bytes_max);
@@ -129,7 +137,8 @@ std::optional<std::int64_t> LocalFile::read(std::uint64_t offset, std::span<std:
     const std::size_t pieces_count = (offset + destination.size() - 1) / piece_bytes_max - first_piece + 1;
     if (pieces_count == 1) {
         const std::int64_t result = read_piece(offset, destination);
-        return result == needs_server ? std::nullopt : std::optional(result);
+        copied_bytes += static_cast<std::uint64_t>(result < 0 ? ~result : result);
+        return result < 0 ? std::nullopt : std::optional(result);
     }
     std::array<std::int64_t, pieces_max> results{};
     std::atomic<bool> has_failed{false};
@@ -138,9 +147,11 @@ std::optional<std::int64_t> LocalFile::read(std::uint64_t offset, std::span<std:
             return;
         const auto [begin, piece] = piece_of(index);
         results[index] = read_piece(begin, piece);
-        if (results[index] == needs_server)
+        if (results[index] < 0)
             has_failed.store(true, std::memory_order_relaxed);
     });
+    for (const std::int64_t result : results)
+        copied_bytes += static_cast<std::uint64_t>(result < 0 ? ~result : result);
     if (has_failed.load(std::memory_order_relaxed))
         return std::nullopt;
     std::int64_t done = 0;

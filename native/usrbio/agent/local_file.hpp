@@ -41,12 +41,14 @@ public:
     // than requested at the end of the file. Returns nothing if the storage server has to execute the read: a disk must
     // be read, a checksum does not match or covers bytes that are not requested, or the memory is gone. `destination`
     // may then contain any bytes. A fault in it must not end the process; see BusGuard. The client may change it
-    // meanwhile. `destination` has at most local_read_bytes_max bytes. Only one thread at a time may call this
-    // function.
-    std::optional<std::int64_t> read(std::uint64_t offset, std::span<std::byte> destination, ReadHelper& helper);
+    // meanwhile. `destination` has at most local_read_bytes_max bytes. Adds the number of bytes that were copied to
+    // `copied_bytes`, also if the result is nothing. Only one thread at a time may call this function.
+    std::optional<std::int64_t> read(std::uint64_t offset, std::span<std::byte> destination, ReadHelper& helper,
+                                     std::uint64_t& copied_bytes);
 
 private:
     bool update_sums();
+    bool may_match_sum(std::uint64_t chunk, std::size_t length) const noexcept;
     std::int64_t read_piece(std::uint64_t offset, std::span<std::byte> destination) const noexcept;
     bool match_sums(std::uint64_t offset, std::span<const std::byte> bytes) const noexcept;
 

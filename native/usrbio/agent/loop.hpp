@@ -189,7 +189,7 @@ private:
     // operations in flight.
     Clock::time_point last_result_time_{};
     ReadHelper read_helper_;
-    std::uint64_t local_bytes_ = 0;     // Bytes of all local reads so far.
+    std::uint64_t local_bytes_ = 0;     // Bytes that the loop has copied so far, also for reads that it then leaves.
     std::uint64_t local_bytes_end_ = 0; // Value of local_bytes_ at which the ring that is drained now has had its turn.
     std::vector<InFlight> in_flight_;
     std::vector<std::uint32_t> free_indices_;

@@ -22,8 +22,8 @@ constexpr std::uint64_t bytes_per_queue_pair = 256 * 1024;
 
 constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 
-// Number of bytes of local reads of one ring after which the other rings have their turn. If the ring has claimed more
-// entries by then, the storage server executes them.
+// Number of bytes that the loop copies for one ring, after which the other rings have their turn. If the ring has
+// claimed more entries by then, the storage server executes them.
 constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 // Number of bytes of local reads after which their completions are published. The application then works on them while
 // the loop continues.
@@ -129,15 +129,16 @@ bool Loop::read_locally(Ring& ring, const ClaimedOperation& entry, Buffer& buffe
         arguments.length > local_read_bytes_max || local_bytes_ >= local_bytes_end_)
         return false;
     auto* const destination = reinterpret_cast<std::byte*>(buffer.spec.mapping + arguments.buffer_offset);
-    const auto result = file.local->read(arguments.file_offset, {destination, arguments.length}, read_helper_);
-    if (!result || buffer.guard->has_bus_error())
+    const std::uint64_t bytes_before = local_bytes_;
+    const auto result =
+        file.local->read(arguments.file_offset, {destination, arguments.length}, read_helper_, local_bytes_);
+    if (!result)
         return false;
     ++statistics_.operations;
     ++statistics_.local_reads;
     ++statistics_.completions;
     statistics_.bytes += static_cast<std::uint64_t>(*result);
     post_completion(ring, entry.position, *result);
-    const std::uint64_t bytes_before = std::exchange(local_bytes_, local_bytes_ + arguments.length);
     if (bytes_before / publish_after_bytes != local_bytes_ / publish_after_bytes && !ring.is_broken)
         ring.side->flush(); // The ring stays in unpublished_rings_, for the completions that follow.
     return true;

@@ -4,91 +4,29 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <memory>
-#include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "storage/crc32c.hpp"
-#include "tests/check.hpp"
-#include "usrbio/agent/local_file.hpp"
+#include "usrbio/agent/tests/store_folder.hpp"
 
 using gdrkit::Descriptor;
 using namespace gdrkit::storage;
 using namespace gdrkit::usrbio::agent;
+using namespace gdrkit::usrbio::agent::tests;
 
 namespace {
 
-constexpr std::uint32_t chunk_bytes = 4096;
-constexpr std::size_t file_bytes = 64 * chunk_bytes + 100;
-
-Descriptor make_generation() {
-    Descriptor memory(memfd_create("generation", MFD_CLOEXEC | MFD_ALLOW_SEALING));
-    CHECK(ftruncate(memory.get(), 4096) == 0 && fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
-    return memory;
-}
-
-// A folder with a file of random bytes, and the folder of its sums, which the server has opened.
-struct Folder {
-    std::string path = "/tmp/gdrkit-local-XXXXXX";
-    Descriptor sums_folder, file;
-    Descriptor generation_memory = make_generation();
-    SumsGeneration generation;
-    SumsFile sums;
-    std::vector<std::byte> bytes;
-
-    explicit Folder(std::size_t length = file_bytes) : bytes(length) {
-        CHECK(mkdtemp(path.data()) != nullptr);
-        sums_folder = Descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
-        file = Descriptor(openat(sums_folder.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600));
-        std::mt19937 chance(1);
-        for (auto& byte : bytes)
-            byte = static_cast<std::byte>(chance());
-        CHECK(pwrite(file.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
-        CHECK(generation.open(generation_memory.get(), true) == 0);
-    }
-    ~Folder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
-
-    // Stores the sum of each chunk, as the server does for its writes.
-    void add_sums() {
-        struct stat now {};
-        CHECK(fstat(file.get(), &now) == 0);
-        const std::string name = sums_name(now.st_ino);
-        CHECK(mkdirat(sums_folder.get(), name.substr(0, 2).c_str(), 0700) == 0);
-        CHECK(sums.open(sums_folder.get(), name.c_str(), true, file.get(), chunk_bytes, generation) == 0);
-        CHECK(sums.reserve(0, bytes.size() / chunk_bytes + 1) == 0);
-        for (std::size_t begin = 0; begin < bytes.size(); begin += chunk_bytes) {
-            const auto length = static_cast<std::uint32_t>(std::min<std::size_t>(chunk_bytes, bytes.size() - begin));
-            sums.set(begin / chunk_bytes, {crc32c(bytes.data() + begin, length), length, SumState::valid});
-        }
-    }
-    std::unique_ptr<LocalFile> open_local() const {
-        auto store = std::make_shared<LocalStore>(Descriptor(fcntl(sums_folder.get(), F_DUPFD_CLOEXEC, 0)),
-                                                  Descriptor(fcntl(generation_memory.get(), F_DUPFD_CLOEXEC, 0)));
-        const std::string name = "/proc/self/fd/" + std::to_string(file.get());
-        return std::make_unique<LocalFile>(Descriptor(open(name.c_str(), O_RDONLY | O_CLOEXEC)), store);
-    }
-    // Reads locally and compares the bytes. Returns the result, or -1 if the server has to execute the read.
-    std::int64_t read(LocalFile& local, std::size_t offset, std::size_t length) const {
-        std::vector<std::byte> destination(length);
-        ReadHelper helper;
-        const auto result = local.read(offset, destination, helper);
-        if (!result)
-            return -1;
-        CHECK(std::memcmp(destination.data(), bytes.data() + offset, static_cast<std::size_t>(*result)) == 0);
-        return *result;
-    }
-};
-
 void test_file_without_sums() {
-    const Folder folder;
+    const StoreFolder folder;
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 0, chunk_bytes) == chunk_bytes && folder.read(*local, 5, 300) == 300);
     CHECK(folder.read(*local, 0, file_bytes + 1) == file_bytes);
@@ -96,7 +34,7 @@ void test_file_without_sums() {
 }
 
 void test_bytes_match_their_sums() {
-    Folder folder;
+    StoreFolder folder;
     folder.add_sums();
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 0, chunk_bytes) == chunk_bytes);
@@ -104,15 +42,15 @@ void test_bytes_match_their_sums() {
     CHECK(folder.read(*local, 64 * chunk_bytes, chunk_bytes) == 100);
     // A part of a chunk cannot be verified.
     CHECK(folder.read(*local, 1, chunk_bytes) == -1 && folder.read(*local, 0, chunk_bytes + 1) == -1);
-    folder.sums.set(1, {0, 0, SumState::unknown});
+    folder.sums->set(1, {0, 0, SumState::unknown});
     CHECK(folder.read(*local, 0, chunk_bytes + 1) == chunk_bytes + 1);
     // The server writes the chunk now.
-    folder.sums.set(2, {0, 0, SumState::being_written});
+    folder.sums->set(2, {0, 0, SumState::being_written});
     CHECK(folder.read(*local, 2 * chunk_bytes, chunk_bytes) == -1);
 }
 
 void test_corrupt_bytes_are_not_returned() {
-    Folder folder;
+    StoreFolder folder;
     folder.add_sums();
     const auto local = folder.open_local();
     for (const std::size_t offset : {std::size_t{0}, 63 * std::size_t{chunk_bytes} + 7, file_bytes - 1}) {
@@ -126,7 +64,7 @@ void test_corrupt_bytes_are_not_returned() {
 
 // The server creates the sums file with the first write. A reader must notice the sums at once.
 void test_new_sums_are_noticed() {
-    Folder folder;
+    StoreFolder folder;
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 1, 10) == 10);
     folder.add_sums();
@@ -135,7 +73,7 @@ void test_new_sums_are_noticed() {
 
 // The inode number of a deleted file is used again, and its sums are still there.
 void test_sums_of_an_earlier_file_are_not_used() {
-    Folder folder;
+    StoreFolder folder;
     folder.add_sums();
     struct stat now {};
     CHECK(fstat(folder.file.get(), &now) == 0);
@@ -144,12 +82,54 @@ void test_sums_of_an_earlier_file_are_not_used() {
     CHECK(pwrite(sums.get(), &other_inode, sizeof other_inode, 16) == sizeof other_inode);
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 0, chunk_bytes) == -1);
+    // The server discards them when it opens the file, as it does for each read that the loop leaves to it.
+    const std::string name = sums_name(now.st_ino);
+    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), name.c_str(), false, folder.file.get(), chunk_bytes,
+                                     folder.generation) == 0);
+    CHECK(folder.read(*local, 1, chunk_bytes) == chunk_bytes);
+}
+
+// If the sums are not in the page cache, the server executes the read, and then they are. On tmpfs, they always are.
+void test_sums_are_used_when_they_are_cached() {
+    StoreFolder folder;
+    folder.add_sums();
+    folder.sums.reset();
+    struct stat now {};
+    CHECK(fstat(folder.file.get(), &now) == 0);
+    const std::string name = sums_name(now.st_ino);
+    const Descriptor sums(openat(folder.sums_folder.get(), name.c_str(), O_RDONLY | O_CLOEXEC));
+    CHECK(fsync(sums.get()) == 0 && posix_fadvise(sums.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
+    const auto local = folder.open_local();
+    const std::int64_t result = folder.read(*local, 0, chunk_bytes);
+    CHECK(result == -1 || result == chunk_bytes);
+    CHECK(folder.sums.emplace().open(folder.sums_folder.get(), name.c_str(), false, folder.file.get(), chunk_bytes,
+                                     folder.generation) == 0);
+    CHECK(folder.sums->get(0).state == SumState::valid);
+    CHECK(folder.read(*local, 0, chunk_bytes) == chunk_bytes);
+}
+
+// A read whose first or last chunk cannot be verified copies no bytes, because the server copies them again.
+void test_unverifiable_reads_copy_nothing() {
+    StoreFolder folder;
+    folder.add_sums();
+    const auto local = folder.open_local();
+    ReadHelper helper;
+    for (const auto& [offset, length] : {std::pair<std::size_t, std::size_t>{0, 1},
+                                         {chunk_bytes, 40 * chunk_bytes + 1},
+                                         {chunk_bytes - 1, 4 * chunk_bytes + 1}}) {
+        std::vector<std::byte> destination(length, std::byte{0});
+        std::uint64_t copied_bytes = 0;
+        CHECK(!local->read(offset, destination, helper, copied_bytes) && copied_bytes == 0);
+        CHECK(std::all_of(destination.begin(), destination.end(), [](std::byte byte) { return byte == std::byte{0}; }));
+    }
+    // The sum of a chunk at the end of the file covers fewer bytes than the chunk has.
+    CHECK(folder.read(*local, 63 * chunk_bytes, chunk_bytes + 200) == chunk_bytes + 100);
 }
 
 // A long read has several pieces, and the helper reads some of them.
 void test_pieces_of_a_long_read_are_verified() {
     constexpr std::size_t long_bytes = std::size_t{3} * 1024 * 1024 + 5 * chunk_bytes + 100;
-    Folder folder(long_bytes);
+    StoreFolder folder(long_bytes);
     folder.add_sums();
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 0, long_bytes + chunk_bytes) == static_cast<std::int64_t>(long_bytes));
@@ -167,7 +147,7 @@ void test_pieces_of_a_long_read_are_verified() {
 // The kernel returns fewer bytes if a later page is not in the page cache. That is not the end of the file. The reads
 // are so short that they have one piece. On tmpfs, all pages are always cached.
 void test_uncached_bytes_are_not_the_end_of_the_file() {
-    const Folder folder;
+    const StoreFolder folder;
     const auto local = folder.open_local();
     constexpr std::size_t read_bytes = 16 * chunk_bytes;
     std::vector<char> cached(read_bytes);
@@ -211,12 +191,13 @@ void test_helper_executes_each_index_once() {
 }
 
 void test_lost_memory_is_left_to_the_server() {
-    const Folder folder;
+    const StoreFolder folder;
     const auto local = folder.open_local();
     void* const memory = mmap(nullptr, chunk_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
     ReadHelper helper;
-    CHECK(!local->read(0, {static_cast<std::byte*>(memory), chunk_bytes}, helper));
+    std::uint64_t copied_bytes = 0;
+    CHECK(!local->read(0, {static_cast<std::byte*>(memory), chunk_bytes}, helper, copied_bytes) && copied_bytes == 0);
     munmap(memory, chunk_bytes);
 }
 
@@ -228,6 +209,8 @@ int main() {
     test_corrupt_bytes_are_not_returned();
     test_new_sums_are_noticed();
     test_sums_of_an_earlier_file_are_not_used();
+    test_sums_are_used_when_they_are_cached();
+    test_unverifiable_reads_copy_nothing();
     test_pieces_of_a_long_read_are_verified();
     test_uncached_bytes_are_not_the_end_of_the_file();
     test_memory_that_can_shrink_is_no_counter();

@@ -1,0 +1,88 @@
+// A folder with a file and the folder of its checksums, for the tests of local reads.
+#pragma once
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "storage/crc32c.hpp"
+#include "tests/check.hpp"
+#include "usrbio/agent/local_file.hpp"
+
+namespace gdrkit::usrbio::agent::tests {
+
+inline constexpr std::uint32_t chunk_bytes = 4096;
+inline constexpr std::size_t file_bytes = 64 * chunk_bytes + 100;
+
+inline Descriptor make_generation() {
+    Descriptor memory(memfd_create("generation", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+    CHECK(ftruncate(memory.get(), 4096) == 0 && fcntl(memory.get(), F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+    return memory;
+}
+
+// A folder with a file of random bytes, and the folder of its sums, which the server has opened.
+struct StoreFolder {
+    std::string path = "/tmp/gdrkit-local-XXXXXX";
+    Descriptor sums_folder, file;
+    Descriptor generation_memory = make_generation();
+    storage::SumsGeneration generation;
+    std::optional<storage::SumsFile> sums; // Empty: the server has not opened the sums.
+    std::vector<std::byte> bytes;
+
+    explicit StoreFolder(std::size_t length = file_bytes) : bytes(length) {
+        CHECK(mkdtemp(path.data()) != nullptr);
+        sums_folder = Descriptor(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+        file = Descriptor(openat(sums_folder.get(), "file", O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+        std::mt19937 chance(1);
+        for (auto& byte : bytes)
+            byte = static_cast<std::byte>(chance());
+        CHECK(pwrite(file.get(), bytes.data(), bytes.size(), 0) == static_cast<ssize_t>(bytes.size()));
+        CHECK(generation.open(generation_memory.get(), true) == 0);
+    }
+    ~StoreFolder() { CHECK(std::system(("rm -r " + path).c_str()) == 0); }
+
+    // Stores the sum of each chunk, as the server does for its writes.
+    void add_sums() {
+        struct stat now {};
+        CHECK(fstat(file.get(), &now) == 0);
+        const std::string name = storage::sums_name(now.st_ino);
+        CHECK(mkdirat(sums_folder.get(), name.substr(0, 2).c_str(), 0700) == 0);
+        CHECK(sums.emplace().open(sums_folder.get(), name.c_str(), true, file.get(), chunk_bytes, generation) == 0);
+        CHECK(sums->reserve(0, bytes.size() / chunk_bytes + 1) == 0);
+        for (std::size_t begin = 0; begin < bytes.size(); begin += chunk_bytes) {
+            const auto length = static_cast<std::uint32_t>(std::min<std::size_t>(chunk_bytes, bytes.size() - begin));
+            sums->set(begin / chunk_bytes,
+                      {storage::crc32c(bytes.data() + begin, length), length, storage::SumState::valid});
+        }
+    }
+    std::unique_ptr<LocalFile> open_local() const {
+        auto store = std::make_shared<LocalStore>(Descriptor(fcntl(sums_folder.get(), F_DUPFD_CLOEXEC, 0)),
+                                                  Descriptor(fcntl(generation_memory.get(), F_DUPFD_CLOEXEC, 0)));
+        const std::string name = "/proc/self/fd/" + std::to_string(file.get());
+        return std::make_unique<LocalFile>(Descriptor(open(name.c_str(), O_RDONLY | O_CLOEXEC)), store);
+    }
+    // Reads locally and compares the bytes. Returns the result, or -1 if the server has to execute the read.
+    std::int64_t read(LocalFile& local, std::size_t offset, std::size_t length) const {
+        std::vector<std::byte> destination(length);
+        ReadHelper helper;
+        std::uint64_t copied_bytes = 0;
+        const auto result = local.read(offset, destination, helper, copied_bytes);
+        if (!result)
+            return -1;
+        CHECK(std::memcmp(destination.data(), bytes.data() + offset, static_cast<std::size_t>(*result)) == 0);
+        return *result;
+    }
+};
+
+} // namespace gdrkit::usrbio::agent::tests
