@@ -172,7 +172,8 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descr
         if (!file)
             file = std::make_unique<File>();
         file->spec = spec;
-        file->local = std::move(local);
+        // The caller's thread closes the old one: if that frees the blocks of a deleted file, it takes long.
+        std::swap(file->local, local);
     });
 }
 
@@ -213,6 +214,7 @@ bool Loop::remove_buffer(std::uint64_t client, const Id& id, std::chrono::millis
 }
 
 bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::milliseconds timeout) {
+    std::unique_ptr<LocalFile> local; // This thread closes it, as in set_file().
     return remove_and_wait(
         [&]() -> DrainPromise {
             auto& files = find_client(client).files;
@@ -221,6 +223,7 @@ bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::m
                 return nullptr;
             File& file = *entry->second;
             file.is_closing = true;
+            local = std::move(file.local);
             if (file.in_flight == 0) {
                 files.erase(entry);
                 return nullptr;

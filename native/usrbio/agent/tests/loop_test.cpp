@@ -1,8 +1,10 @@
 // Tests of the agent's loop. Threads of this process act as the storage server, which exchanges data frames with the
 // loop, and as the applications that own the rings.
 #include <fcntl.h>
+#include <netinet/in.h>
 #include <semaphore.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -24,6 +26,7 @@
 #include "tests/check.hpp"
 #include "usrbio/agent/bus_guard.hpp"
 #include "usrbio/agent/loop.hpp"
+#include "usrbio/agent/tests/store_folder.hpp"
 
 using gdrkit::Descriptor;
 using namespace gdrkit::usrbio;
@@ -550,6 +553,161 @@ void test_cached_bytes_are_read_by_the_loop() {
     CHECK(std::system(("rm -r " + folder).c_str()) == 0);
 }
 
+// A loop with a store of files of its own machine, and an application whose buffer the loop may fill itself.
+struct LocalFixture : LoopFixture {
+    static constexpr std::size_t memory_bytes = std::size_t{8} << 20;
+    static constexpr Id mapped_buffer{3};
+
+    LocalFixture() {
+        loop.set_local_store(Descriptor(fcntl(folder.sums_folder.get(), F_DUPFD_CLOEXEC, 0)),
+                             Descriptor(fcntl(folder.generation_memory.get(), F_DUPFD_CLOEXEC, 0)));
+        memory = Descriptor(memfd_create("buffer", MFD_CLOEXEC));
+        CHECK(ftruncate(memory.get(), memory_bytes) == 0);
+        base = static_cast<char*>(mmap(nullptr, memory_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.get(), 0));
+        CHECK(base != MAP_FAILED);
+        loop.add_buffer(1, {mapped_buffer, memory_bytes, 0, {{0x1000, 5}}, {}, reinterpret_cast<std::uintptr_t>(base)});
+        loop.set_file(1, {inode, 11, 12, true, true}, open_file());
+        loop.connect(server.client_socket, {0}, 1);
+    }
+    ~LocalFixture() {
+        CHECK(loop.remove_buffer(1, mapped_buffer, wait_timeout));
+        munmap(base, memory_bytes);
+    }
+    Descriptor open_file() const { return Descriptor(fcntl(folder.file.get(), F_DUPFD_CLOEXEC, 0)); }
+    void prepare(std::size_t buffer_offset, std::size_t length, std::uint64_t file_inode = inode) {
+        Arguments arguments = make_arguments(buffer_offset, length);
+        std::memcpy(arguments.buffer_id, mapped_buffer.data(), mapped_buffer.size());
+        arguments.file_inode = file_inode;
+        application.prepare(arguments);
+    }
+    // Reads the first bytes of a file. Returns whether the loop has executed the read.
+    bool reads_locally(std::uint64_t file_inode = inode) {
+        const std::uint64_t local_before = loop.statistics().local_reads, received_before = server.received_count;
+        prepare(0, 4096, file_inode);
+        application.submit();
+        CHECK(application.wait_for_completion().result == 4096);
+        const std::uint64_t local_count = loop.statistics().local_reads - local_before;
+        CHECK(local_count + server.received_count - received_before == 1);
+        return local_count == 1;
+    }
+
+    tests::StoreFolder folder{std::size_t{1} << 20};
+    Descriptor memory;
+    char* base = nullptr;
+    FrameServer server;
+    Application application{64, semaphores.handles[1]};
+};
+
+// The loop may read a MiB, and find that it must leave the read to the server. Such reads also end the turn of a ring.
+void test_failed_local_reads_end_the_turn_of_a_ring() {
+    LocalFixture fixture;
+    fixture.folder.add_sums();
+    const std::size_t last = fixture.folder.bytes.size() - 1;
+    const std::byte flipped = fixture.folder.bytes[last] ^ std::byte{1};
+    CHECK(pwrite(fixture.folder.file.get(), &flipped, 1, static_cast<off_t>(last)) == 1);
+    const std::size_t long_bytes = fixture.folder.bytes.size(), count = LocalFixture::memory_bytes / long_bytes;
+    // After a short read, the loop claims all others at once. The ring is full before the loop serves it.
+    fixture.prepare(0, 1);
+    for (std::size_t index = 0; index < count; ++index)
+        fixture.prepare(index * long_bytes, long_bytes);
+    fixture.serve(fixture.application);
+    fixture.application.submit();
+    for (std::size_t index = 0; index <= count; ++index)
+        CHECK(fixture.application.wait_for_completion().result > 0);
+    CHECK(fixture.loop.statistics().local_reads == 0 && fixture.server.received_count == count + 1);
+    // The server of this test moves no bytes, so only the reads of the loop have changed the memory.
+    std::size_t tried_count = 0;
+    for (std::size_t index = 0; index < count; ++index)
+        tried_count += std::memcmp(fixture.base + index * long_bytes, fixture.folder.bytes.data(), 4096) == 0;
+    CHECK(tried_count == 1);
+}
+
+// Writes, reads that must not return holes, and reads into memory that was truncated are for the server.
+void test_server_executes_what_the_loop_may_not() {
+    for (const auto& [for_read, flags] : {std::pair<bool, std::uint64_t>{true, 0}, {false, 0}, {true, 2}}) {
+        LocalFixture fixture;
+        fixture.loop.add_ring(1, {ring_id, for_read, 0, 1, std::chrono::milliseconds(0), flags},
+                              fixture.application.fd);
+        CHECK(fixture.reads_locally() == (for_read && flags == 0));
+    }
+    LocalFixture fixture;
+    fixture.serve(fixture.application);
+    CHECK(fixture.reads_locally());
+    CHECK(ftruncate(fixture.memory.get(), 0) == 0);
+    CHECK(*static_cast<volatile char*>(fixture.base) == 0); // SIGBUS: a page of this process replaces the page.
+    CHECK(!fixture.reads_locally());
+}
+
+// Files of the loop take at most an eighth of the descriptors of the process.
+void test_files_leave_descriptors_for_others() {
+    rlimit before{};
+    CHECK(getrlimit(RLIMIT_NOFILE, &before) == 0);
+    constexpr std::uint64_t descriptors_max = 256, files_max = descriptors_max / 8, first_inode = 1000;
+    CHECK(before.rlim_max >= descriptors_max);
+    const rlimit low{descriptors_max, before.rlim_max};
+    CHECK(setrlimit(RLIMIT_NOFILE, &low) == 0);
+    {
+        LocalFixture fixture; // It has one file.
+        fixture.serve(fixture.application);
+        for (std::uint64_t index = 0; index < files_max; ++index)
+            fixture.loop.set_file(1, {first_inode + index, 11, 12, true, true}, fixture.open_file());
+        CHECK(fixture.reads_locally(first_inode + files_max - 2) &&
+              !fixture.reads_locally(first_inode + files_max - 1));
+        CHECK(fixture.loop.remove_file(1, first_inode, wait_timeout));
+        fixture.loop.set_file(1, {first_inode + files_max - 1, 11, 12, true, true}, fixture.open_file());
+        CHECK(fixture.reads_locally(first_inode + files_max - 1));
+    }
+    CHECK(setrlimit(RLIMIT_NOFILE, &before) == 0);
+}
+
+// Returns one end of a connection whose close(2) blocks until the other end, `peer`, is closed.
+Descriptor make_descriptor_with_slow_close(Descriptor& peer) {
+    const Descriptor listener(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t length = sizeof address;
+    auto* const name = reinterpret_cast<sockaddr*>(&address);
+    CHECK(bind(listener.get(), name, length) == 0 && listen(listener.get(), 1) == 0);
+    CHECK(getsockname(listener.get(), name, &length) == 0);
+    Descriptor descriptor(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+    CHECK(connect(descriptor.get(), name, length) == 0);
+    peer = Descriptor(accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC));
+    CHECK(peer.get() >= 0);
+    const linger wait{1, 60};
+    CHECK(setsockopt(descriptor.get(), SOL_SOCKET, SO_LINGER, &wait, sizeof wait) == 0);
+    const std::vector<char> unread(1 << 16);
+    while (send(descriptor.get(), unread.data(), unread.size(), MSG_DONTWAIT | MSG_NOSIGNAL) > 0) {
+    }
+    return descriptor;
+}
+
+// The last close(2) of a deleted file frees its blocks, which takes long. It must not stop the loop.
+void test_loop_closes_no_files() {
+    for (const bool is_removed : {false, true}) {
+        LocalFixture fixture;
+        fixture.serve(fixture.application);
+        Descriptor peer;
+        constexpr std::uint64_t slow_inode = 8;
+        Descriptor slow = make_descriptor_with_slow_close(peer);
+        const int number = slow.get();
+        fixture.loop.set_file(1, {slow_inode, 13, 0, true, false}, std::move(slow));
+        std::atomic<bool> has_closed{false};
+        std::thread closer([&] {
+            if (is_removed)
+                CHECK(fixture.loop.remove_file(1, slow_inode, wait_timeout));
+            else
+                fixture.loop.set_file(1, {slow_inode, 13, 0, true, false});
+            has_closed = true;
+        });
+        while (fcntl(number, F_GETFD) >= 0) // close(2) first frees the number of the descriptor.
+            std::this_thread::yield();
+        CHECK(fixture.reads_locally() && !has_closed);
+        peer = Descriptor();
+        closer.join();
+    }
+}
+
 void test_buffers_leave_guards_for_rings() {
     char byte = 0;
     std::vector<std::unique_ptr<BusGuard>> guards;
@@ -569,6 +727,10 @@ void test_buffers_leave_guards_for_rings() {
 int main() {
     test_operations_complete();
     test_cached_bytes_are_read_by_the_loop();
+    test_failed_local_reads_end_the_turn_of_a_ring();
+    test_server_executes_what_the_loop_may_not();
+    test_files_leave_descriptors_for_others();
+    test_loop_closes_no_files();
     test_removal_waits_for_operations_in_flight();
     test_closed_connection_is_reported_and_replaced();
     test_silent_server_is_reported();
