@@ -20,7 +20,7 @@ from gdrkit import forks, loader
 from gdrkit.errors import ApiError, SetupMissing
 from gdrkit.remedies import system_install
 from gdrkit.verbs import _errors, _layout
-from gdrkit.verbs._rows import DeviceRow, GidRow, NativeRegion, PortAttributes, WorkCompletion
+from gdrkit.verbs._structures import DeviceEntry, GidEntry, NativeRegion, PortAttributes, WorkCompletion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -222,10 +222,10 @@ def _read_device_list_errno() -> tuple[int | None, str]:
     return error_number or None, "the errno comes from a second call, because pyverbs does not keep the first one"
 
 
-def list_devices() -> list[DeviceRow]:
+def list_devices() -> list[DeviceEntry]:
     """Return the result of ibv_get_device_list."""
     devices = call(_errors.DEVICE_LIST, _load_modules().device.get_device_list)
-    return [DeviceRow(device.name.decode(), device.guid) for device in devices]
+    return [DeviceEntry(device.name.decode(), device.guid) for device in devices]
 
 
 def open_device(name: str) -> object:
@@ -243,10 +243,10 @@ def query_ports(context: Any) -> list[PortAttributes]:
     return [PortAttributes(*(getattr(port, name) for name in field_names)) for port in ports]
 
 
-def query_gids(context: Any, entries_max: int) -> list[GidRow]:
+def query_gids(context: Any, entries_max: int) -> list[GidEntry]:
     """Return the nonzero GIDs of all ports, by ibv_query_gid_table."""
-    rows = call("ibv_query_gid_table", context.query_gid_table, entries_max, arguments={"max_entries": entries_max})
-    return [GidRow(row.port_num, row.gid_index, row.gid_str(), row.gid_type) for row in rows]
+    entries = call("ibv_query_gid_table", context.query_gid_table, entries_max, arguments={"max_entries": entries_max})
+    return [GidEntry(entry.port_num, entry.gid_index, entry.gid_str(), entry.gid_type) for entry in entries]
 
 
 def allocate_domain(context: Any) -> object:

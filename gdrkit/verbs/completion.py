@@ -19,7 +19,7 @@ from gdrkit.verbs import _pyverbs
 from gdrkit.verbs.status import CompletionOpcode, Status
 
 if TYPE_CHECKING:
-    from gdrkit.verbs._rows import WorkCompletion
+    from gdrkit.verbs._structures import WorkCompletion
     from gdrkit.verbs.context import NicContext
 
 __all__ = ["WORK_ID_MAX", "Completion", "CompletionQueue"]

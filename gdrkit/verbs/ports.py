@@ -11,7 +11,7 @@ from gdrkit.verbs import _pyverbs
 from gdrkit.verbs.status import LinkLayer, PortState, mtu_bytes
 
 if TYPE_CHECKING:
-    from gdrkit.verbs._rows import DeviceRow, GidRow
+    from gdrkit.verbs._structures import DeviceEntry, GidEntry
 
 __all__ = ["NicInfo", "PortInfo", "choose_gid", "list_nics", "query_ports"]
 
@@ -82,7 +82,7 @@ def list_nics() -> tuple[NicInfo, ...]:
     SetupMissing
         pyverbs or libibverbs is missing or does not fit, or the kernel has no RDMA support (errno ENOSYS).
     """
-    return tuple(_query_device(row) for row in _pyverbs.list_devices())
+    return tuple(_query_device(entry) for entry in _pyverbs.list_devices())
 
 
 def query_ports(context: object) -> tuple[PortInfo, ...]:
@@ -90,13 +90,13 @@ def query_ports(context: object) -> tuple[PortInfo, ...]:
     return tuple(
         PortInfo(
             number=number,
-            state=PortState(row.state),
-            link_layer=LinkLayer(row.link_layer),
-            lid=row.lid,
-            mtu_bytes=mtu_bytes(row.active_mtu),
-            gid_count=row.gid_count,
+            state=PortState(attributes.state),
+            link_layer=LinkLayer(attributes.link_layer),
+            lid=attributes.lid,
+            mtu_bytes=mtu_bytes(attributes.active_mtu),
+            gid_count=attributes.gid_count,
         )
-        for number, row in enumerate(_pyverbs.query_ports(context), start=1)
+        for number, attributes in enumerate(_pyverbs.query_ports(context), start=1)
     )
 
 
@@ -109,27 +109,27 @@ def choose_gid(context: object, ports: tuple[PortInfo, ...], port: PortInfo, gid
         The port has no GID, or none at `gid_index`.
     """
     # ibv_query_gid_table returns the GIDs of all ports, so it needs space for all of them.
-    gid_rows = _pyverbs.query_gids(context, sum(port_info.gid_count for port_info in ports))
-    usable_rows = [row for row in gid_rows if row.port == port.number and gid_index in {None, row.gid_index}]
-    if not usable_rows:
+    entries = _pyverbs.query_gids(context, sum(port_info.gid_count for port_info in ports))
+    usable_entries = [entry for entry in entries if entry.port == port.number and gid_index in {None, entry.gid_index}]
+    if not usable_entries:
         message = f"port {port.number} has no GID" + ("" if gid_index is None else f" at index {gid_index}")
         raise UsageError(message)
 
-    def preference(row: GidRow) -> tuple[bool, bool, bool, int]:
+    def preference(entry: GidEntry) -> tuple[bool, bool, bool, int]:
         # False sorts before True.
-        is_link_local = row.gid.startswith(_LINK_LOCAL)
-        return row.gid_type != _ROCE_V2, not row.gid.startswith(_IPV4_MAPPED), is_link_local, row.gid_index
+        is_link_local = entry.gid.startswith(_LINK_LOCAL)
+        return entry.gid_type != _ROCE_V2, not entry.gid.startswith(_IPV4_MAPPED), is_link_local, entry.gid_index
 
     if port.link_layer is LinkLayer.ETHERNET:
-        usable_rows.sort(key=preference)
-    return usable_rows[0].gid_index, usable_rows[0].gid
+        usable_entries.sort(key=preference)
+    return usable_entries[0].gid_index, usable_entries[0].gid
 
 
-def _query_device(row: DeviceRow) -> NicInfo:
+def _query_device(entry: DeviceEntry) -> NicInfo:
     ports: tuple[PortInfo, ...] = ()
     failure: ApiError | None = None
     try:
-        context = _pyverbs.open_device(row.name)
+        context = _pyverbs.open_device(entry.name)
     except ApiError as error:
         failure = error.clone()
     else:
@@ -137,11 +137,11 @@ def _query_device(row: DeviceRow) -> NicInfo:
             ports = query_ports(context)
         finally:
             _pyverbs.close("ibv_close_device", context)
-    guid = f"{row.node_guid:016x}"
+    guid = f"{entry.node_guid:016x}"
     return NicInfo(
-        name=row.name,
+        name=entry.name,
         node_guid=":".join(guid[start : start + 4] for start in range(0, 16, 4)),
-        driver=_read_driver_name(_SYSFS / row.name),
+        driver=_read_driver_name(_SYSFS / entry.name),
         ports=ports,
         error=failure,
     )

@@ -14,7 +14,7 @@ from gdrkit.handles import Resource
 from gdrkit.verbs.wire import RemoteRange
 
 if TYPE_CHECKING:
-    from gdrkit.verbs._rows import NativeRegion
+    from gdrkit.verbs._structures import NativeRegion
     from gdrkit.verbs.context import NicContext
 
 __all__ = ["Region", "ScatterGatherElement"]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["DeviceRow", "GidRow", "NativeRegion", "PortAttributes", "WorkCompletion"]
+__all__ = ["DeviceEntry", "GidEntry", "NativeRegion", "PortAttributes", "WorkCompletion"]
 
 
-class DeviceRow(NamedTuple):
+class DeviceEntry(NamedTuple):
     """One entry of ibv_get_device_list."""
 
     name: str
@@ -28,7 +28,7 @@ class PortAttributes(NamedTuple):
     gid_count: int
 
 
-class GidRow(NamedTuple):
+class GidEntry(NamedTuple):
     """One entry of ibv_query_gid_table."""
 
     port: int
