@@ -43,9 +43,8 @@ def fill_bundle(*, python: str, output: Path, extras: Path | None) -> None:
     """Fill the folder `output` for one Python version.
 
     The folder gets the wheels of gdrkit, of the software twins (libraries that emulate the hardware), of pyverbs and of
-    their dependencies. It also gets `gpu.py`, the
-    benchmark programs, and the wheels of kvikio and numpy. The wheels of kvikio and numpy come from the package
-    registry or from the folder `extras`, and are left out if neither has them.
+    their dependencies. It also gets `gpu.py` and the benchmark programs. The wheels of kvikio, numpy and the loaders of
+    model files come from the package registry or from the folder `extras`, and are left out if neither has them.
     """
     interpreter = shutil.which(python if "/" in python else f"python{python}")
     if interpreter is None or python_version(interpreter) < (3, 11):

@@ -87,8 +87,8 @@ def transfer_ranges(
 ) -> Transfer:
     """Read or write ranges of several open files by the copy engine, as one transfer, and return its future.
 
-    One call starts any number of ranges, into any memory of one device. The caller answers for the addresses: they are
-    not checked, because that would take longer than the start of all ranges.
+    One call starts any number of ranges, into any memory of one device. The caller must pass valid addresses: this
+    function does not check them, because the checks would take longer than the start of all ranges.
 
     Parameters
     ----------
@@ -97,7 +97,7 @@ def transfer_ranges(
     extents : array of int
         Four numbers for each range: index in `files`, offset in the file, address, length in bytes.
     memory : TransferBuffer
-        The device, and an object that keeps all addresses valid.
+        Names the device, and keeps the memory at all addresses allocated until the transfer is over.
     write : bool
         True: write from memory into the files. False: read from the files into memory.
 

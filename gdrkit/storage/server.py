@@ -216,7 +216,7 @@ class StorageServer:
         secret = secrets.token_hex(32)
         self._end_replaced_session(hello.replaces)
         try:
-            endpoints = [Endpoint.from_dict(lane) for lane in hello.lanes]
+            endpoints = [Endpoint.from_dict(endpoint_fields) for endpoint_fields in hello.lanes]
             self._check_session_limit()
             native_session = engine.Session(
                 self._store.native,

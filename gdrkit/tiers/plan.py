@@ -92,7 +92,7 @@ class MigrationPlan:
     def moves(self) -> Iterator[PlannedMove]:
         """Yield the moves to slower tiers, which free space, and then the moves to faster tiers.
 
-        Moves to the slowest tier come first, because they make space for the moves to the next one.
+        Moves to the slowest tier come first, because they make space in the next faster tier, to which files move next.
         """
         for group in self._group_numbers:
             last_row_id = 0

@@ -164,7 +164,7 @@ def run_program(program: StockProgram, device_under_test: DeviceUnderTest) -> Pr
             "device": device_under_test.device,
             "gid": str(device_under_test.gid_index),
             "address": device_under_test.address,
-            "port": str(_free_port()),
+            "port": str(_find_free_port()),
             "folder": folder_name,
         }
         source_content = _make_source(folder, program.sent_file_bytes)
@@ -253,7 +253,7 @@ def _is_listening(port: int) -> bool:
     return re.search(rf"@gdrkit-twins/\S*/cm\.\S*\.[a-z]{port:04x}\.", Path("/proc/net/unix").read_text()) is not None
 
 
-def _free_port() -> int:
+def _find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port: int = listener.getsockname()[1]
     return port

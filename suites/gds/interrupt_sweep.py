@@ -1,10 +1,10 @@
 """A program that interrupts one call of gdrkit.gds at every point, for test_interrupts.py.
 
-``python -m gds.interrupt_sweep SCENARIO PATH [MOUNT]`` prints ``POINTS points`` if every interrupt left things in
-order, or else what it broke. After each interrupt, and while its exception is still alive: the file can be closed, no
-transfer stays in progress, and no byte is written to memory that was released. Afterwards the memory can be used, and
-as many descriptors are open as before. With a MOUNT, the file is one whose reads block (``gds.faulty_file``) until the
-call was interrupted.
+``python -m gds.interrupt_sweep SCENARIO PATH [MOUNT]`` prints ``POINTS points`` if every check after every interrupt
+succeeded, or else the failed check. While the exception of the interrupt is still alive, the program checks that the
+file can be closed, that no transfer stays in progress, and that no byte is written to memory that was released. Then it
+checks that the memory can be used, and that as many descriptors are open as before. With a MOUNT, reads of the file
+block (``gds.faulty_file``) until the call was interrupted.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from gdrkit.units import KIB
 if TYPE_CHECKING:
     from types import FrameType
 
-# Reads of these scenarios are blocked until the call was interrupted, so that a job that was queued is still running.
+# In these scenarios, reads are blocked until the call was interrupted. So a job that the call had queued still runs.
 BLOCKED_SCENARIOS = ("read_files", "start_read_into", "start_readv", "transfer_ranges")
 DIRECT_SCENARIOS = ("direct", "direct_close", "direct_first", "direct_result")
 # A program whose daemon threads read files while the interpreter ends.
@@ -81,7 +81,7 @@ start_daemons(read)
 holder.closer = closer
 del closer, file, read
 """
-# An object closes a file that a daemon thread closes, too, and another daemon thread uses.
+# An object and a daemon thread close the same file, while another daemon thread uses it.
 TWO_CLOSES_PROGRAM = f"""{LATE_PROGRAM}
 class Closer:
     def __del__(self, spin=spin, write=os.write):
@@ -159,7 +159,7 @@ print("done")
 
 
 def sweep(scenario: str, *arguments: object, **environ: str) -> None:
-    """Interrupt a call at every point, and check that each interrupt leaves things in order."""
+    """Interrupt a call at every point, and check the state after each interrupt; see gds.interrupt_sweep."""
     run_sweep("gds.interrupt_sweep", scenario, *arguments, points_min=11, **environ)
 
 
@@ -198,7 +198,7 @@ def test_ctrl_c_ends_the_wait_for_a_transfer(tmp_path: Path, seed: int, call: st
                 while not is_over.wait(0.1):
                     signal.pthread_kill(main_thread, signal.SIGINT)
 
-            # The gate opens after a while, so that an older version ends too.
+            # If the signal does not interrupt the call, the gate opens after 10 s, and the case fails.
             gate = threading.Timer(10.0, faulty_file.send, ["open"])
             thread = threading.Thread(target=interrupt)
             previous_handler = signal.signal(signal.SIGINT, handle)

@@ -307,7 +307,7 @@ def test_times_that_are_not_given_are_kept(store: FileStore, root: Path) -> None
         assert (path.lstat().st_atime_ns, path.lstat().st_mtime_ns) == (4 * 10**18, 3 * 10**18)
 
 
-def test_space_is_that_of_statvfs(store: FileStore, root: Path) -> None:
+def test_space_is_the_result_of_statvfs(store: FileStore, root: Path) -> None:
     space, statvfs_result = store.statfs(), os.statvfs(root)
     assert (space.block_bytes, space.blocks, space.files) == (
         statvfs_result.f_frsize,

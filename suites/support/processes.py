@@ -36,7 +36,7 @@ WAIT_S = 10.0
 # The start of a Python interpreter took half a minute on a busy machine.
 _LINE_TIMEOUT_S = 90.0
 _POLL_PERIOD_S = 0.001
-_SHARED = "/dev/shm/"  # noqa: S108 - the folder of POSIX shared memory.
+_SHARED_MEMORY_FOLDER = "/dev/shm/"  # noqa: S108 - the folder of POSIX shared memory.
 
 
 class HungError(AssertionError):
@@ -98,7 +98,7 @@ def open_files(process_id: int) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
             targets.append(str(link.readlink()))
     maps = Path(f"/proc/{process_id}/maps").read_text().splitlines()
-    return [*targets, *(line.split(maxsplit=5)[5] for line in maps if _SHARED in line)]
+    return [*targets, *(line.split(maxsplit=5)[5] for line in maps if _SHARED_MEMORY_FOLDER in line)]
 
 
 def _read_thread_states(process_id: int) -> list[str]:

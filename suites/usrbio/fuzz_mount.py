@@ -35,7 +35,7 @@ _REQUESTS = (
 _FOLDERS = ("iovs", "rm-rf", "set-conf", "get-conf", "")
 # Inputs of the ring after which a new ring is published, because the agent removes a ring with invalid indices.
 _RING_INPUTS_MAX = 16
-# Bytes that stand for the inode of the folder, the path of the folder, and the path of shared memory.
+# Placeholders in inputs, for the inode of the folder, the path of the folder, and the path of shared memory.
 _INODE, _PATH, _MEMORY = b"INODE<8>", b"FOLDER", b"MEMORY"
 
 
@@ -106,15 +106,15 @@ class _Fuzzer:
 
 
 @cache
-def _fuzzer() -> _Fuzzer:
+def _get_fuzzer() -> _Fuzzer:
     return _Fuzzer(Path(os.environ["GDRKIT_FUZZ_MOUNT"]))
 
 
 def check(data: bytes) -> None:
-    """Send an input to the mount. Its calls may fail. The mount must answer afterwards."""
+    """Send an input to the mount. Its calls may fail. Afterwards, stat(2) of the mount must succeed."""
     if len(data) < 4:
         return
-    fuzzer = _fuzzer()
+    fuzzer = _get_fuzzer()
     call = (fuzzer.send_ioctl, fuzzer.make_link, fuzzer.write_ring)[data[0] % 3]
     with contextlib.suppress(OSError, ValueError):  # ValueError: Python refuses a path with a zero byte.
         call(data[1:])
@@ -123,6 +123,7 @@ def check(data: bytes) -> None:
 
 def _valid_inputs() -> list[bytes]:
     name = b"file".ljust(256, b"\0")
+    # The index of a request in _REQUESTS, and a valid argument of it.
     arguments = (
         (1, b""),
         (4, _INODE + b"linked"),
@@ -133,7 +134,7 @@ def _valid_inputs() -> list[bytes]:
         (2, b""),
         (3, b""),
     )
-    inputs = [bytes([0, request, kind]) + argument for request, argument in arguments for kind in range(3)]
+    inputs = [bytes([0, request, path_index]) + argument for request, argument in arguments for path_index in range(3)]
     link_id = str(uuid.UUID(int=0)).encode()
     inputs += [
         bytes([1, 0]) + link_id + suffix + b"\0" + target

@@ -51,9 +51,9 @@ BounceBuffer::~BounceBuffer() {
     munmap(data_, size_);
 }
 
-// The raw system calls bypass the libc functions that ThreadSanitizer intercepts. To the client these copies are the
-// DMA of a device, which completions order, sometimes completions in another process. ThreadSanitizer does not know
-// this order and would report data races.
+// The raw system calls bypass the libc functions that ThreadSanitizer intercepts. These copies emulate the DMA of a
+// device. A program knows from completions when the DMA has ended, and another process may poll these completions.
+// ThreadSanitizer does not know this order and would report data races.
 
 int BounceBuffer::copy_in(std::size_t offset, const void* memory, std::size_t size_bytes) {
     const char* source = static_cast<const char*>(memory);

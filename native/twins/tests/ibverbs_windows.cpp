@@ -24,10 +24,10 @@ struct WindowPair {
         CHECK(mw != nullptr && mw->type == type && mw->pd == responder.pd);
         return mw;
     }
-    ibv_mw_bind_info range(std::size_t offset, std::size_t length, unsigned access = window_access) {
+    ibv_mw_bind_info make_bind_info(std::size_t offset, std::size_t length, unsigned access = window_access) {
         return {target.mr, target.at(offset), length, access};
     }
-    static ibv_send_wr bind_request(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
+    static ibv_send_wr make_bind_request(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
         ibv_send_wr wr = request(1, IBV_WR_BIND_MW);
         wr.bind_mw.mw = mw;
         wr.bind_mw.rkey = rkey;
@@ -37,7 +37,7 @@ struct WindowPair {
     // Bind a window of type 2 and return its new key.
     std::uint32_t bind(ibv_mw* mw, const ibv_mw_bind_info& info) {
         const std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
-        CHECK(responder.post(bind_request(mw, rkey, info), {}) == 0);
+        CHECK(responder.post(make_bind_request(mw, rkey, info), {}) == 0);
         CHECK(responder.expect_completion(1, IBV_WC_SUCCESS).opcode == IBV_WC_BIND_MW);
         mw->rkey = rkey;
         return rkey;
@@ -47,7 +47,7 @@ struct WindowPair {
         return requester.poll_completion().status;
     }
     void expect_bind_error(ibv_mw* mw, std::uint32_t rkey, const ibv_mw_bind_info& info) {
-        CHECK(responder.post(bind_request(mw, rkey, info), {}) == 0);
+        CHECK(responder.post(make_bind_request(mw, rkey, info), {}) == 0);
         responder.expect_completion(1, IBV_WC_MW_BIND_ERR);
         CHECK(responder.state() == IBV_QPS_ERR);
     }
@@ -57,7 +57,7 @@ void test_window_of_type_1_is_bound_and_unbound() {
     WindowPair pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_1);
     const std::uint32_t first_rkey = mw->rkey;
-    ibv_mw_bind bind{7, IBV_SEND_SIGNALED, pair.range(100, 200)};
+    ibv_mw_bind bind{7, IBV_SEND_SIGNALED, pair.make_bind_info(100, 200)};
     CHECK(ibv_bind_mw(pair.responder.qp, mw, &bind) == 0 && mw->rkey != first_rkey);
     CHECK(pair.responder.expect_completion(7, IBV_WC_SUCCESS).opcode == IBV_WC_BIND_MW);
     CHECK(pair.write(pair.target.at(100), mw->rkey, 200) == IBV_WC_SUCCESS);
@@ -78,7 +78,7 @@ void test_window_limits_range_and_access() {
         WindowPair pair;
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
         const unsigned access = write == Write::not_permitted ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
-        const std::uint32_t rkey = pair.bind(mw, pair.range(64, 64, access));
+        const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(64, 64, access));
         const std::uint64_t begin = pair.target.at(64);
         if (write == Write::ends_after_window) {
             CHECK(pair.write(begin, rkey, 65) == IBV_WC_REM_ACCESS_ERR);
@@ -100,7 +100,7 @@ void test_window_belongs_to_its_queue_pair() {
     WindowPair pair;
     Endpoint other(0);
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
-    const std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
+    const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     // Another queue pair of the same domain gets the request.
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = pair.responder.cq;
@@ -121,7 +121,7 @@ void test_window_belongs_to_its_queue_pair() {
 void test_zero_based_window_translates_addresses() {
     WindowPair pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
-    const std::uint32_t rkey = pair.bind(mw, pair.range(1000, 100, window_access | IBV_ACCESS_ZERO_BASED));
+    const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(1000, 100, window_access | IBV_ACCESS_ZERO_BASED));
     CHECK(pair.write(10, rkey, 90) == IBV_WC_SUCCESS);
     CHECK(has_pattern(pair.target.bytes + 1010, 90) && pair.target.bytes[1009] == 0 && pair.target.bytes[1100] == 0);
     CHECK(pair.write(pair.target.at(1000), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
@@ -137,13 +137,13 @@ void test_invalid_bindings_fail() {
         Buffer read_only(pair.responder.pd, 4096, IBV_ACCESS_MW_BIND);
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
         std::uint32_t rkey = ibv_inc_rkey(mw->rkey);
-        ibv_mw_bind_info info = pair.range(0, 64);
+        ibv_mw_bind_info info = pair.make_bind_info(0, 64);
         if (mistake == Mistake::no_bind_access) {
             info = {unbindable.mr, unbindable.at(), 64, window_access};
         } else if (mistake == Mistake::write_to_read_only) {
             info = {read_only.mr, read_only.at(), 64, IBV_ACCESS_REMOTE_WRITE};
         } else if (mistake == Mistake::out_of_bounds) {
-            info = pair.range(4090, 7);
+            info = pair.make_bind_info(4090, 7);
         } else if (mistake == Mistake::empty_range) {
             info.length = 0;
         } else if (mistake == Mistake::wrong_index) { // the key has the index of another window
@@ -160,12 +160,12 @@ void test_invalid_bindings_fail() {
 void test_windows_are_invalidated_locally_and_remotely() {
     WindowPair pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
-    std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
+    std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
     wr.invalidate_rkey = rkey;
     CHECK(pair.responder.post(wr, {}) == 0);
     CHECK(pair.responder.expect_completion(4, IBV_WC_SUCCESS).opcode == IBV_WC_LOCAL_INV);
-    rkey = pair.bind(mw, pair.range(0, 64));
+    rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     CHECK(pair.write(pair.target.at(), rkey, 64) == IBV_WC_SUCCESS);
     Buffer inbox(pair.responder.pd, 64);
     CHECK(pair.responder.post_receive(5, {inbox.sge(0, 64)}) == 0);
@@ -236,7 +236,7 @@ void test_invalid_reregistrations_fail() {
     check_fails(0, nullptr, 0, 0, IBV_REREG_MR_ERR_CMD);
     check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_REMOTE_WRITE, IBV_REREG_MR_ERR_CMD);
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
-    const std::uint32_t rkey = pair.bind(mw, pair.range(0, 64));
+    const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     check_fails(IBV_REREG_MR_CHANGE_ACCESS, nullptr, 0, IBV_ACCESS_LOCAL_WRITE, IBV_REREG_MR_ERR_CMD);
     CHECK(pair.write(pair.target.at(), rkey, 64) == IBV_WC_SUCCESS);
     CHECK(ibv_dealloc_mw(mw) == 0);
