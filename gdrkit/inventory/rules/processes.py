@@ -27,13 +27,13 @@ _PTRACE_SCOPE_NONE = 3
 # The link /proc/self/ns/pid in the first PID namespace of every machine (PROC_PID_INIT_INO of Linux).
 _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 _DESCRIPTORS_MIN = 1024
-# A process or a machine that uses so many of its descriptors runs out of them soon.
+# From this share of used descriptors on, the rule reports that a process or the machine will soon have none left.
 _USED_PERCENT = 80
 _LISTED_MAX, _DISTINCT_MAX = 4, 64
 
 
 def _is_one_job(first: GpuProcess, second: GpuProcess) -> bool | None:
-    """Return whether two processes are of one job, or None if they may be."""
+    """Return whether two processes are of one job, or None if that is unknown."""
     if first.job and first.job == second.job:
         return True
     if set(first.job) & set(second.job):
@@ -59,7 +59,11 @@ def _find_obstacle(first: GpuProcess, second: GpuProcess) -> str | None:
 
 
 def _find_pairs_with_obstacle(processes: Sequence[GpuProcess]) -> Iterator[tuple[bool | None, str, str]]:
-    """Yield for each pair that may be without CUDA IPC whether it is of one job, the obstacle, and a text."""
+    """Yield an entry for each pair of processes that has an obstacle to CUDA IPC.
+
+    An entry has three values: whether the two are of one job (None: unknown), the obstacle, and a text that names the
+    processes and the obstacle.
+    """
     # The rule compares only one of the processes with equal values, because a hostile capture may have very many.
     distinct_processes = {
         (
