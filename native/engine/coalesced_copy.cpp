@@ -30,7 +30,7 @@ CopyStream& CoalescedCopies::stream_of(int device) {
     const std::lock_guard lock(mutex_);
     std::unique_ptr<CopyStream>& stream = streams_[device];
     if (!stream) {
-        const cuda::Context context = contexts_.of(device);
+        const cuda::Context context = contexts_.get(device);
         cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context));
         staging_.pin();
         stream = std::make_unique<CopyStream>(context, tuning_.coalesced_count, tuning_.polls_device);
@@ -106,9 +106,9 @@ void CoalescedCopies::submit(const std::shared_ptr<CoalescedCopy>& copy) {
     try {
         stream = &stream_of(job.device());
         if (part.done_bytes != 0) {
-            stream->to_device(job.extent(part).address + part.extent_offset, copy->memory_, part.done_bytes);
+            stream->copy_to_device(job.extent(part).address + part.extent_offset, copy->memory_, part.done_bytes);
         }
-        stream->record(copy->buffer_index_);
+        stream->record_event(copy->buffer_index_);
     } catch (const Error& error) {
         job.fail(part.extent_index, error.failure());
         part.done_bytes = 0;

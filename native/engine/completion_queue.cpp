@@ -16,7 +16,7 @@ CompletionQueue::CompletionQueue(bool has_event) {
     if (has_event) {
         event_ = Descriptor(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
         if (!event_) {
-            throw kernel_error("eventfd", errno);
+            throw make_kernel_error("eventfd", errno);
         }
     }
 }

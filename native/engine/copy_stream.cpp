@@ -22,7 +22,7 @@ Contexts::~Contexts() {
     }
 }
 
-cuda::Context Contexts::of(int ordinal) {
+cuda::Context Contexts::get(int ordinal) {
     const std::lock_guard lock(mutex_);
     if (const auto retained = retained_.find(ordinal); retained != retained_.end()) {
         return retained->second;
@@ -35,7 +35,7 @@ cuda::Context Contexts::of(int ordinal) {
     return retained_[device] = context;
 }
 
-cuda::Context Contexts::any() {
+cuda::Context Contexts::get_any() {
     const std::lock_guard lock(mutex_);
     return retained_.empty() ? nullptr : retained_.begin()->second;
 }
@@ -74,22 +74,22 @@ CopyStream::~CopyStream() {
     driver.context_pop(&popped);
 }
 
-void CopyStream::to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const {
+void CopyStream::copy_to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const {
     cuda::check("cuMemcpyHtoDAsync", cuda::driver().copy_to_device(to, from, length, stream_));
 }
 
-void CopyStream::to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const {
+void CopyStream::copy_to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const {
     cuda::check("cuMemcpyDtoHAsync", cuda::driver().copy_to_host(to, from, length, stream_));
 }
 
-cuda::DevicePointer CopyStream::allocation_end(cuda::DevicePointer address) const {
+cuda::DevicePointer CopyStream::find_allocation_end(cuda::DevicePointer address) const {
     cuda::DevicePointer begin = 0;
     std::size_t length = 0;
     const bool is_known = cuda::driver().address_range(&begin, &length, address) == cuda::success;
     return is_known ? begin + length : address;
 }
 
-void CopyStream::record(std::size_t buffer) const {
+void CopyStream::record_event(std::size_t buffer) const {
     cuda::check("cuEventRecord", cuda::driver().event_record(events_[buffer], stream_));
 }
 

@@ -19,9 +19,9 @@ public:
     // Releases all contexts. No thread may still use one of them.
     ~Contexts();
     // Returns the primary context of the device with this ordinal. Throws Error.
-    cuda::Context of(int ordinal);
+    cuda::Context get(int ordinal);
     // Returns one of the retained contexts, or null if there is none.
-    cuda::Context any();
+    cuda::Context get_any();
 
 private:
     std::mutex mutex_;
@@ -53,14 +53,14 @@ public:
 
     void make_current() const { cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context_)); }
     cuda::Context context() const noexcept { return context_; }
-    // to_device() and to_host() queue a copy. After the copies of a staging buffer, record() queues the event of the
-    // buffer, for which wait() waits. All of them throw Error.
-    void to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
-    void to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
-    void record(std::size_t buffer_index) const;
+    // copy_to_device() and copy_to_host() queue a copy. After the copies of a staging buffer, record_event() queues the
+    // event of the buffer, for which wait() waits. All of them throw Error.
+    void copy_to_device(cuda::DevicePointer to, const std::byte* from, std::size_t length) const;
+    void copy_to_host(std::byte* to, cuda::DevicePointer from, std::size_t length) const;
+    void record_event(std::size_t buffer_index) const;
     // Returns the end of the device's allocation that contains this address, or the address if the driver does not
     // know.
-    cuda::DevicePointer allocation_end(cuda::DevicePointer address) const;
+    cuda::DevicePointer find_allocation_end(cuda::DevicePointer address) const;
     // Returns whether the device has reached the event of a buffer. Throws Error if one of the copies failed.
     bool is_done(std::size_t buffer_index) const;
     // Waits for the event of a buffer. With `polls_device`, the thread queries the event and sleeps between the

@@ -15,9 +15,9 @@ const Driver* open_driver() {
     if (const auto load_failure = load(driver)) {
         switch (load_failure->step) {
         case LoadFailure::Step::open_library:
-            throw kernel_error("dlopen", ENOENT);
+            throw make_kernel_error("dlopen", ENOENT);
         case LoadFailure::Step::find_function:
-            throw kernel_error(load_failure->function, ENOSYS);
+            throw make_kernel_error(load_failure->function, ENOSYS);
         case LoadFailure::Step::initialize:
             throw Error({.api = Api::cuda,
                          .operation = "cuInit",

@@ -61,7 +61,7 @@ void Engine::start_threads() {
         pthread_sigmask(SIG_SETMASK, &previous_signals, nullptr);
         // The engine also works with fewer threads, but more slowly.
         if (threads_.empty()) {
-            throw kernel_error("pthread_create", error.code().value());
+            throw make_kernel_error("pthread_create", error.code().value());
         }
         return;
     }
@@ -86,7 +86,7 @@ bool Engine::submit(const std::shared_ptr<Job>& job, std::chrono::nanoseconds ti
         return false;
     }
     if (is_refused()) {
-        throw kernel_error("submit", ESHUTDOWN);
+        throw make_kernel_error("submit", ESHUTDOWN);
     }
     if (threads_.empty()) {
         start_threads();
@@ -210,7 +210,7 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
         return result;
     }
     std::unique_ptr<SmallTransferBuffer> buffer = take_small_buffer(device);
-    const cuda::Context context = buffer ? buffer->stream.context() : contexts_.of(device);
+    const cuda::Context context = buffer ? buffer->stream.context() : contexts_.get(device);
     IoResult result;
     {
         const CurrentContext current(context);
@@ -222,11 +222,11 @@ IoResult Engine::transfer_small(Direction direction, File& file, std::uint64_t o
             if (direction == Direction::read) {
                 result = read_buffered(file, offset, length, staging);
                 if (result.bytes != 0) {
-                    buffer->stream.to_device(address, staging, result.bytes);
+                    buffer->stream.copy_to_device(address, staging, result.bytes);
                     buffer->stream.synchronize();
                 }
             } else {
-                buffer->stream.to_host(staging, address, length);
+                buffer->stream.copy_to_host(staging, address, length);
                 buffer->stream.synchronize();
                 result = write_buffered(file, offset, length, staging);
             }
@@ -278,7 +278,7 @@ void Engine::close() {
         small_buffers_.clear();
     }
     coalesced_copies_.close();
-    if (const cuda::Context context = contexts_.any(); context != nullptr) {
+    if (const cuda::Context context = contexts_.get_any(); context != nullptr) {
         cuda::driver().context_push(context);
         staging_.unpin();
         cuda::Context popped = nullptr;

@@ -29,7 +29,7 @@ private:
     std::string text_;
 };
 
-inline Error kernel_error(const char* operation, int number) {
+inline Error make_kernel_error(const char* operation, int number) {
     return Error({.api = Api::kernel, .operation = operation, .number = number, .name = {}});
 }
 

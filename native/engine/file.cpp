@@ -40,7 +40,7 @@ int File::buffered_fd() {
     if (fd_.load(std::memory_order_relaxed) < 0) {
         Descriptor opened(open(path_.c_str(), flags_ | O_CLOEXEC, mode_));
         if (!opened) {
-            throw kernel_error("open", errno);
+            throw make_kernel_error("open", errno);
         }
         owned_descriptor_ = std::move(opened);
         fd_.store(owned_descriptor_.get(), std::memory_order_release);
@@ -76,7 +76,7 @@ int File::direct_fd() {
 std::uint64_t File::size_bytes() {
     struct stat info {};
     if (fstat(buffered_fd(), &info) != 0) {
-        throw kernel_error("fstat", errno);
+        throw make_kernel_error("fstat", errno);
     }
     return static_cast<std::uint64_t>(info.st_size);
 }
@@ -136,7 +136,7 @@ void File::close() {
     owned_direct_descriptor_.reset();
     // The kernel frees the descriptor also when close(2) fails, for example because a server reports an earlier write.
     if (const int fd = owned_descriptor_.release(); fd >= 0 && ::close(fd) != 0) {
-        throw kernel_error("close", errno);
+        throw make_kernel_error("close", errno);
     }
 }
 

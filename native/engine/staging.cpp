@@ -25,7 +25,7 @@ Staging::Staging(std::size_t length, int node) : length_(round_up(length)) {
     const std::size_t mapped_bytes = length_ + huge_page_bytes;
     void* const mapping = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapping == MAP_FAILED) {
-        throw kernel_error("mmap", errno);
+        throw make_kernel_error("mmap", errno);
     }
     auto* const begin = static_cast<std::byte*>(mapping);
     data_ = begin + (round_up(reinterpret_cast<std::uintptr_t>(begin)) - reinterpret_cast<std::uintptr_t>(begin));

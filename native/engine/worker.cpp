@@ -23,13 +23,13 @@ void for_each_run(const Chunk& chunk, const CopyStream& stream, const LengthOf& 
     std::uint64_t address = 0;
     std::uint64_t staging_offset = 0;
     std::uint64_t bytes = 0;
-    std::uint64_t allocation_end = 0; // of the bytes before it; it is queried only if parts follow each other
+    std::uint64_t allocation_end = 0; // End of the allocation of the current run. Queried only if parts are contiguous.
     for (const Part& part : chunk.parts) {
         const std::uint64_t begin = chunk.job->extent(part).address + part.extent_offset;
         const std::uint64_t count = length_of(part);
         if (bytes != 0 && begin == address + bytes && part.staging_offset == staging_offset + bytes) {
             if (address >= allocation_end) {
-                allocation_end = stream.allocation_end(address);
+                allocation_end = stream.find_allocation_end(address);
             }
             if (begin + count <= allocation_end) {
                 bytes += count;
@@ -141,7 +141,7 @@ bool Worker::complete_coalesced() {
 CopyStream& Worker::stream_of(int device) {
     std::unique_ptr<CopyStream>& stream = streams_[device];
     if (!stream) {
-        const cuda::Context context = contexts_.of(device);
+        const cuda::Context context = contexts_.get(device);
         cuda::check("cuCtxSetCurrent", cuda::driver().context_set(context));
         current_stream_ = nullptr;
         staging_.pin();
@@ -161,7 +161,7 @@ std::byte* Worker::memory_of(std::size_t buffer_index, const Chunk& chunk) const
 
 // Returns the number of parts from `first` on that follow each other in one file, and their size. One read or write
 // moves all of them, because they also follow each other in the staging memory.
-Worker::Run Worker::run_at(const Chunk& chunk, std::size_t first) {
+Worker::Run Worker::find_run_at(const Chunk& chunk, std::size_t first) {
     Run run{.parts_count = 0, .length = 0};
     const Extent& begin = chunk.job->extent(chunk.parts[first]);
     const std::uint64_t offset = begin.offset + chunk.parts[first].extent_offset;
@@ -229,7 +229,7 @@ void Worker::assign_staging_offsets(Chunk& chunk) {
     std::uint64_t staging_offset = 0;
     std::uint64_t slack_left = slack_bytes;
     for (std::size_t first = 0; first < chunk.parts.size();) {
-        const Run run = run_at(chunk, first);
+        const Run run = find_run_at(chunk, first);
         const Part& begin = chunk.parts[first];
         const File& file = chunk.job->file(begin);
         const bool is_candidate = 2 * file.alignment_bytes() <= slack_left && wants_direct(chunk, begin, run.length);
@@ -284,7 +284,7 @@ void Worker::start(std::size_t buffer_index, Chunk& chunk) {
         } else {
             start_write(buffer_index, stream);
         }
-        stream.record(buffer_index);
+        stream.record_event(buffer_index);
     } catch (const Error& error) {
         buffer.chunk.job->fail(buffer.chunk.parts.front().extent_index, error.failure());
         // The copies on the device must be over before the memory is used again.
@@ -304,7 +304,7 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
     Chunk& chunk = buffer.chunk;
     std::byte* const base = memory_of(buffer_index, chunk);
     for (std::size_t first = 0; first < chunk.parts.size();) {
-        const Run run = run_at(chunk, first);
+        const Run run = find_run_at(chunk, first);
         IoResult result;
         try {
             result = read_run(chunk, chunk.parts[first], run.length, base);
@@ -324,7 +324,7 @@ void Worker::start_read(std::size_t buffer_index, CopyStream& stream) {
     for_each_run(
         chunk, stream, [](const Part& part) { return part.done_bytes; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
-            stream.to_device(address, base + staging_offset, bytes);
+            stream.copy_to_device(address, base + staging_offset, bytes);
         });
 }
 
@@ -334,7 +334,7 @@ void Worker::start_write(std::size_t buffer_index, CopyStream& stream) {
     for_each_run(
         chunk, stream, [](const Part& part) { return part.length; },
         [&](std::uint64_t address, std::uint64_t staging_offset, std::uint64_t bytes) {
-            stream.to_host(base + staging_offset, address, bytes);
+            stream.copy_to_host(base + staging_offset, address, bytes);
         });
 }
 
@@ -373,7 +373,7 @@ void Worker::complete(std::size_t buffer_index) {
 std::uint64_t Worker::write_parts(Chunk& chunk, const std::byte* base) {
     std::uint64_t direct_bytes = 0;
     for (std::size_t first = 0; first < chunk.parts.size();) {
-        const Run run = run_at(chunk, first);
+        const Run run = find_run_at(chunk, first);
         IoResult result;
         try {
             result = write_run(chunk, chunk.parts[first], run.length, base);

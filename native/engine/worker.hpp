@@ -72,7 +72,7 @@ private:
     // Returns the stream for a device and makes its context current. Creates the stream at the first use.
     CopyStream& stream_of(int device);
     void assign_staging_offsets(Chunk& chunk);
-    static Run run_at(const Chunk& chunk, std::size_t first);
+    static Run find_run_at(const Chunk& chunk, std::size_t first);
     static bool share_result(Chunk& chunk, std::size_t first, const Run& run, const IoResult& result);
     bool wants_direct(const Chunk& chunk, const Part& part, std::uint64_t length);
     // Read and write the range of a part, and of the neighbours after it up to `length`.

@@ -131,11 +131,12 @@ int run_drain_without_context() {
     const Bytes data = pattern(small_bytes, 3);
     Memory memory(0, small_bytes);
     Contexts contexts;
-    const CopyStream stream(contexts.of(0), 1);
-    Staging staging(small_bytes, -1); // A copy from memory that is not pinned would end before to_device() returns.
+    const CopyStream stream(contexts.get(0), 1);
+    // A copy from memory that is not pinned would end before copy_to_device() returns.
+    Staging staging(small_bytes, -1);
     staging.pin();
     std::ranges::copy(data, staging.data());
-    stream.to_device(memory.address(), staging.data(), small_bytes);
+    stream.copy_to_device(memory.address(), staging.data(), small_bytes);
     std::thread([&] {
         CHECK(get_current_context() == nullptr);
         stream.drain();
