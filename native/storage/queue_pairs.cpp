@@ -23,7 +23,7 @@ bool is_refusal(ibv_wc_status status) noexcept {
 } // namespace
 
 Fabric::Fabric(const std::vector<std::string>& names) {
-    for (const std::string& name : names.empty() ? verbs::Device::names() : names) {
+    for (const std::string& name : names.empty() ? verbs::Device::list_names() : names) {
         try {
             devices_.push_back(std::make_unique<verbs::Device>(name));
         } catch (const verbs::Error& error) {

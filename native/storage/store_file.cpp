@@ -110,7 +110,7 @@ void Store::remove_sums(std::uint64_t inode_number) {
 }
 
 int Inode::open_sums(int file, bool create) {
-    const std::string name = sums_name(inode_number_);
+    const std::string name = make_sums_name(inode_number_);
     if (create && mkdirat(store_.sums_folder_, name.substr(0, 2).c_str(), 0700) != 0 && errno != EEXIST) {
         return -errno;
     }
@@ -120,7 +120,7 @@ int Inode::open_sums(int file, bool create) {
 void Inode::remove_sums() {
     const std::unique_lock guard(lock_);
     is_unlinked_ = true;
-    const std::string name = sums_name(inode_number_);
+    const std::string name = make_sums_name(inode_number_);
     const std::size_t slash = name.find('/');
     // If the subfolder does not exist, there is nothing to remove. If a symbolic link has replaced the subfolder, it is
     // not followed.

@@ -80,7 +80,7 @@ struct SumsFile::Header {
     std::int64_t change_begin_ns; // Time at which the change in progress began, or 0 if no change is in progress.
 };
 
-std::string sums_name(std::uint64_t inode_number) {
+std::string make_sums_name(std::uint64_t inode_number) {
     char name[32];
     std::snprintf(name, sizeof name, "%02" PRIx64 "/%016" PRIx64, inode_number & 255, inode_number);
     return name;
@@ -306,7 +306,7 @@ int SumsReader::open(int folder, int file) {
     if (fstat(file, &info) != 0) {
         return -errno;
     }
-    Descriptor sums(open_beneath(folder, sums_name(info.st_ino), O_RDONLY, 0));
+    Descriptor sums(open_beneath(folder, make_sums_name(info.st_ino), O_RDONLY, 0));
     if (!sums) {
         return sums.get();
     }

@@ -59,7 +59,7 @@ private:
 };
 
 // Returns the name of the sums file of an inode, relative to the folder of the sums.
-std::string sums_name(std::uint64_t inode_number);
+std::string make_sums_name(std::uint64_t inode_number);
 
 // The class stores its entries in program order. So after a SIGKILL, the file contains all stores before the last
 // write(2). The caller must hold the lock of the inode.

@@ -70,7 +70,7 @@ bool parse_gid(const std::string& text, ibv_gid& gid) {
     return true;
 }
 
-std::vector<std::string> Device::names() {
+std::vector<std::string> Device::list_names() {
     const DeviceList list;
     std::vector<std::string> names;
     for (int index = 0; index < list.count; ++index) {

@@ -41,7 +41,7 @@ public:
     explicit Device(const std::string& name);
 
     // Returns the names of all devices of this machine, including devices that cannot be opened.
-    static std::vector<std::string> names();
+    static std::vector<std::string> list_names();
 
     const std::string& name() const noexcept { return name_; }
     ibv_context* context() const noexcept { return context_.get(); }

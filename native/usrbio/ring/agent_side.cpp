@@ -93,7 +93,7 @@ std::size_t AgentRing::update_due(std::uint32_t available, std::int64_t now_ns) 
     return due_count_;
 }
 
-std::uint32_t AgentRing::completion_space() noexcept {
+std::uint32_t AgentRing::count_free_completions() noexcept {
     const std::int32_t tail = view_.indices->completion_tail.load(std::memory_order_acquire);
     if (!view_.is_valid(tail)) {
         mark_broken();
@@ -136,7 +136,7 @@ std::size_t AgentRing::claim(std::span<ClaimedOperation> out, std::int64_t now_n
     if (count == 0) {
         return 0;
     }
-    const std::size_t free_count = completion_space();
+    const std::size_t free_count = count_free_completions();
     last_claim_lacked_completion_space_ = free_count < count;
     count = std::min(count, free_count);
     for (std::size_t i = 0; i < count; ++i) {

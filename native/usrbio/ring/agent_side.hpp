@@ -80,7 +80,7 @@ private:
 
     AgentRing(const RingView& view, std::int32_t io_depth, std::int64_t timeout_ns);
     std::size_t update_due(std::uint32_t available, std::int64_t now_ns) noexcept;
-    std::uint32_t completion_space() noexcept;
+    std::uint32_t count_free_completions() noexcept;
     std::uint32_t count_untaken() const noexcept;
     void announce_end() noexcept;
     void mark_broken() noexcept;

@@ -94,7 +94,7 @@ public:
 // An initiator and a peer that are connected to each other. The memory of the initiator has random bytes.
 struct ConnectedPair {
     ConnectedPair(std::size_t pairs_count, std::uint32_t depth_max)
-        : device_name(Device::names().front()), peer(device_name, pairs_count),
+        : device_name(Device::list_names().front()), peer(device_name, pairs_count),
           initiator(device_name, memory_bytes, pairs_count, depth_max) {
         peer.connect(initiator.endpoints());
         initiator.connect(peer.endpoints(), initiator.reads_max());

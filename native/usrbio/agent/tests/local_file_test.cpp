@@ -77,13 +77,13 @@ void test_sums_of_an_earlier_file_are_not_used() {
     folder.add_sums();
     struct stat now {};
     CHECK(fstat(folder.file.get(), &now) == 0);
-    const Descriptor sums(openat(folder.sums_folder.get(), sums_name(now.st_ino).c_str(), O_RDWR | O_CLOEXEC));
+    const Descriptor sums(openat(folder.sums_folder.get(), make_sums_name(now.st_ino).c_str(), O_RDWR | O_CLOEXEC));
     const std::uint64_t other_inode = now.st_ino + 1;
     CHECK(pwrite(sums.get(), &other_inode, sizeof other_inode, 16) == sizeof other_inode);
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 0, chunk_bytes) == -1);
     // The server discards them when it opens the file, as it does for each read that the loop leaves to it.
-    const std::string name = sums_name(now.st_ino);
+    const std::string name = make_sums_name(now.st_ino);
     CHECK(folder.sums.emplace().open(folder.sums_folder.get(), name.c_str(), false, folder.file.get(), chunk_bytes,
                                      folder.generation) == 0);
     CHECK(folder.read(*local, 1, chunk_bytes) == chunk_bytes);
@@ -96,7 +96,7 @@ void test_sums_are_used_when_they_are_cached() {
     folder.sums.reset();
     struct stat now {};
     CHECK(fstat(folder.file.get(), &now) == 0);
-    const std::string name = sums_name(now.st_ino);
+    const std::string name = make_sums_name(now.st_ino);
     const Descriptor sums(openat(folder.sums_folder.get(), name.c_str(), O_RDONLY | O_CLOEXEC));
     CHECK(fsync(sums.get()) == 0 && posix_fadvise(sums.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
     const auto local = folder.open_local();

@@ -56,7 +56,7 @@ struct StoreFolder {
     void add_sums() {
         struct stat now {};
         CHECK(fstat(file.get(), &now) == 0);
-        const std::string name = storage::sums_name(now.st_ino);
+        const std::string name = storage::make_sums_name(now.st_ino);
         CHECK(mkdirat(sums_folder.get(), name.substr(0, 2).c_str(), 0700) == 0);
         CHECK(sums.emplace().open(sums_folder.get(), name.c_str(), true, file.get(), chunk_bytes, generation) == 0);
         CHECK(sums->reserve(0, bytes.size() / chunk_bytes + 1) == 0);
