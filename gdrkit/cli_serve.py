@@ -163,7 +163,7 @@ def agent(
     if user_memory_mib is not None and not shared:
         message = "--user-memory-mib needs --shared"
         raise UsageError(message)
-    user_memory_bytes_max = None if user_memory_mib is None else user_memory_mib * MIB
+    user_memory_quota_bytes = None if user_memory_mib is None else user_memory_mib * MIB
     export = _make_exporter("agent", metrics)
     block_signals()
     limit_arenas()
@@ -173,9 +173,9 @@ def agent(
             mount,
             store,
             spin_us=spin_us,
-            silence_ms=silence_ms,
+            server_timeout_ms=silence_ms,
             is_shared=shared,
-            user_memory_bytes_max=user_memory_bytes_max,
+            user_memory_quota_bytes=user_memory_quota_bytes,
             local_reads=local_reads,
         )
         serve_until_signalled(running_agent, as_json=as_json, export=export)
@@ -190,9 +190,9 @@ def agent(
         server=server,
         token=token,
         spin_us=spin_us,
-        silence_ms=silence_ms,
+        server_timeout_ms=silence_ms,
         is_shared=shared,
-        user_memory_bytes_max=user_memory_bytes_max,
+        user_memory_quota_bytes=user_memory_quota_bytes,
         local_reads=local_reads,
     )
     serve_until_signalled(fuse_mount_agent, as_json=as_json, export=export)

@@ -82,7 +82,7 @@ def served_ring(mount_folder: Path) -> Iterator[ServedRing]:
         iov, ring = RawIov(MIB), RawRing(8, for_read=True)
         stack.callback(iov.close)
         stack.callback(ring.close)
-        loop = open_loop(semaphores=mount.semaphores, spin_us=0, outstanding_max=64, silence_ms=60_000)
+        loop = open_loop(semaphores=mount.semaphores, spin_us=0, outstanding_max=64, server_timeout_ms=60_000)
         stack.callback(loop.stop)
         loop.add_client(CLIENT)
         loop.add_buffer(CLIENT, iov.id.bytes, length=MIB, block_bytes=0, keys=[(1 << 20, 7)], preferred_nics=[])

@@ -128,7 +128,9 @@ class AgentLoop(Protocol):
         """End the thread."""
 
 
-def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max: int, silence_ms: int) -> AgentLoop:
+def open_loop(
+    *, semaphores: tuple[str, str, str], spin_us: int, outstanding_max: int, server_timeout_ms: int
+) -> AgentLoop:
     """Start a loop.
 
     Parameters
@@ -139,7 +141,7 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
         How long the loop polls for work before it sleeps, in microseconds.
     outstanding_max : int
         Limit of the operations in flight.
-    silence_ms : int
+    server_timeout_ms : int
         Longest time without a result from the server while it has operations, in milliseconds. After that time, the
         loop reports ``silent``.
 
@@ -148,7 +150,9 @@ def open_loop(*, semaphores: tuple[str, str, str], spin_us: int, outstanding_max
     SetupMissing
         The native parts were not built.
     """
-    return native.Loop(semaphores=semaphores, spin_us=spin_us, outstanding_max=outstanding_max, silence_ms=silence_ms)
+    return native.Loop(
+        semaphores=semaphores, spin_us=spin_us, outstanding_max=outstanding_max, server_timeout_ms=server_timeout_ms
+    )
 
 
 def create_semaphore(name: str, *, mode: int) -> None:

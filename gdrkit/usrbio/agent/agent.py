@@ -43,11 +43,19 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.files import FileAccess
     from gdrkit.usrbio.agent.server import LocalStore, ServerEndpoint
 
-__all__ = ["SILENCE_MS", "SPIN_US", "Agent", "block_signals", "check_may_share", "plain_agent", "serve_until_signalled"]
+__all__ = [
+    "SERVER_TIMEOUT_MS",
+    "SPIN_US",
+    "Agent",
+    "block_signals",
+    "check_may_share",
+    "plain_agent",
+    "serve_until_signalled",
+]
 
-# The defaults of `spin_us` and `silence_ms`; see :class:`Agent`.
+# The defaults of `spin_us` and `server_timeout_ms`; see :class:`Agent`.
 SPIN_US = 50
-SILENCE_MS = 60_000
+SERVER_TIMEOUT_MS = 60_000
 # How long an object that is removed waits for its operations in flight; see :class:`AgentContext`.
 _DRAIN_TIMEOUT_MS = 10_000
 # Limit of the operations in flight of all clients.
@@ -70,12 +78,12 @@ class Agent:
         How long the loop polls for work before it sleeps, in microseconds.
     is_one_client_per_process : bool
         Whether the connections of one process are one client; see :class:`~gdrkit.usrbio.agent.service.Service`.
-    silence_ms : int
+    server_timeout_ms : int
         Longest time without a result from the server while it has operations, in milliseconds. After this time, the
         agent ends the session. The operations complete with -EREMOTEIO once the server can no longer access memory.
     placement : Placement or None
         The choice of NICs for device memory. With None, a new one for this machine.
-    user_memory_bytes_max : int or None
+    user_memory_quota_bytes : int or None
         Limit of the host memory that the clients of one user may publish, in bytes. None means no limit.
     local_reads : bool
         Whether the agent itself reads bytes that are in the page cache into host memory, if it has started the storage
@@ -97,9 +105,9 @@ class Agent:
         file_access: Callable[[int, SetUser | None], FileAccess],
         spin_us: int = SPIN_US,
         is_one_client_per_process: bool = False,
-        silence_ms: int = SILENCE_MS,
+        server_timeout_ms: int = SERVER_TIMEOUT_MS,
         placement: Placement | None = None,
-        user_memory_bytes_max: int | None = None,
+        user_memory_quota_bytes: int | None = None,
         local_reads: bool = True,
     ) -> None:
         self.mount = mount
@@ -113,7 +121,7 @@ class Agent:
                 semaphores=mount.semaphores,
                 spin_us=spin_us,
                 outstanding_max=_OUTSTANDING_MAX,
-                silence_ms=silence_ms,
+                server_timeout_ms=server_timeout_ms,
             )
             self._on_close.push(self._loop.stop)
             context = AgentContext(
@@ -123,7 +131,7 @@ class Agent:
                 nics=nics,
                 links=mount.links,
                 drain_timeout_ms=_DRAIN_TIMEOUT_MS,
-                quota=MemoryQuota(user_memory_bytes_max),
+                quota=MemoryQuota(user_memory_quota_bytes),
             )
             self.service = Service(context, is_one_client_per_process=is_one_client_per_process)
             self._server = context.server = ServerConnection(
@@ -176,10 +184,10 @@ def plain_agent(
     store: Path,
     *,
     spin_us: int = SPIN_US,
-    silence_ms: int = SILENCE_MS,
+    server_timeout_ms: int = SERVER_TIMEOUT_MS,
     placement: Placement | None = None,
     is_shared: bool = False,
-    user_memory_bytes_max: int | None = None,
+    user_memory_quota_bytes: int | None = None,
     local_reads: bool = True,
 ) -> Agent:
     """Start an agent in plain mode, with a storage server as its child.
@@ -188,13 +196,13 @@ def plain_agent(
     ----------
     path, store : Path
         The mount and the store, which must be the same folder.
-    spin_us, silence_ms : int
+    spin_us, server_timeout_ms : int
         See :class:`Agent`.
     placement : Placement or None
         See :class:`Agent`.
     is_shared : bool
         Whether to serve all users of the machine. Only root can.
-    user_memory_bytes_max, local_reads
+    user_memory_quota_bytes, local_reads
         See :class:`Agent`.
 
     Raises
@@ -217,9 +225,9 @@ def plain_agent(
         EmbeddedServer(resolved, mount),
         file_access=lambda descriptor, _user: DescriptorAccess(descriptor, resolved),
         spin_us=spin_us,
-        silence_ms=silence_ms,
+        server_timeout_ms=server_timeout_ms,
         placement=placement,
-        user_memory_bytes_max=user_memory_bytes_max,
+        user_memory_quota_bytes=user_memory_quota_bytes,
         local_reads=local_reads,
     )
 

@@ -22,7 +22,7 @@ from gdrkit.handles import ReleaseStack
 from gdrkit.host import PrivateFolder
 from gdrkit.storage import messages
 from gdrkit.storage.client import StorageClient
-from gdrkit.usrbio.agent.agent import SILENCE_MS, SPIN_US, Agent, check_may_share
+from gdrkit.usrbio.agent.agent import SERVER_TIMEOUT_MS, SPIN_US, Agent, check_may_share
 from gdrkit.usrbio.agent.files import PathAccess
 from gdrkit.usrbio.agent.mount import SERVER_SOCKET, AgentMount, check_mount
 from gdrkit.usrbio.agent.server import EmbeddedServer, RemoteServer
@@ -59,8 +59,8 @@ class FuseAgent:
         *,
         store: StoreFiles,
         spin_us: int,
-        silence_ms: int,
-        user_memory_bytes_max: int | None = None,
+        server_timeout_ms: int,
+        user_memory_quota_bytes: int | None = None,
         local_reads: bool = True,
     ) -> None:
         self.mount = mount
@@ -71,8 +71,8 @@ class FuseAgent:
             file_access=lambda descriptor, user: PathAccess.of_descriptor(descriptor, path, user),
             spin_us=spin_us,
             is_one_client_per_process=True,
-            silence_ms=silence_ms,
-            user_memory_bytes_max=user_memory_bytes_max,
+            server_timeout_ms=server_timeout_ms,
+            user_memory_quota_bytes=user_memory_quota_bytes,
             local_reads=local_reads,
         )
         self._on_close.push(self._agent.close)
@@ -114,9 +114,9 @@ def fuse_agent(
     server: str | None = None,
     token: str | None = None,
     spin_us: int = SPIN_US,
-    silence_ms: int = SILENCE_MS,
+    server_timeout_ms: int = SERVER_TIMEOUT_MS,
     is_shared: bool = False,
-    user_memory_bytes_max: int | None = None,
+    user_memory_quota_bytes: int | None = None,
     local_reads: bool = True,
 ) -> FuseAgent:
     """Mount the files of a storage server on a folder, and start the agent of the mount.
@@ -131,11 +131,11 @@ def fuse_agent(
         ``HOST:PORT`` of a running storage server. Exactly one of `store` and `server` is needed.
     token : str or None
         Token of that server's store.
-    spin_us, silence_ms : int
+    spin_us, server_timeout_ms : int
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
     is_shared : bool
         Whether to serve all users of the machine. The agent and the storage server must then run as root.
-    user_memory_bytes_max, local_reads
+    user_memory_quota_bytes, local_reads
         See :class:`~gdrkit.usrbio.agent.agent.Agent`.
 
     Raises
@@ -180,8 +180,8 @@ def fuse_agent(
         mount,
         store=files,
         spin_us=spin_us,
-        silence_ms=silence_ms,
-        user_memory_bytes_max=user_memory_bytes_max,
+        server_timeout_ms=server_timeout_ms,
+        user_memory_quota_bytes=user_memory_quota_bytes,
         local_reads=local_reads,
     )
 

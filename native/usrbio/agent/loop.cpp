@@ -396,7 +396,7 @@ void Loop::sleep() {
                     held_until_ns >= 0 && (deadline_ns < 0 || held_until_ns < deadline_ns))
                     deadline_ns = held_until_ns;
         if (is_connected_ && has_in_flight()) {
-            const std::int64_t silent_at_ns = nanoseconds_of(last_result_time_ + options_.silence);
+            const std::int64_t silent_at_ns = nanoseconds_of(last_result_time_ + options_.server_timeout);
             deadline_ns = deadline_ns < 0 ? silent_at_ns : std::min(deadline_ns, silent_at_ns);
         }
         timespec timeout{};

@@ -185,12 +185,13 @@ private:
     bool has_refusal_ = false;
     std::uint64_t generation_ = 0;
     std::vector<std::uint16_t> queue_pair_nics_;
-    // Time from which the server's silence is measured: the last result, or the first operation after a time without
-    // operations in flight.
+    // Time from which the timeout of the server is measured: the last result, or the first operation after a time
+    // without operations in flight.
     Clock::time_point last_result_time_{};
     ReadHelper read_helper_;
-    std::uint64_t local_bytes_ = 0;     // Bytes that the loop has copied so far, also for reads that it then leaves.
-    std::uint64_t local_bytes_end_ = 0; // Value of local_bytes_ at which the ring that is drained now has had its turn.
+    std::uint64_t local_bytes_ = 0; // Bytes that the loop has copied so far, also for reads that it then leaves.
+    // Value of local_bytes_ from which the loop sends the reads of the current ring to the server, until its next pass.
+    std::uint64_t local_bytes_end_ = 0;
     std::vector<InFlight> in_flight_;
     std::vector<std::uint32_t> free_indices_;
     std::vector<storage::Operation> unsent_requests_;

@@ -84,14 +84,15 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
     bool has_claimed = false;
     do {
         // Claim as many entries as fit into the rest of the pass if they are as long as the last one.
-        const std::uint64_t fitting = (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_length, 1);
+        const std::uint64_t fitting_count =
+            (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
         const std::size_t limit =
-            std::min({remaining, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting)});
+            std::min({remaining, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
         const std::size_t count = ring.side->claim({claimed_entries_.data(), limit}, now_ns);
         for (std::size_t index = 0; index < count; ++index)
             handle_entry(ring, claimed_entries_[index]);
         if (count != 0)
-            ring.last_length = claimed_entries_[count - 1].arguments.length;
+            ring.last_claimed_length = claimed_entries_[count - 1].arguments.length;
         has_claimed |= count != 0;
         has_claimed_all = count < limit;
         remaining -= count;
@@ -279,7 +280,7 @@ void Loop::report_lost_connection(Event::Kind kind) {
 // true. This is needed because a server that hangs does not close the connection. A result of any operation restarts
 // the time, because the duration of one operation depends on the operations queued before it.
 bool Loop::report_silent_server(Clock::time_point now) {
-    if (!is_connected_ || !has_in_flight() || now - last_result_time_ < options_.silence)
+    if (!is_connected_ || !has_in_flight() || now - last_result_time_ < options_.server_timeout)
         return false;
     report_lost_connection(Event::Kind::silent);
     return true;

@@ -1,4 +1,4 @@
-// A ring as the agent's loop keeps it: the mapping, the agent's side of the ring, the client and the status.
+// A ring of a client as the agent's loop sees it: the mapped memory, the agent's side of the ring, and its status.
 #pragma once
 
 #include <cstddef>
@@ -43,9 +43,10 @@ struct Ring {
     bool is_broken = false;       // The client wrote an invalid value or truncated the memory.
     bool has_unpublished = false; // The ring has completions that were not published yet.
     bool is_asleep = false;       // The loop has announced its sleep in this ring.
-    // Length of the last claimed operation, in bytes. It begins with the bytes of a turn, so that the first claim of a
-    // ring with long reads has only one entry, and the others need not go to the server.
-    std::uint64_t last_length = std::uint64_t{1} << 20;
+    // Length of the last claimed operation, in bytes. Its first value is local_bytes_per_pass of loop_io.cpp, so that
+    // the first claim takes one entry. If the reads are long, the next entries then stay in the ring until a later
+    // pass, in which the loop reads them itself. With more entries claimed, it would have to send them to the server.
+    std::uint64_t last_claimed_length = std::uint64_t{1} << 20;
 };
 
 } // namespace gdrkit::usrbio::agent

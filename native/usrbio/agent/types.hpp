@@ -63,7 +63,7 @@ struct Options {
     std::chrono::microseconds spin{50}; // Time without work after which the loop sleeps.
     std::size_t outstanding_max = 4096; // Largest number of operations in flight.
     // A server that has operations and returns no result for this time counts as hung.
-    std::chrono::milliseconds silence{60000};
+    std::chrono::milliseconds server_timeout{60000};
 };
 
 struct Statistics {

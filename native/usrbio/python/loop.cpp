@@ -116,14 +116,15 @@ NB_MODULE(_loop, module) {
         .def(
             "__init__",
             [](Loop* self, const std::array<std::string, priority_class_count>& semaphores, int spin_us,
-               std::size_t outstanding_max, std::uint32_t silence_ms) {
+               std::size_t outstanding_max, std::uint32_t server_timeout_ms) {
                 Options options;
                 options.spin = std::chrono::microseconds(spin_us);
                 options.outstanding_max = outstanding_max;
-                options.silence = Milliseconds(silence_ms);
+                options.server_timeout = Milliseconds(server_timeout_ms);
                 new (self) Loop(options, semaphores);
             },
-            nb::kw_only(), nb::arg("semaphores"), nb::arg("spin_us"), nb::arg("outstanding_max"), nb::arg("silence_ms"))
+            nb::kw_only(), nb::arg("semaphores"), nb::arg("spin_us"), nb::arg("outstanding_max"),
+            nb::arg("server_timeout_ms"))
         .def("add_client", &Loop::add_client, nb::arg("client"), nb::call_guard<ReleaseGil>())
         .def("remove_client", &Loop::remove_client, nb::arg("client"), nb::call_guard<ReleaseGil>())
         .def(

@@ -266,7 +266,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         "silent-server-awaited-for-ever",
         "native/usrbio/agent/loop_io.cpp",
-        "now - last_result_time_ < options_.silence",
+        "now - last_result_time_ < options_.server_timeout",
         "now - last_result_time_ < Clock::duration::max()",
         cases=("suites/usrbio/test_agent_deaths.py",),
     ),

@@ -191,8 +191,9 @@ Arguments make_arguments(std::uint64_t offset, std::uint64_t length, std::uint64
 }
 
 struct LoopFixture {
-    explicit LoopFixture(std::size_t outstanding_max = 64, std::chrono::milliseconds silence = std::chrono::minutes(1))
-        : loop({std::chrono::microseconds(50), outstanding_max, silence}, semaphores.names) {
+    explicit LoopFixture(std::size_t outstanding_max = 64,
+                         std::chrono::milliseconds server_timeout = std::chrono::minutes(1))
+        : loop({std::chrono::microseconds(50), outstanding_max, server_timeout}, semaphores.names) {
         loop.add_client(1);
         loop.add_buffer(1, {buffer_id, 1 << 20, 1 << 18, {{0x1000, 5}}, {}});
         loop.set_file(1, {inode, 11, 12, true, true});
