@@ -152,7 +152,7 @@ class RegisteredBuffer:
                 "cuFileBufRegister", "buf_register", bufPtr_base=self._address, length=self._length_bytes, flags=0
             )
         _registrations[self._address] = self
-        # Counts this buffer in :func:`gdrkit.handles.live` until it is closed.
+        # The handle counts this buffer in :func:`gdrkit.handles.live` until the buffer is closed.
         self._handle = Handle("cufile.buffer")
         self._remove_close_callback = driver.on_close(self.close)
         self._is_closed = False
@@ -312,8 +312,8 @@ class BufferCache:
             self._entries[memory.address] = entry  # The driver has deregistered the memory at its end.
         try:
             if isinstance(memory, OwnedMemory) and memory.owned:
-                entry.is_kept = True
-                entry.stop_watching = memory.before_release(lambda: self._deregister_before_release(entry))
+                entry.stays_registered = True
+                entry.remove_release_callback = memory.before_release(lambda: self._deregister_before_release(entry))
             try:
                 entry.buffer = RegisteredBuffer(self._driver, memory)
             except ApiError:
@@ -322,7 +322,7 @@ class BufferCache:
                 entry.buffer = RegisteredBuffer(self._driver, memory)
         except BaseException as error:
             self._entries.pop(memory.address, None)
-            entry.stop_watching()
+            entry.remove_release_callback()
             if not isinstance(error, ApiError | ClosedResource):
                 raise
             if isinstance(error, ApiError):
@@ -332,7 +332,7 @@ class BufferCache:
 
     def _end_lease(self, entry: _CacheEntry) -> None:
         entry.lease_count -= 1
-        if entry.lease_count == 0 and not entry.is_kept:
+        if entry.lease_count == 0 and not entry.stays_registered:
             self._deregister(entry)
 
     def _deregister_before_release(self, entry: _CacheEntry) -> None:
@@ -356,7 +356,7 @@ class BufferCache:
             entry.buffer.close()
         if self._entries.get(entry.memory.address) is entry:
             self._entries.pop(entry.memory.address, None)
-        entry.stop_watching()
+        entry.remove_release_callback()
         self._refused_memories.clear()
 
 
@@ -368,15 +368,15 @@ class _CacheEntry:
     ----------
     buffer : RegisteredBuffer or None
         The registration. None: it is in progress, or cuFile has refused it.
-    is_kept : bool
+    stays_registered : bool
         Whether the memory stays registered after its last lease, until its owner frees it.
     """
 
     memory: Memory
     lease_count: int
     buffer: RegisteredBuffer | None = None
-    is_kept: bool = False
-    stop_watching: Callable[[], None] = lambda: None
+    stays_registered: bool = False
+    remove_release_callback: Callable[[], None] = lambda: None
 
     @property
     def is_registered(self) -> bool:
@@ -385,7 +385,7 @@ class _CacheEntry:
 
 
 def _allows_compat_mode() -> bool:
-    """Return whether libcufile may copy through host memory: yes, if this version does not have the parameter.
+    """Return whether libcufile may copy through host memory. It may if this version does not have the parameter.
 
     The properties of the driver have the same flag, but their query makes transfers on streams fail
     (:meth:`gdrkit.cufile.Driver.properties`).
