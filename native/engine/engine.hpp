@@ -61,6 +61,7 @@ private:
 
     void start_threads();
     void wake_for_short_job();
+    bool spin_until_change(std::unique_lock<std::mutex>& lock, std::uint64_t changes_seen);
     void run_worker(std::size_t worker_index);
     std::unique_ptr<SmallTransferBuffer> take_small_buffer(int device);
 
@@ -76,10 +77,14 @@ private:
     std::deque<std::shared_ptr<Job>> jobs_;
     // Coalesced copies whose slices must be filled from files. Workers take these slices first, then chunks of jobs.
     std::deque<std::shared_ptr<CoalescedCopy>> copies_to_fill_;
-    // Incremented whenever new work may be available. A worker that found no work sleeps only while this is unchanged.
-    std::uint64_t changes_count_ = 0;
+    // Incremented with the mutex whenever new work may be available. A worker that found no work sleeps only while this
+    // is unchanged.
+    std::atomic<std::uint64_t> changes_count_{0};
     std::size_t idle_count_ = 0;   // Number of workers that wait for work.
     bool is_wake_pending_ = false; // submit() has notified a worker that has not run since.
+    const bool has_processors_ = std::thread::hardware_concurrency() > 1; // A worker and a caller can run at once.
+    bool is_last_job_short_ = false; // One worker executes the job that was queued last.
+    bool is_spinning_ = false;       // A worker spins until there is work.
     // Number of EngineClosing objects. It is decremented without the mutex, which a forked child cannot lock.
     std::atomic<std::size_t> closers_count_{0};
     bool is_closing_ = false; // The threads end when no work is left.

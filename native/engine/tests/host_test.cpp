@@ -207,6 +207,25 @@ void check_many_callers(const Folder& folder) {
     }
 }
 
+// Short jobs that are queued while a worker spins, and when it falls asleep, are all executed.
+void check_short_jobs_after_pauses(const Folder& folder, std::mt19937_64& random) {
+    const Bytes data = pattern(64 * kib, 27);
+    const Descriptor fd = create_file(folder.path_of("pauses"), data);
+    const auto file = descriptor_file(fd);
+    Engine engine(small_tuning(), -1);
+    for (int round = 0; round < 2000; ++round) {
+        Bytes memory(2 * kib);
+        const u64 offset = random() % (data.size() - memory.size());
+        const auto job = start_job(engine, Direction::read, host_memory, {file},
+                                   {Extent{0, offset, address_of(memory), memory.size()}});
+        CHECK(job->wait(20'000'000));
+        CHECK(memory == sub_range(data, offset, memory.size()));
+        const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(random() % 100);
+        while (std::chrono::steady_clock::now() < end) {
+        }
+    }
+}
+
 // After a cancellation in the middle of a job, the bytes that are reported as arrived have arrived.
 void check_cancellation(const Folder& folder) {
     const Bytes data = pattern(8 * mib, 30);
@@ -382,6 +401,7 @@ int main() {
     check_query_does_not_sleep(folder);
     check_chunks_of_a_write(folder);
     check_many_callers(folder);
+    check_short_jobs_after_pauses(folder, random);
     check_cancellation(folder);
     check_close(folder);
     check_given_up_close(folder);

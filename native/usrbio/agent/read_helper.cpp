@@ -7,6 +7,8 @@
 #include <system_error>
 #include <utility>
 
+#include "common/spin.hpp"
+
 namespace gdrkit::usrbio::agent {
 namespace {
 
@@ -15,14 +17,6 @@ constexpr std::size_t shared_count_min = 4;
 constexpr std::uint32_t skip_max = 64;
 // Number of checks for the end of the helper's last index before the thread sleeps. An index takes about 10 us.
 constexpr unsigned spins_max = 512;
-
-inline void pause() noexcept {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 } // namespace
 
@@ -78,7 +72,7 @@ void ReadHelper::finish(Job& job) {
     if (is_helping_.load(std::memory_order_relaxed)) {
         lock.unlock();
         for (unsigned spin = 0; spin < spins_max && is_helping_.load(std::memory_order_relaxed); ++spin)
-            pause();
+            pause_processor();
         lock.lock();
     }
     changed_.wait(lock, [&] { return !is_helping_.load(std::memory_order_relaxed); });

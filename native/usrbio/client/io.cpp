@@ -1,5 +1,6 @@
 // The C functions that an application calls for each operation or batch: hf3fs_prep_io, hf3fs_submit_ios,
 // hf3fs_wait_for_ios.
+#include "common/spin.hpp"
 #include "usrbio/client/file_table.hpp"
 #include "usrbio/client/gpu_visibility.hpp"
 #include "usrbio/client/log.hpp"
@@ -28,14 +29,6 @@ constexpr long spin_ns_max = 150000;
 constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
-
-inline void pause() noexcept {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
 // the iov. All values come from the application and may be invalid.
@@ -176,7 +169,7 @@ private:
                     return;
                 }
             }
-            pause();
+            pause_processor();
         }
     }
 

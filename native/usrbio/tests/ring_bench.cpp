@@ -4,6 +4,7 @@
 // The variants take turns in one run: the C library with an agent in this process, io_uring's NOP, and a minimal loop
 // that uses the memory and the two semaphores of a ring by the protocol of 3FS. Prints one JSON object per line: the
 // CPU time of the client's thread (CLOCK_THREAD_CPUTIME_ID), as the median of the rounds.
+#include "common/spin.hpp"
 #include "test_mount.hpp"
 #include "tests/check.hpp"
 #include "usrbio/client/file_table.hpp"
@@ -29,14 +30,6 @@
 using namespace gdrkit::usrbio;
 
 namespace {
-
-inline void pause_spinning() noexcept {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("yield");
-#endif
-}
 
 // Returns the semaphore as a glibc semaphore. 3FS calls the functions of glibc for it.
 sem_t* as_glibc(Semaphore* semaphore) {
@@ -284,7 +277,7 @@ private:
             }
             // Read the clock only at every 16th check of the ring.
             if (spin_ns_ != 0) {
-                pause_spinning();
+                gdrkit::pause_processor();
                 if (idle_checks == 0) {
                     idle_since = monotonic_ns();
                 }
