@@ -19,11 +19,12 @@ from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, publ
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import host, needs, verbs
+from gdrkit.storage.server import HANDLES_MAX
 from gdrkit.units import KIB, MIB
 from gdrkit.usrbio.agent import protocol
 from gdrkit.usrbio.agent.agent_error import AgentError
 from gdrkit.usrbio.agent.protocol import AgentRequest
-from gdrkit.usrbio.agent.quota import MemoryQuota
+from gdrkit.usrbio.agent.quota import SHARED_FILES_MAX, MemoryQuota
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -291,6 +292,39 @@ def test_small_iovs_cost_a_page_of_the_quota() -> None:
     releases[0]()
     quota.charge(ALICE, 1)
     quota.charge(BOB, 1)
+
+
+@pytest.mark.parametrize("mode", ["plain"], indirect=True)
+def test_files_of_one_user_leave_handles_for_another(mount: Path) -> None:
+    """In an older version, one user could take all handles of the agent's session with the server."""
+
+    def register_many(pipe: Connection) -> None:
+        """Register files until the agent refuses one, then one more after a deregistration. Send both results."""
+        folder = mount / "alice"
+        folder.mkdir()
+        with published(mount) as (client, _iov, _ring):
+            inodes: list[int] = []
+
+            def register() -> int:
+                path = folder / str(len(inodes))
+                path.touch()
+                with path.open("rb") as file:
+                    inodes.append(client.register_file(file.fileno()))
+                return 0
+
+            while (error_number := errno_of(register)) == 0 and len(inodes) < HANDLES_MAX:
+                pass
+            pipe.send((error_number, len(inodes)))
+            client.request(AgentRequest.DEREGISTER_FILE, protocol.pack_number(inodes.pop()))
+            pipe.send(errno_of(register))
+            pipe.recv()
+
+    with UserProcess(ALICE, register_many) as alice, UserProcess(BOB, read_on_demand(mount, mount / "bob")) as bob:
+        assert alice.receive() == (errno.EMFILE, SHARED_FILES_MAX)
+        assert alice.receive() == 0
+        bob.receive()
+        assert bob.ask() == 64 * KIB
+        alice.connection.send(None)
 
 
 def test_idle_memory_yields_to_other_iovs_of_its_user(mount: Path) -> None:

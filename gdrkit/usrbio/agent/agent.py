@@ -26,7 +26,7 @@ from gdrkit.usrbio.agent.files import DescriptorAccess
 from gdrkit.usrbio.agent.listener import AgentListener
 from gdrkit.usrbio.agent.memory import Nics
 from gdrkit.usrbio.agent.mount import AgentMount, check_mount
-from gdrkit.usrbio.agent.quota import MemoryQuota
+from gdrkit.usrbio.agent.quota import SHARED_FILES_MAX, FileQuota, MemoryQuota
 from gdrkit.usrbio.agent.removed_links import RemovedLinks
 from gdrkit.usrbio.agent.server import EmbeddedServer
 from gdrkit.usrbio.agent.service import Service
@@ -132,6 +132,7 @@ class Agent:
                 links=mount.links,
                 drain_timeout_ms=_DRAIN_TIMEOUT_MS,
                 quota=MemoryQuota(user_memory_quota_bytes),
+                file_quota=FileQuota(SHARED_FILES_MAX if mount.is_shared else None),
             )
             self.service = Service(context, is_one_client_per_process=is_one_client_per_process)
             self._server = context.server = ServerConnection(

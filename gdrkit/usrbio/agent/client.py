@@ -422,16 +422,29 @@ class Client:
     def _add_file(self, access: FileAccess, session: AgentSession) -> None:
         """Open a file at a session. Unless this method raises, the file owns `access`."""
         with self._context.files_lock:
-            file = self._files.get(access.inode) or RegisteredFile(access.inode)
-            if file.is_closing:
+            file = self._files.get(access.inode)
+            is_new = file is None
+            if file is None:
+                self._context.file_quota.charge(self.process.uid)
+                file = RegisteredFile(access.inode)
+            elif file.is_closing:
                 raise AgentError(errno.EBUSY, "the file is being deregistered")
-            file.add(access, session)
             try:
-                file.update_loop(self._context.loop, self.number, self._context.local_store)
-            except OSError as error:
-                file.close()
-                raise as_agent_error(error) from error
+                self._open_file(file, access, session)
+            except BaseException:
+                if is_new:
+                    self._context.file_quota.release(self.process.uid)
+                raise
             self._files[access.inode] = file
+
+    def _open_file(self, file: RegisteredFile, access: FileAccess, session: AgentSession) -> None:
+        """Open a file at a session, and give its handles to the loop."""
+        file.add(access, session)
+        try:
+            file.update_loop(self._context.loop, self.number, self._context.local_store)
+        except OSError as error:
+            file.close()
+            raise as_agent_error(error) from error
 
     def _remove_publication(self, name: str, *, kept: KeptRegistrations | None = None) -> bool:
         is_kept = self._publications[name].close(remove_shared=False, kept=kept)
@@ -459,6 +472,7 @@ class Client:
             lambda timeout_ms: self._context.loop.remove_file(self.number, inode, timeout_ms=timeout_ms)
         )
         with self._context.files_lock:
+            self._context.file_quota.release(self.process.uid)
             self._files.pop(inode).close()
 
     def _path_below_root(self, descriptor: int) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gdrkit.usrbio.agent.files import FileAccess
     from gdrkit.usrbio.agent.memory import Nics
     from gdrkit.usrbio.agent.mount import LinkFolder
-    from gdrkit.usrbio.agent.quota import MemoryQuota
+    from gdrkit.usrbio.agent.quota import FileQuota, MemoryQuota
 
 __all__ = ["AgentContext"]
 
@@ -44,6 +44,8 @@ class AgentContext:
         How long the agent waits for operations in flight before it ends the session with the server, in milliseconds.
     quota : MemoryQuota
         The host memory that the clients of each user have published.
+    file_quota : FileQuota
+        The files that the clients of each user have registered.
 
     Attributes
     ----------
@@ -63,6 +65,7 @@ class AgentContext:
         links: LinkFolder,
         drain_timeout_ms: int,
         quota: MemoryQuota,
+        file_quota: FileQuota,
     ) -> None:
         self.root = root
         self.file_access = file_access
@@ -70,6 +73,7 @@ class AgentContext:
         self.nics = nics
         self.links = links
         self.quota = quota
+        self.file_quota = file_quota
         self.local_store: Path | None = None
         self.files_lock = threading.RLock()
         self._drain_timeout_ms = drain_timeout_ms

@@ -1,20 +1,28 @@
-"""The limit of the host memory that the clients of one user may publish, because the agent pins it for all its NICs."""
+"""The limits of what the clients of one user may use of an agent that serves several users.
+
+The agent pins published host memory for all its NICs, and its session with the server has a limited number of files.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
 import threading
+from collections import Counter
 from typing import TYPE_CHECKING
 
+from gdrkit.storage.server import HANDLES_MAX
 from gdrkit.usrbio.agent.agent_error import AgentError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["MemoryQuota"]
+__all__ = ["SHARED_FILES_MAX", "FileQuota", "MemoryQuota"]
 
 _PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+# Number of files of one user at a shared agent. A file has at most two handles at the server, one for reads and one for
+# writes, so that one user has at most half of the handles.
+SHARED_FILES_MAX = HANDLES_MAX // 4
 
 
 class MemoryQuota:
@@ -72,3 +80,36 @@ class MemoryQuota:
                 self._bytes_by_user[uid] = left_bytes
             else:
                 del self._bytes_by_user[uid]
+
+
+class FileQuota:
+    """The files that the clients of each user have registered. Its caller holds ``AgentContext.files_lock``.
+
+    Parameters
+    ----------
+    user_files_max : int or None
+        Limit for each user. None means no limit.
+    """
+
+    def __init__(self, user_files_max: int | None = None) -> None:
+        self._user_files_max = user_files_max
+        self._files_by_user: Counter[int] = Counter()
+
+    def charge(self, uid: int) -> None:
+        """Count a file of a user.
+
+        Raises
+        ------
+        AgentError
+            EMFILE: the user has as many files as the limit allows.
+        """
+        if self._user_files_max is not None and self._files_by_user[uid] >= self._user_files_max:
+            message = f"user {uid} has registered {self._user_files_max} files, as many as a shared agent allows a user"
+            raise AgentError(errno.EMFILE, message)
+        self._files_by_user[uid] += 1
+
+    def release(self, uid: int) -> None:
+        """Count a file of a user no longer."""
+        self._files_by_user[uid] -= 1
+        if not self._files_by_user[uid]:
+            del self._files_by_user[uid]
