@@ -56,7 +56,7 @@ _IO_FIELDS = ("rchar", "wchar", "read_bytes")
 
 @dataclass(slots=True)
 class SampledProcess:
-    """What the samples of one process have shown so far.
+    """The evidence of all samples of one process so far.
 
     Attributes
     ----------

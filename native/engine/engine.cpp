@@ -123,10 +123,9 @@ void Engine::wake_for_short_job() {
 }
 
 // Spins until there may be work. Returns false if there is none after `spin_time`, or the worker should sleep at once:
-// only one worker spins at a time. None spins after a long job, which needs all workers, or on a single processor,
-// where the caller of submit() could not run.
+// only one worker spins at a time, and none after a long job, which needs all workers.
 bool Engine::spin_until_change(std::unique_lock<std::mutex>& lock, std::uint64_t changes_seen) {
-    if (is_spinning_ || is_closing_ || !is_last_job_short_ || !has_processors_) {
+    if (is_spinning_ || is_closing_ || !is_last_job_short_ || !may_spin_) {
         return false;
     }
     is_spinning_ = true;

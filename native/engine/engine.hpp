@@ -82,7 +82,8 @@ private:
     std::atomic<std::uint64_t> changes_count_{0};
     std::size_t idle_count_ = 0;   // Number of workers that wait for work.
     bool is_wake_pending_ = false; // submit() has notified a worker that has not run since.
-    const bool has_processors_ = std::thread::hardware_concurrency() > 1; // A worker and a caller can run at once.
+    // Whether a worker may spin: on a single processor, the caller of submit() could not run meanwhile.
+    const bool may_spin_ = std::thread::hardware_concurrency() > 1;
     bool is_last_job_short_ = false; // One worker executes the job that was queued last.
     bool is_spinning_ = false;       // A worker spins until there is work.
     // Number of EngineClosing objects. It is decremented without the mutex, which a forked child cannot lock.
