@@ -108,6 +108,7 @@ class TorchMaker:
                     count -= 1
                 tensors += map(empty_like, [first_tensors[size_and_type]] * count)
         except self._torch.cuda.OutOfMemoryError as error:
+            del tensors, first_tensors  # The traceback of the error has this frame, which must not keep the memory.
             failure = ("cuda", "torch.empty", _CUDA_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
             detail = str(error).partition("\n")[0]
             raise api_error(failure, arguments={"device_index": device_index}, detail=detail) from error

@@ -164,6 +164,11 @@ class DeviceLoad:
     def _add(self, tensors: Sequence[Any], placements: Sequence[Placement]) -> None:
         self.tensors.update(zip([placement.name for placement in placements], tensors, strict=True))
 
+    def drop(self) -> None:
+        """Drop the memory and the tensors. The frames in the traceback of an error may still have this object."""
+        self.buffers.clear()
+        self.tensors.clear()
+
     def start(self, files: Sequence[File], share_index: int, shares_count: int) -> None:
         """Start the transfer of one of several shares of every file."""
         extents, lengths = array("Q"), 0

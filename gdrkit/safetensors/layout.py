@@ -209,7 +209,7 @@ def _range_of_slice(name: str, size: int, item: slice) -> tuple[int, int]:
 
 def _position_of(name: str, size: int, item: object) -> int:
     if isinstance(item, bool) or not isinstance(item, SupportsIndex):
-        message = f"an index must have numbers, slices and ..., not {item!r:.40} (tensor {name!r})"
+        message = f"an index may contain only integers, slices and ..., not {item!r:.40} (tensor {name!r})"
         raise UsageError(message)
     position = item.__index__()
     if not -size <= position < size:

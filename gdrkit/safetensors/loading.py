@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from gdrkit.errors import ClosedResource, UsageError
 from gdrkit.forks import ForkSafeLock
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from gdrkit.gds import Access, Transfer
     from gdrkit.safetensors.header import Header
-    from gdrkit.safetensors.layout import Select
+    from gdrkit.safetensors.layout import Layout, Select
 
 __all__ = ["ModelLoad", "StrPath", "load_file", "load_files", "start_load_files"]
 
@@ -94,12 +94,12 @@ class ModelLoad:
             See :meth:`gdrkit.gds.Transfer.result`. The error names the file. The memory is freed.
         """
         with self._lock:
+            devices = self._devices  # result() in a signal handler, from here on, sets the member to an empty list.
             if self._loaded_tensors is None:
-                if self._is_abandoned:
-                    name = "the load"
-                    raise ClosedResource(name)
+                self._require_open()
                 try:
-                    self._loaded_tensors = self._finish(self._devices, on_progress)
+                    self._loaded_tensors = self._finish(devices, on_progress)
+                    self._require_open()  # A signal handler may have called close() meanwhile.
                 except BaseException:
                     self._abandon()
                     raise
@@ -123,33 +123,35 @@ class ModelLoad:
 
     def _finish(self, devices: list[DeviceLoad], on_progress: Callable[[int, int], None] | None) -> list[LoadedTensors]:
         """Wait for the transfers of the devices, and return the tensors. A signal handler gets the same tensors."""
-        try:
-            _make_tensors(devices)
-            transfers = [load.transfer for load in devices if load.transfer is not None]
-            if on_progress is not None:
-                total_bytes = self.length_bytes
-                while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
-                    on_progress(self.bytes_moved, total_bytes)
+        _make_tensors(devices)
+        transfers = [load.transfer for load in devices if load.transfer is not None]
+        if on_progress is not None:
+            total_bytes = self.length_bytes
+            while not all(transfer.job.wait(int(_PROGRESS_S * 1e6)) for transfer in transfers):
                 on_progress(self.bytes_moved, total_bytes)
-            results = [transfer.result() for transfer in transfers]
-            began_s = time.monotonic()
-            report = LoadReport(
-                route=results[0].route,
-                bytes=sum(result.bytes for result in results),
-                direct_io_bytes=sum(result.direct_io_bytes for result in results),
-                peer_bytes=copy_to_peers(devices) if self._shares_count > 1 else 0,
-                duration_s=max(result.duration_s for result in results),
-            )
-            remember_rates(devices, report, copy_duration_s=time.monotonic() - began_s)
-            for file in self._files:
-                file.close()
-        except BaseException:
-            del devices  # The traceback of an error has this frame, which must not keep the memory.
-            raise
+            on_progress(self.bytes_moved, total_bytes)
+        results = [transfer.result() for transfer in transfers]
+        began_s = time.monotonic()
+        report = LoadReport(
+            route=results[0].route,
+            bytes=sum(result.bytes for result in results),
+            direct_io_bytes=sum(result.direct_io_bytes for result in results),
+            peer_bytes=copy_to_peers(devices) if self._shares_count > 1 else 0,
+            duration_s=max(result.duration_s for result in results),
+        )
+        remember_rates(devices, report, copy_duration_s=time.monotonic() - began_s)
+        for file in self._files:
+            file.close()
         tensors_of_devices = [load.tensors for load in devices]
         for tensors in tensors_of_devices:
             tensors.report, tensors.metadata = report, [header.metadata for header in self._headers]
         return tensors_of_devices
+
+    def _require_open(self) -> None:
+        if self._is_abandoned:
+            self._loaded_tensors = None
+            name = "the load"
+            raise ClosedResource(name)
 
     def _abandon(self) -> None:
         """Cancel the transfers, wait for their end, and drop the files and the memory."""
@@ -160,6 +162,8 @@ class ModelLoad:
                 transfer.exception()
         for file in self._files:
             file.close()
+        for device_load in self._devices:
+            device_load.drop()
         self._devices = []
 
 
@@ -168,7 +172,7 @@ def start_load_files(
     device: Any = "cpu",  # noqa: ANN401 - every form in which torch names a device, or a list.
     *,
     framework: str | None = None,
-    select: Select | None = None,
+    select: Select | Sequence[Select | None] | None = None,
     own_memory: bool = False,
     access: Access = "automatic",
     share: bool | None = None,
@@ -183,9 +187,10 @@ def start_load_files(
         ``"cpu"``, ``"cuda"``, ``"cuda:1"`` or 1. Each device of a list gets all selected tensors.
     framework : str or None
         ``"pt"``: tensors of torch. ``"dlpack"``: :class:`ModelTensor`. None: torch if it is installed.
-    select : callable or None
+    select : callable, list of callables or None
         Function that returns the index of the part of a tensor to load, from its name and shape: ``...`` for the whole
         tensor, slices and numbers as in ``tensor[0, 4:8]``, or None to leave it out. Only the selected bytes are read.
+        A list has one function for each device, for example for tensor parallelism.
     own_memory : bool
         False: the tensors of a file share one memory. It is freed when the last tensor is gone. True: each tensor has
         memory of its own.
@@ -194,7 +199,7 @@ def start_load_files(
     share : bool or None
         How several devices get the bytes. True: each device reads a share and copies it to the others. False: each
         device reads all bytes. None: the faster of both, by the rates of the earlier loads of this process. The first
-        load is shared if all devices have peer access to each other.
+        load is shared if all devices have peer access to each other. A load with a list of selections is not shared.
 
     Raises
     ------
@@ -209,6 +214,7 @@ def start_load_files(
     if not indices or len(set(indices)) != len(indices):
         message = f"device must name at least one device, and none twice, not {device!r}"
         raise UsageError(message)
+    selections = _expand_selections(select, len(indices), share=share)
     devices = [DeviceLoad(maker, index, own_memory=own_memory) for index in indices]
     with contextlib.ExitStack() as open_resources:
         files = [open_resources.enter_context(File(path, access=access, direct="never")) for path in paths]
@@ -218,21 +224,40 @@ def start_load_files(
         with pause_collector():
             headers = [read_header(file) for file in files]
             _check_names(files, headers)
-            for header in headers:
-                layout = layout_of(header, select)
-                for device_load in devices:
-                    device_load.place(layout)
-        is_shared = len(indices) > 1 and (shares_are_faster(files, indices, access) if share is None else share)
+        may_share = len(indices) > 1 and not isinstance(select, list | tuple)
+        is_shared = may_share and (shares_are_faster(files, indices, access) if share is None else share)
         open_resources.pop_all()
     shares_count = len(indices) if is_shared else 1
     load = ModelLoad(files, headers, devices, shares_count=shares_count, is_list=isinstance(device, list | tuple))
     try:
-        for share_index, device_load in enumerate(devices):
-            device_load.start(files, share_index if is_shared else 0, shares_count)
+        layouts: list[Layout] = []
+        for index, (device_load, selection) in enumerate(zip(devices, selections, strict=True)):
+            # The transfer of one device runs while the layouts of the next one are computed.
+            with pause_collector():
+                if index == 0 or selection is not selections[index - 1]:
+                    layouts = [layout_of(header, selection) for header in headers]
+                for layout in layouts:
+                    device_load.place(layout)
+            device_load.start(files, index if is_shared else 0, shares_count)
     except BaseException:
         load.close()
         raise
     return load
+
+
+def _expand_selections(
+    select: Select | Sequence[Select | None] | None, devices_count: int, *, share: bool | None
+) -> list[Select | None]:
+    """Return the selection of each device."""
+    if not isinstance(select, list | tuple):
+        return [cast("Select | None", select)] * devices_count
+    if len(select) != devices_count:
+        message = f"select must have one function for each of the {devices_count} devices, not {len(select)}"
+        raise UsageError(message)
+    if share:
+        message = "share must be False or None for a list of selections, because the devices load different bytes"
+        raise UsageError(message)
+    return list(select)
 
 
 def _make_tensors(devices: list[DeviceLoad]) -> None:

@@ -154,7 +154,7 @@ class TensorSlice:
     def __getitem__(self, index: TensorIndex) -> Any:  # noqa: ANN401 - a tensor.
         """Load the part, and return it as a tensor. Only its bytes are read."""
         if index is None:
-            message = "an index must have numbers, slices and ..., not None"
+            message = "an index may contain only integers, slices and ..., not None"
             raise UsageError(message)
         is_everything = index in ((), (EVERYTHING,)) if isinstance(index, tuple) else index is EVERYTHING
         return self._file._find_part(self._name, EVERYTHING if is_everything else index)  # noqa: SLF001 - one interface.

@@ -289,21 +289,21 @@ def test_two_devices_beside_one(
     def select_half(rank: int, _name: str, shape: tuple[int, ...]) -> object:
         return slice(rank * shape[0] // 2, (rank + 1) * shape[0] // 2)
 
-    def load_halves() -> None:
-        loads = [
-            safetensors.start_load_files(paths, f"cuda:{rank}", select=partial(select_half, rank)) for rank in range(2)
-        ]
-        for load in loads:
-            load.result()
-
+    select_halves = [partial(select_half, rank) for rank in range(2)]
     transfers: dict[str, Callable[[], object]] = {
         "one": lambda: safetensors.load_files(paths, "cuda:0"),
-        "halves": load_halves,
+        "halves": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], select=select_halves),
         "both_by_shares": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True),
         "both_by_reads": lambda: safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=False),
     }
     for tensors in safetensors.load_files(paths, ["cuda:0", "cuda:1"], share=True):
         check_tensors(tensors, paths)
+    first_halves, second_halves = safetensors.load_files(paths, ["cuda:0", "cuda:1"], select=select_halves)
+    joined_tensors = {
+        name: torch.cat((first_half.cpu(), second_halves[name].cpu())) for name, first_half in first_halves.items()
+    }
+    check_tensors(joined_tensors, paths)
+    del tensors, first_halves, second_halves, joined_tensors
     torch.cuda.empty_cache()
     series = measure_in_turn(transfers, length_bytes, rounds_count=ROUNDS_COUNT if is_measured else 1, attempts_count=1)
     for name, loader_series in series.items():

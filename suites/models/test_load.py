@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -38,8 +39,9 @@ DEVICES = [
     pytest.param("cuda", marks=needs(cuda.device()), id="device"),
 ]
 ON_EVERY_DEVICE = pytest.mark.parametrize("device_argument", DEVICES)
-# Tensors of an odd size, so that the next one would be unaligned.
-ODD_SIZES = (
+# All of these tensors but the first are unaligned in the file, at the offsets 602, 4602, 4605 and 4885. In memory, the
+# loader aligns each tensor of at least 256 bytes.
+UNALIGNED_TENSORS = (
     ("a", "BF16", (301,)),
     ("b", "F32", (1000,)),
     ("c", "U8", (3,)),
@@ -55,7 +57,7 @@ def read_tensors(tensors: Mapping[str, ModelTensor]) -> dict[str, bytes]:
 
 @ON_EVERY_DEVICE
 @pytest.mark.parametrize("own_memory", [False, True], ids=["one-memory", "own-memory"])
-@pytest.mark.parametrize("tensors", [EVERY_TYPE, ODD_SIZES], ids=["every-type", "odd-sizes"])
+@pytest.mark.parametrize("tensors", [EVERY_TYPE, UNALIGNED_TENSORS], ids=["every-type", "unaligned"])
 def test_every_tensor_arrives(
     tmp_path: Path,
     seed: int,
@@ -119,8 +121,8 @@ SLICES = [
 def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: str, index: object) -> None:
     shape = (4, 8, 6)
     model = write_model(tmp_path / "model", [("x", "U8", (5,)), ("w", "I16", shape), ("y", "U8", (4,))], seed=seed)
-    rows = memoryview(model.tensors["w"]).cast("h").tolist()
-    nested = [[rows[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
+    elements = memoryview(model.tensors["w"]).cast("h").tolist()
+    nested = [[elements[(i * 8 + j) * 6 : (i * 8 + j) * 6 + 6] for j in range(8)] for i in range(4)]
     expected_elements, part_shape = slice_lists(nested, shape, index)
     with safe_open(model.path, "dlpack", device_argument) as file:
         part = file.get_slice("w")
@@ -139,18 +141,18 @@ def test_slice_reads_only_its_bytes(tmp_path: Path, seed: int, device_argument: 
 def slice_lists(
     nested: list[list[list[int]]], shape: tuple[int, ...], index: object
 ) -> tuple[list[int], tuple[int, ...]]:
-    """Return the elements and the shape of a part, by the slices of lists."""
-    ranges: list[Any] = list(index) if isinstance(index, tuple) else [index]
-    if ... in ranges:
-        ellipsis_index = ranges.index(...)
-        ranges[ellipsis_index : ellipsis_index + 1] = [slice(None)] * (len(shape) - len(ranges) + 1)
-    ranges += [slice(None)] * (len(shape) - len(ranges))
+    """Return the elements and the shape of `nested[index]`. They are the expected result, computed with lists."""
+    items: list[Any] = list(index) if isinstance(index, tuple) else [index]
+    if ... in items:
+        ellipsis_index = items.index(...)
+        items[ellipsis_index : ellipsis_index + 1] = [slice(None)] * (len(shape) - len(items) + 1)
+    items += [slice(None)] * (len(shape) - len(items))
     selected_indexes = [
         range(size)[item] if isinstance(item, slice) else [range(size)[item]]
-        for item, size in zip(ranges, shape, strict=True)
+        for item, size in zip(items, shape, strict=True)
     ]
     part_shape = tuple(
-        len(chosen) for chosen, item in zip(selected_indexes, ranges, strict=True) if isinstance(item, slice)
+        len(chosen) for chosen, item in zip(selected_indexes, items, strict=True) if isinstance(item, slice)
     )
     return [
         nested[i][j][k] for i in selected_indexes[0] for j in selected_indexes[1] for k in selected_indexes[2]
@@ -164,10 +166,10 @@ def slice_lists(
         (8, "index 8 is not inside a dimension of size 8"),
         ((0, 0, 0), "too many items"),
         ((..., ...), "too many items"),
-        ([0], "an index must have numbers, slices and ..., not"),
-        (True, "an index must have numbers, slices and ..., not True"),
+        ([0], "an index may contain only integers, slices and ..., not"),
+        (True, "an index may contain only integers, slices and ..., not True"),
         ((0, slice(1, 3)), "begins or ends inside a byte, because F4 has 4 bits"),
-        (None, "an index must have numbers, slices and ..., not None"),
+        (None, "an index may contain only integers, slices and ..., not None"),
     ],
     ids=["step", "outside", "too-many", "two-ellipses", "list", "bool", "half-byte", "none"],
 )
@@ -207,6 +209,54 @@ def test_two_devices_get_all_tensors(tmp_path: Path, seed: int, *, share: bool) 
     assert (report.bytes, report.peer_bytes) == ((total_bytes, total_bytes) if share else (2 * total_bytes, 0))
 
 
+@needs(cuda.device(count_min=2))
+def test_each_device_loads_its_own_selection(tmp_path: Path, seed: int) -> None:
+    models = [
+        write_model(tmp_path / str(index), [(f"{index}.w", "U8", (6, 1001)), (f"{index}.b", "F32", (7,))], seed=seed)
+        for index in range(2)
+    ]
+    expected_tensors = {name: data for model in models for name, data in model.tensors.items()}
+
+    def select_rows(rank: int, name: str, _shape: tuple[int, ...]) -> object:
+        return slice(rank * 3, rank * 3 + 3) if name.endswith("w") else ...
+
+    paths = [model.path for model in models]
+    selections = [partial(select_rows, rank) for rank in range(2)]
+    loaded_tensors = load_files(paths, ["cuda:0", "cuda:1"], framework="dlpack", select=selections)
+    for rank, tensors in enumerate(loaded_tensors):
+        assert read_tensors(tensors) == {
+            name: data[rank * 3003 : (rank + 1) * 3003] if name.endswith("w") else data
+            for name, data in expected_tensors.items()
+        }
+        assert {tensor.device_index for tensor in tensors.values()} == {rank}
+    assert loaded_tensors[0].report.bytes == 2 * 6006 + 2 * 2 * 28
+    assert loaded_tensors[0].report.peer_bytes == 0
+    whole_first, half_second = load_files(
+        paths, ["cuda:0", "cuda:1"], framework="dlpack", select=[None, selections[1]], own_memory=True
+    )
+    assert read_tensors(whole_first) == expected_tensors
+    assert read_tensors(half_second) == read_tensors(loaded_tensors[1])
+
+
+@needs(cuda.device(count_min=2))
+def test_error_of_one_selection_ends_the_load_of_all(tmp_path: Path, seed: int) -> None:
+    model = write_model(tmp_path / "model", [("a", "U8", (8 * MIB,))], seed=seed)
+    handles_before = handles.live()
+
+    def load(select: object, *, share: bool | None = None) -> None:
+        load_files([model.path], ["cuda:0", "cuda:1"], framework="dlpack", select=select, share=share)
+
+    # The transfer of the first device has started when the selection of the second is evaluated.
+    with pytest.raises(UsageError, match="index 9000000 is not inside a dimension of size 8388608"):
+        load([None, lambda _name, _shape: 9_000_000])
+    with pytest.raises(UsageError, match="select must have one function for each of the 2 devices, not 1"):
+        load([None])
+    with pytest.raises(UsageError, match="share must be False or None for a list of selections"):
+        load([None, None], share=True)
+    gds.close_engines()
+    assert handles.live() == handles_before
+
+
 @needs(cuda.device(count_min=2), software("cuda"))
 def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> None:
     length_bytes = 32 * MIB
@@ -220,20 +270,19 @@ def test_devices_share_reads_if_copies_are_faster(tmp_path: Path, seed: int) -> 
         peer_bytes: int = loaded_tensors[0].report.peer_bytes
         return peer_bytes
 
-    # A load is timed only if it is not over when its result is asked for, so its first read is late too.
-    delays = ["cuMemcpyHtoDAsync_v2 call=1 delay_us=200000", "cuMemcpyPeerAsync call=1 delay_us=1000000"]
-    with inject_faults(Api.CUDA, *delays):
+    slow_copy = "cuMemcpyPeerAsync call=1 delay_us=1000000"
+    with inject_faults(Api.CUDA, slow_copy):
         assert load_and_get_peer_bytes() == length_bytes, "the first load is shared, because no rates are known"
     assert load_and_get_peer_bytes() == 0, "copies were slower than reads"
-    with inject_faults(Api.CUDA, *delays):
-        assert load_and_get_peer_bytes("direct") == length_bytes, "each byte comes from the disk once"
+    with inject_faults(Api.CUDA, slow_copy):
+        assert load_and_get_peer_bytes("direct") == length_bytes, "the disk is read once even if copies were slower"
     assert load_and_get_peer_bytes() == 0, "both files are cached"
     drop_from_cache(models[1].path)
-    with inject_faults(Api.CUDA, *delays):
+    with inject_faults(Api.CUDA, slow_copy):
         assert load_and_get_peer_bytes() == length_bytes, "the second file is not cached"
     models[1].path.read_bytes()
     with inject_faults(Api.CUDA, "cuMemcpyHtoDAsync_v2 call=1 delay_us=4000000"):
-        assert load_and_get_peer_bytes() == 0, "the rates of the last loads count"
+        assert load_and_get_peer_bytes() == 0, "the copies of the last shared load were slower than its reads"
     assert load_and_get_peer_bytes() == length_bytes, "reads were slower than copies"
 
 
@@ -275,7 +324,7 @@ def test_memory_lives_as_long_as_a_dlpack_consumer(tmp_path: Path, seed: int, de
 
 
 @ON_EVERY_DEVICE
-def test_file_that_shrinks_while_it_is_loaded_is_named(tmp_path: Path, seed: int, device_argument: str) -> None:
+def test_truncated_file_is_named_in_the_error(tmp_path: Path, seed: int, device_argument: str) -> None:
     models = [write_model(tmp_path / str(index), [(f"{index}", "U8", (8 * MIB,))], seed=seed) for index in range(2)]
     handles_before = handles.live()
     paths = [model.path for model in models]
@@ -326,16 +375,18 @@ def test_errors_name_the_file_and_leave_nothing_open(tmp_path: Path, seed: int) 
 
 
 @needs(cuda.device())
-def test_full_device_is_one_clear_error(tmp_path: Path, seed: int, device: Device) -> None:
+def test_model_larger_than_the_device_is_out_of_memory(tmp_path: Path, seed: int, device: Device) -> None:
     handles_before = handles.live()
+    small_model = write_model(tmp_path / "small", [("b", "U8", (32 * MIB,))], seed=seed)
     free_bytes = device.memory_info().free_bytes
     with (tmp_path / "model").open("wb") as file:
         file.write(pack_file({"a": {"dtype": "U8", "shape": [free_bytes * 2], "data_offsets": [0, free_bytes * 2]}}))
         file.truncate(file.tell() + free_bytes * 2)
     with pytest.raises(ApiError) as error_info:
-        load_file(tmp_path / "model", device.index, framework="dlpack")
+        load_files([small_model.path, tmp_path / "model"], device.index, framework="dlpack")
     assert error_info.value.reason is Reason.OUT_OF_MEMORY
     assert device.memory_info().free_bytes == free_bytes
+    # The process keeps the context of the device.
     assert handles.live() == handles_before | {"cuda.primary_context": handles.live().get("cuda.primary_context", 0)}
 
 
@@ -362,7 +413,7 @@ def test_cancelled_load_frees_everything(tmp_path: Path, seed: int, device_argum
 
 
 @ON_EVERY_DEVICE
-def test_load_that_is_dropped_is_cancelled_by_its_block(tmp_path: Path, seed: int, device_argument: str) -> None:
+def test_leaving_the_with_block_cancels_the_load(tmp_path: Path, seed: int, device_argument: str) -> None:
     model = write_model(tmp_path / "model", [("a", "U8", (4 * MIB,))], seed=seed)
     with start_load_files([model.path], device_argument, framework="dlpack") as load:
         assert load.length_bytes == 4 * MIB
@@ -370,6 +421,6 @@ def test_load_that_is_dropped_is_cancelled_by_its_block(tmp_path: Path, seed: in
         load.result()
 
 
-def test_memory_of_the_host_is_read_in_parts() -> None:
+def test_host_buffer_reads_a_range() -> None:
     buffer = TensorBuffer(gds.HOST, 100)
     assert buffer.read(90, 10) == bytes(10)
