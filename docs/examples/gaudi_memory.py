@@ -18,9 +18,9 @@ with nic, gaudi.Device(0) as device:
         assert memory.read(length_bytes=5) == b"hello"
         with register(memory, [nic]) as registration:
             print("registered by", registration.route.value)
-        with device.query(memory.address) as found:
-            assert found.kind is memory.kind
-    # One allocation that is exported once. Its parts are registered by the same dma-buf.
+        with device.query(memory.address) as address_info:
+            assert address_info.kind is memory.kind
+    # A pool is one allocation. It is exported once, as one dma-buf, with which all its parts are registered.
     with device.pool(1 << 20) as pool, pool.allocate(65536) as part, register(part, [nic]) as registration:
         assert registration.remote(nic).length_bytes == 65536
     # Host memory that the device can access.

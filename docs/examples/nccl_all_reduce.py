@@ -1,4 +1,4 @@
-"""NCCL with memory of gdrkit: one rank of an all-reduce. Without NCCL, the program says what to install."""
+"""NCCL with memory of gdrkit: an all-reduce with a single rank. Without NCCL, the program says what to install."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from gdrkit import cuda, nccl
 from gdrkit.errors import SetupMissing
 
-LENGTH = 1 << 20
+LENGTH_BYTES = 1 << 20
 
 with tempfile.TemporaryDirectory() as folder:
     log_file = Path(folder) / "nccl.log"
@@ -23,8 +23,8 @@ with tempfile.TemporaryDirectory() as folder:
         sys.exit()
     with (
         cuda.Device(0) as device,
-        cuda.VmmMemory.create(device, LENGTH) as memory,
-        nccl.NcclMemory(device, LENGTH) as target,
+        cuda.VmmMemory.create(device, LENGTH_BYTES) as memory,
+        nccl.NcclMemory(device, LENGTH_BYTES) as target,
         device.stream() as stream,
         nccl.Communicator(device, rank=0, ranks_count=1, unique_id=nccl.create_unique_id()) as communicator,
         communicator.register(memory),

@@ -17,19 +17,20 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
     for index in range(4):
         (folder / f"part{index}").write_bytes(os.urandom(MIB // 4))
 
-    # direct="preferred" warns once if the direct path is not proven, and the engine moves the bytes.
+    # By default (direct="preferred"), the engine moves the bytes if the direct path is not proven, and gdrkit warns
+    # once. This example ignores the warning.
     with warnings.catch_warnings(), gds.File(folder / "part0") as file:
         warnings.simplefilter("ignore", gds.FallbackWarning)
-        done = file.read_into(memory, length_bytes=1000)
-        print(done.bytes, "bytes by", done.route.value, "because", done.why_not_direct or "the path is proven")
+        result = file.read_into(memory, length_bytes=1000)
+        print(result.bytes, "bytes by", result.route.value, "because", result.why_not_direct or "the path is proven")
 
-    # A transfer that was started is a future.
+    # start_readv() starts a transfer of several ranges and returns its future.
     with gds.File(folder / "part1", direct="never") as file:
         transfer: gds.Transfer = file.start_readv(memory, [(0, 4096), (8192, 4096)])
         assert transfer.result(timeout_s=10).range_bytes == (4096, 4096)
         assert 0 <= file.cached_share() <= 1
 
-    # Many whole files into one memory, one behind the other.
+    # read_files() reads many whole files into one memory, one behind the other.
     lengths = [MIB // 4] * 4
     gds.read_files([folder / f"part{index}" for index in range(4)], memory, lengths).result()
     assert memory.read(length_bytes=16) == (folder / "part0").read_bytes()[:16]
@@ -50,20 +51,21 @@ with tempfile.TemporaryDirectory() as name, cuda.Device(0) as device, device.all
         except gds.TransferFailed as error:
             print(error.reason.value, "after", error.transferred.bytes, "bytes")
 
-    # Durable writes, and a copy through GPU memory that is verified.
+    # A durable write returns when the bytes are on the disk. copy_file() copies through GPU memory and verifies it.
     with gds.File(folder / "written", "w", direct="never") as file:
         file.write_from(memory, length_bytes=MIB, durable=True)
-    result = gds.copy_file(folder / "written", folder / "copied", direct="never", check=True)
-    assert result.is_checked
+    copy_result = gds.copy_file(folder / "written", folder / "copied", direct="never", check=True)
+    assert copy_result.is_checked
     assert (folder / "copied").read_bytes() == (folder / "written").read_bytes()
 
-    # The description that the transfers use: any array, here host memory.
+    # describe_buffer() shows what a transfer knows about a buffer, here host memory.
     buffer = gds.describe_buffer(bytearray(100), writable=True)
     assert buffer.is_host
     buffer.release()
+    # All transfers of host memory share one engine.
     assert gds.engine_for(gds.HOST) is gds.engine_for(gds.HOST)
 
-    # An engine with other settings, for example for a comparison.
+    # This engine has other settings, for example for a comparison.
     gds.Engine(gds.EngineOptions(workers_count=1, buffers_count=2)).close()
 gds.close_driver()
 gds.close_engines()
