@@ -51,7 +51,7 @@ def open_driver_in_child(environ: dict[str, str], *, timeout_s: float = 30) -> l
 
 @pytest.mark.qualify
 @needs(cufile_needs.driver)
-def test_driver_opens_in_a_child_and_in_this_process(evidence: Evidence) -> None:
+def test_probe_and_driver_open_succeed(evidence: Evidence) -> None:
     result = cufile.probe()
     evidence["version"] = result.version
     assert result.version >= 1000
@@ -94,9 +94,10 @@ def test_driver_error_keeps_its_number(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @NEEDS_TWIN
-def test_failing_library_affects_only_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_of_the_child_is_raised_by_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan_path = tmp_path / "plan"
-    # The cuFile twin (a library that emulates libcufile) fails to open if it cannot parse the plan.
+    # If the cuFile twin (a library that emulates libcufile) cannot parse the plan, its cuFileDriverOpen returns
+    # CU_FILE_INVALID_VALUE (5022).
     plan_path.write_text("no plan at all\n")
     monkeypatch.setenv("GDRKIT_TWINS_FAULTS", str(plan_path))
     with pytest.raises(SetupMissing) as error_info:

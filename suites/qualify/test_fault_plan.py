@@ -31,7 +31,7 @@ VALID_PLANS = {
     "held": "ibv_reg_mr call=1 hold=/no/such/file errno=14\n",
     "stopped": "ibv_reg_mr call=* stop=/no/such/file\n",
     "after the transfer": "wc.rdma_read.landed call=1 status=12\n",
-    "of the other library": "cuMemAlloc_v2 call=1 status=2\n",
+    "rule of another twin": "cuMemAlloc_v2 call=1 status=2\n",
     "of one NIC": "ibv_reg_dmabuf_mr call=* errno=14 nic=twin1\nwc.rdma_read nic=twin0 call=* delay_us=5\n",
 }
 # Each plan with its rules and the line number of the error. The header is line 1.
@@ -102,7 +102,10 @@ def test_function_without_a_twin_is_refused() -> None:
     [("cuMemAlloc_v2", 1, 4095), ("wc.send", 1, 4095), ("cuFileRead", 1, 5050), ("cufile.async_io", 0, 5050)],
 )
 def test_status_limits_are_those_in_the_error(fault_point: str, minimum: int, maximum: int) -> None:
-    """The maximum differs: an errno is at most 4095, and a CUfileOpError is at most 5050."""
+    """A status is at most 5050 for cuFile (the largest CUfileOpError) and at most 4095 elsewhere.
+
+    Only cufile.async_io allows 0.
+    """
     for status in (minimum, maximum):
         assert parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")[0].code == status
     for status in (minimum - 1, maximum + 1):
@@ -110,7 +113,7 @@ def test_status_limits_are_those_in_the_error(fault_point: str, minimum: int, ma
             parse_plan(f"{HEADER}{fault_point} call=1 status={status}\n")
 
 
-def test_rules_have_the_calls_and_codes_of_their_lines() -> None:
+def test_parsed_rule_has_the_calls_and_code_of_its_line() -> None:
     assert parse_plan(HEADER + "ibv_reg_mr call=2-4 errno=EFAULT\ncuInit call=* status=3\n") == (
         FaultRule("ibv_reg_mr", 2, 4, "errno", errno.EFAULT),
         FaultRule("cuInit", 1, None, "status", 3),

@@ -1,4 +1,4 @@
-"""Migrations that fail: every field of their errors, and files of other programs that their undo must not touch."""
+"""Migrations: results, locks and all fields of their errors. The undo leaves other programs' files alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def nvme(configuration: Configuration) -> Path:
     return configuration.tier("nvme").directory
 
 
-def move_and_get_error(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
+def fail_in_phase(manager: TierManager, phase: Phase, action: Callable[[], object]) -> GdrkitError:
     """Migrate the file ``file``, call `action` at the beginning of `phase`, and return the error of the migration."""
 
     def observe(current_phase: Phase, _name: str, offset_bytes: int) -> None:
@@ -88,7 +88,7 @@ def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path,
     assert (nvme / "file").read_bytes() == data
 
 
-def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path) -> None:
+def test_changed_byte_in_the_copy_is_a_data_mismatch(manager: TierManager, nvme: Path) -> None:
     data = create_file(manager, "file", 1000, seed=1)
 
     def change_last_byte() -> None:
@@ -96,7 +96,7 @@ def test_other_bytes_in_the_copy_are_described(manager: TierManager, nvme: Path)
         with copy.open("r+b") as file:
             os.pwrite(file.fileno(), bytes([data[999] ^ 1]), 999)
 
-    error = move_and_get_error(manager, Phase.SYNC, change_last_byte)
+    error = fail_in_phase(manager, Phase.SYNC, change_last_byte)
     assert isinstance(error, DataMismatch)
     assert (error.first_offset_bytes, error.length_bytes) == (0, 1000)
     assert len(error.expected) == len(error.actual) == 16
@@ -109,7 +109,7 @@ def test_failure_after_the_removal_notes_the_new_tier(
     manager: TierManager, hdd: Path, nvme: Path, phase: Phase
 ) -> None:
     data = create_file(manager, "file", 1000, seed=1)
-    error = move_and_get_error(manager, phase, raise_io_error)
+    error = fail_in_phase(manager, phase, raise_io_error)
     assert error.__notes__ == ["'file' was moved to nvme, although a later step failed"]
     assert (nvme / "file").read_bytes() == data
     assert not (hdd / "file").exists()
@@ -118,10 +118,11 @@ def test_failure_after_the_removal_notes_the_new_tier(
     assert (manager.find("file").tier, read_contents(manager, "file")) == ("nvme", data)
 
 
+# FORGET and DONE, the last two phases, follow the removal.
 @pytest.mark.parametrize("phase", list(Phase)[:-2])
 def test_failure_before_the_removal_has_no_note(manager: TierManager, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = move_and_get_error(manager, phase, raise_io_error)
+    error = fail_in_phase(manager, phase, raise_io_error)
     assert isinstance(error, ApiError)
     assert not hasattr(error, "__notes__")
     assert (error.api, error.operation, error.errno, error.reason) == (
@@ -149,7 +150,7 @@ def test_hard_link_error_has_every_field(manager: TierManager, hdd: Path) -> Non
 @pytest.mark.parametrize("phase", [Phase.RETIRE, Phase.REMOVE])
 def test_missing_copy_error_has_every_field(manager: TierManager, nvme: Path, phase: Phase) -> None:
     create_file(manager, "file", 1000, seed=1)
-    error = move_and_get_error(manager, phase, (nvme / "file").unlink)
+    error = fail_in_phase(manager, phase, (nvme / "file").unlink)
     assert isinstance(error, ApiError)
     assert (error.operation, error.errno, error.arguments) == (
         "migrate",
@@ -165,7 +166,7 @@ def test_symbolic_link_in_place_of_the_file_is_busy(manager: TierManager, hdd: P
         (hdd / "file").rename(hdd / "other")
         (hdd / "file").symlink_to(hdd / "other")
 
-    error = move_and_get_error(manager, Phase.RETIRE, replace_by_symbolic_link)
+    error = fail_in_phase(manager, Phase.RETIRE, replace_by_symbolic_link)
     assert isinstance(error, ApiError)
     assert (error.operation, error.reason, error.arguments) == ("migrate", Reason.BUSY, {"name": "file"})
     assert (hdd / "file").is_symlink()
@@ -181,7 +182,7 @@ def test_symbolic_link_in_place_of_the_copy_stays(manager: TierManager, hdd: Pat
         (nvme / "file").symlink_to(nvme / "elsewhere")
         raise_io_error()
 
-    error = move_and_get_error(manager, Phase.FOLDER, replace_by_symbolic_link)
+    error = fail_in_phase(manager, Phase.FOLDER, replace_by_symbolic_link)
     (note,) = error.__notes__
     assert "unlink(name='file') failed: File exists (EEXIST)" in note
     assert "another file has the name" in note

@@ -35,7 +35,7 @@ def run_move(manager: TierManager, name: str, *, reply: Callable[[SystemCall], R
     run_observed(lambda: manager.move(name, "nvme"), *calls.split(), reply=reply)
 
 
-def move_and_get_error(
+def fail_by_system_calls(
     manager: TierManager, name: str, *, reply: Callable[[SystemCall], Reply], calls: str
 ) -> ApiError:
     """Start a migration that must fail, and return its error.
@@ -220,7 +220,7 @@ def test_failed_call_on_the_copy_ends_the_migration(
 ) -> None:
     create_file(manager, "file", 1000, seed=1)
     os.setxattr(configuration.tier("hdd").directory / "file", "user.origin", b"here")
-    error = move_and_get_error(
+    error = fail_by_system_calls(
         manager, "file", reply=lambda call: -error_number if is_copy(call) else None, calls=calls
     )
     assert (error.errno, error.reason, error.operation) == (error_number, reason, "migrate")
@@ -238,7 +238,7 @@ def test_file_moves_if_attributes_are_unsupported(manager: TierManager, error_nu
         assert manager.find("file").tier == "nvme"
     else:
         assert (
-            move_and_get_error(manager, "file", reply=lambda _call: -error_number, calls="flistxattr").errno
+            fail_by_system_calls(manager, "file", reply=lambda _call: -error_number, calls="flistxattr").errno
             == error_number
         )
 
@@ -266,7 +266,7 @@ def test_owner_is_set_only_if_it_differs(manager: TierManager, configuration: Co
         for owner in ((1234, 0), (0, 1234)):
             manager.move("file", "hdd")
             os.chown(configuration.tier("hdd").directory / "file", *owner)
-            error = move_and_get_error(
+            error = fail_by_system_calls(
                 manager, "file", reply=lambda call: -errno.EPERM if is_copy(call) else None, calls="fchown"
             )
             assert error.reason is Reason.NO_PERMISSION
@@ -279,7 +279,7 @@ def test_file_that_ends_early_is_busy(manager: TierManager) -> None:
     def report_end_of_file(call: SystemCall) -> Reply:
         return 0 if call.path.endswith("hdd/file") and call.arguments[3] == 4 * MIB else None
 
-    error = move_and_get_error(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
+    error = fail_by_system_calls(manager, "file", reply=report_end_of_file, calls=READ_CALLS)
     assert (error.reason, error.operation, error.errno) == (Reason.BUSY, "read", errno.EBUSY)
     assert error.arguments == {"offset_bytes": 4 * MIB}
 
@@ -355,4 +355,4 @@ def test_copy_without_seek_data_is_read_completely(manager: TierManager, error_n
         run_move(manager, "sparse", reply=refuse, calls="lseek")
         assert read_contents(manager, "sparse") == bytes(9 * MIB) + b"x" + bytes(MIB - 1)
     else:
-        assert move_and_get_error(manager, "sparse", reply=refuse, calls="lseek").errno == error_number
+        assert fail_by_system_calls(manager, "sparse", reply=refuse, calls="lseek").errno == error_number

@@ -1,6 +1,7 @@
-"""A program that creates an iov of an agent on a ``/dev/shm`` with huge pages, in a mount namespace of its own.
+"""A program that creates an iov of an agent on a ``/dev/shm`` with huge pages.
 
-It prints the numbers of bytes of the iov that the client and the agent have mapped by huge pages.
+Start it in a mount namespace of its own (unshare --mount), because it mounts over /dev/shm. It prints the numbers of
+bytes of the iov that the client and the agent have mapped by huge pages.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ def huge_bytes(process_id: int | str) -> int:
 
 
 def main() -> None:
-    """Mount the file system, start an agent, create an iov and print the numbers."""
-    mount, length_bytes = Path(sys.argv[1]), int(sys.argv[2])
+    """Mount a tmpfs with huge pages on /dev/shm, start an agent, create an iov and print the numbers of bytes."""
+    mount_point, length_bytes = Path(sys.argv[1]), int(sys.argv[2])
     subprocess.run(["mount", "-t", "tmpfs", "-o", "huge=within_size", "tmpfs", "/dev/shm"], check=True)  # noqa: S108 - the folder of shm_open(3).
-    with AgentProcess(mount) as agent:
-        iov = usrbio.create_iovec(str(mount), length_bytes=length_bytes)
+    with AgentProcess(mount_point) as agent:
+        iov = usrbio.create_iovec(str(mount_point), length_bytes=length_bytes)
         memoryview(iov)[:] = bytes(length_bytes)
         huge_bytes_by_process = {"client": huge_bytes("self"), "agent": huge_bytes(agent.process.pid)}
         iov.close()

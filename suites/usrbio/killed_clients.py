@@ -1,8 +1,8 @@
 """Clients of an agent that end by SIGKILL: ``python -m usrbio.killed_clients MOUNT COUNT``.
 
-The program forks COUNT clients, one after the other. A client connects, publishes memory, publishes a ring, registers a
-file and submits reads, and waits for the results. It kills itself after one of these five steps: the first client after
-the first step, the second client after the second step, and so on.
+The program forks COUNT clients, one after the other. A client has five steps: (1) connect, (2) publish memory, (3)
+publish a ring, (4) register a file and submit reads, (5) wait for the results. The first client kills itself after step
+1, the second after step 2, and so on; the sixth begins again with step 1.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""A program with idle memory of iovs on a small ``/dev/shm``, in a mount namespace of its own.
+"""A program that checks that the idle memory of closed iovs takes at most half of ``/dev/shm``.
 
-While the memory is idle, a second process creates an iov that needs half of the file system.
+It mounts a small tmpfs on /dev/shm, so start it in a mount namespace of its own (unshare --mount). It closes three iovs
+of a quarter each. A second process must then be able to create an iov of half the size.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ FILE_SYSTEM_MIB = 128
 
 
 def main() -> None:
-    """Mount the file system, start an agent, leave idle memory, and start the second process."""
-    mount = sys.argv[1]
+    """Mount a tmpfs on /dev/shm, start an agent, create and close iovs, and start the second process with "second"."""
+    mount_point = sys.argv[1]
     if len(sys.argv) > 2:
-        usrbio.create_iovec(mount, length_bytes=FILE_SYSTEM_MIB // 2 * MIB).close()
+        usrbio.create_iovec(mount_point, length_bytes=FILE_SYSTEM_MIB // 2 * MIB).close()
         return
     options = f"size={FILE_SYSTEM_MIB}m"
     subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", "/dev/shm"], check=True)  # noqa: S108 - the folder of shm_open(3).
-    with AgentProcess(Path(mount)) as agent:
-        iovs = [usrbio.create_iovec(mount, length_bytes=FILE_SYSTEM_MIB // 4 * MIB) for _ in range(3)]
+    with AgentProcess(Path(mount_point)) as agent:
+        iovs = [usrbio.create_iovec(mount_point, length_bytes=FILE_SYSTEM_MIB // 4 * MIB) for _ in range(3)]
         for iov in iovs:
             iov.close()
         subprocess.run([sys.executable, *sys.orig_argv[1:], "second"], check=True)

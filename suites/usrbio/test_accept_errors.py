@@ -1,4 +1,4 @@
-"""An error of accept() that the usrbio agent does not expect: the agent reports it and serves the next client."""
+"""A failing accept(): the usrbio agent logs the error, tries again, and serves the waiting client and the next one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A machine without FUSE: the error of a mount has the errno of the cause, such as a missing /dev/fuse."""
+"""A FUSE mount on a machine without /dev/fuse fails with ENODEV."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from gdrkit.harness.needs import host, needs
 if TYPE_CHECKING:
     from pathlib import Path
 
+# The machine itself has FUSE, so that the hidden /dev/fuse is the only obstacle.
 pytestmark = needs(host.fuse, host.program("unshare", "--user", "--map-root-user", "--mount", "echo", "allowed"))
 PROGRAM = """
 import errno, sys

@@ -1,4 +1,4 @@
-"""The memory of iovs: huge pages of ``/dev/shm``, and what stays mapped after an iov has ended."""
+"""The memory of iovs: huge pages, reuse of the memory and registration of a destroyed iov, and removal of its files."""
 
 from __future__ import annotations
 
@@ -57,33 +57,33 @@ def test_read_file_leaves_little_memory_mapped(tmp_path: Path, evidence: Evidenc
         assert agent.terminate() == 0, agent.error_output
 
 
-OWN_MOUNTS = ("unshare", "--user", "--map-root-user", "--mount")
+UNSHARE_COMMAND = ("unshare", "--user", "--map-root-user", "--mount")
 
 
 def run_with_own_mounts(module: str, *arguments: object) -> str:
     """Run a module as a program in a mount namespace of its own, and return its output."""
-    command = [*OWN_MOUNTS, *module_command(module, *arguments)]
+    command = [*UNSHARE_COMMAND, *module_command(module, *arguments)]
     completed = subprocess.run(command, env=suites_environ(), capture_output=True, text=True, check=False, timeout=100)
     assert completed.returncode == 0, completed.stderr
     return completed.stdout
 
 
-@needs(host.program(*OWN_MOUNTS, "echo", "allowed"))
+@needs(host.program(*UNSHARE_COMMAND, "echo", "allowed"))
 def test_huge_pages_of_the_file_system_are_used(tmp_path: Path) -> None:
     length_bytes = 64 * MIB
     output = run_with_own_mounts("usrbio.huge_page_iov", tmp_path, length_bytes)
     assert json.loads(output) == {"client": length_bytes, "agent": length_bytes}
 
 
-@needs(host.program(*OWN_MOUNTS, "echo", "allowed"))
-def test_idle_memory_leaves_half_of_shared_memory(tmp_path: Path) -> None:
+@needs(host.program(*UNSHARE_COMMAND, "echo", "allowed"))
+def test_idle_memory_takes_at_most_half_of_dev_shm(tmp_path: Path) -> None:
     run_with_own_mounts("usrbio.small_shared_memory", tmp_path)
 
 
-POOLED_BYTES = 8 * MIB
-# The program creates and destroys iovs in turn, and prints a JSON line for each: the name of its memory, and whether it
-# began with zeros. It ends when its standard input is closed.
-POOLED_PROGRAM = """
+REUSABLE_BYTES = 8 * MIB
+# The program creates and destroys iovs in turn, and prints a JSON line for each: the name of its file in /dev/shm,
+# whether it began with zeros, and the name of its link. It ends when its standard input is closed.
+IOV_PROGRAM = """
 import json, pathlib, sys
 from gdrkit import usrbio
 mount, sizes = sys.argv[1], [int(size) for size in sys.argv[2:]]
@@ -99,10 +99,10 @@ sys.stdin.read()
 """
 
 
-def pooled_process(mount: Path, *sizes: int) -> subprocess.Popen[str]:
-    """Start POOLED_PROGRAM."""
+def start_iov_program(mount: Path, *sizes: int) -> subprocess.Popen[str]:
+    """Start IOV_PROGRAM."""
     environ = {**suites_environ(), "GDRKIT_USRBIO_HOST_POOL_BYTES": str(64 * MIB)}
-    command = [sys.executable, "-c", POOLED_PROGRAM, str(mount), *map(str, sizes)]
+    command = [sys.executable, "-c", IOV_PROGRAM, str(mount), *map(str, sizes)]
     return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -112,17 +112,18 @@ def read_lines(process: subprocess.Popen[str], count: int) -> list[tuple[str, bo
 
 
 def test_next_iov_of_the_same_size_gets_the_memory(tmp_path: Path) -> None:
-    sizes = [POOLED_BYTES, POOLED_BYTES, 2 * POOLED_BYTES, POOLED_BYTES, 64 * KIB, 64 * KIB]
-    with AgentProcess(tmp_path) as agent, pooled_process(tmp_path, *sizes) as process:
+    sizes = [REUSABLE_BYTES, REUSABLE_BYTES, 2 * REUSABLE_BYTES, REUSABLE_BYTES, 64 * KIB, 64 * KIB]
+    with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, *sizes) as process:
         lines = read_lines(process, len(sizes))
-        memory = [Path("/dev/shm", name) for name, _, _ in lines]  # noqa: S108 - the folder of shm_open(3).
+        memory_paths = [Path("/dev/shm", name) for name, _, _ in lines]  # noqa: S108 - the folder of shm_open(3).
         assert all(is_zero for _, is_zero, _ in lines)
         assert len({link for _, _, link in lines}) == len(sizes)
-        assert memory[0] == memory[1] == memory[3] != memory[2]
-        assert memory[4] != memory[5]
-        # Memory is idle for at most 3 s.
-        wait_until(lambda: not any(path.exists() for path in memory), "the idle memory is freed", timeout_s=30)
-        wait_until(lambda: shared_memory_of(agent) == 0, "the agent has unmapped it", timeout_s=30)
+        assert memory_paths[0] == memory_paths[1] == memory_paths[3] != memory_paths[2]
+        # Iovs below 4 MiB are not reused.
+        assert memory_paths[4] != memory_paths[5]
+        # The client frees memory that has been idle for 3 s.
+        wait_until(lambda: not any(path.exists() for path in memory_paths), "the idle memory is freed", timeout_s=30)
+        wait_until(lambda: count_open_iov_files(agent) == 0, "the agent has unmapped it", timeout_s=30)
         process.communicate("")
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] == 4
@@ -131,12 +132,12 @@ def test_next_iov_of_the_same_size_gets_the_memory(tmp_path: Path) -> None:
 def test_idle_memory_is_freed_by_trim_host_pool(tmp_path: Path) -> None:
     with AgentProcess(tmp_path) as agent:
         for _ in range(2):
-            usrbio.create_iovec(str(tmp_path), length_bytes=POOLED_BYTES).close()
-        assert shared_memory_of(agent) == 1
-        usrbio.trim_host_pool(idle_bytes_max=POOLED_BYTES)
-        assert shared_memory_of(agent) == 1
+            usrbio.create_iovec(str(tmp_path), length_bytes=REUSABLE_BYTES).close()
+        assert count_open_iov_files(agent) == 1
+        usrbio.trim_host_pool(idle_bytes_max=REUSABLE_BYTES)
+        assert count_open_iov_files(agent) == 1
         usrbio.trim_host_pool()
-        assert shared_memory_of(agent) == 0
+        assert count_open_iov_files(agent) == 0
         with pytest.raises(UsageError, match="-1"):
             usrbio.trim_host_pool(idle_bytes_max=-1)
         assert agent.terminate() == 0, agent.error_output
@@ -163,7 +164,7 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
 
         for _ in range(2):
             client.publish_iov(iov)
-            assert keep(client, iov.name()) == 1
+            assert unpublish_and_keep(client, iov.name()) == 1
             assert {path.name for path in records.iterdir()} == {ring.link, iov.name()}
         next_id = uuid.uuid4()
         client.publish(str(next_id), str(iov.path))
@@ -173,12 +174,12 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
         with RawClient(tmp_path) as borrower:
             request = protocol.PublishRequest(str(next_id), str(iov.path), b"")
             borrower.request(AgentRequest.BORROW, protocol.pack_publish(request))
-        # Memory that was borrowed is not kept, and loses its name.
-        assert keep(client, str(next_id)) == 0
+        # The agent does not keep memory that another client borrowed. It removes the file in /dev/shm.
+        assert unpublish_and_keep(client, str(next_id)) == 0
         assert not iov.path.exists()
         with contextlib.closing(RawIov(MIB)) as second:
             client.publish_iov(second)
-            assert keep(client, second.name()) == 1
+            assert unpublish_and_keep(client, second.name()) == 1
             client.request(AgentRequest.DROP_KEPT, protocol.pack_number(0), [second.fd])
             assert not second.path.exists()
             with pytest.raises(Refusal, check=lambda error: error.errno == errno.ENOENT):
@@ -187,19 +188,19 @@ def test_agent_keeps_host_memory_until_it_is_dropped(tmp_path: Path) -> None:
             client.publish_iov(third)
             client.publish(str(uuid.uuid4()), str(third.path))
             # Memory that has a second publication is not kept.
-            assert keep(client, third.name()) == 0
+            assert unpublish_and_keep(client, third.name()) == 0
         assert len(list(records.iterdir())) == 2  # The ring, and the second publication.
         assert agent.terminate() == 0, agent.error_output
         assert agent.statistics["registrations"] == 4
 
 
-def keep(client: RawClient, name: str) -> int:
+def unpublish_and_keep(client: RawClient, name: str) -> int:
     """Remove a publication, and return 1 if the agent keeps its registration."""
     return protocol.parse_number(client.request(AgentRequest.UNPUBLISH_AND_KEEP, protocol.pack_name(name)))
 
 
 @needs(software(Api.VERBS))
-def test_kept_memory_ends_before_the_agent_refuses_memory(tmp_path: Path) -> None:
+def test_kept_memory_is_dropped_if_registration_fails(tmp_path: Path) -> None:
     with (
         plain_agent(tmp_path, tmp_path),
         RawClient(tmp_path) as first_client,
@@ -208,7 +209,7 @@ def test_kept_memory_ends_before_the_agent_refuses_memory(tmp_path: Path) -> Non
         contextlib.closing(RawIov(MIB)) as second,
     ):
         first_client.publish_iov(first)
-        assert keep(first_client, first.name()) == 1
+        assert unpublish_and_keep(first_client, first.name()) == 1
         # RLIMIT_MEMLOCK is exceeded.
         with inject_faults(Api.VERBS, "ibv_reg_mr call=1 errno=ENOMEM"):
             second_client.publish_iov(second)
@@ -243,7 +244,7 @@ def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
             ring.submit()
             # After the first read, others are in flight or have not begun.
             completions = ring.wait(1)
-            assert keep(client, str(iov_id)) == 1
+            assert unpublish_and_keep(client, str(iov_id)) == 1
             iov.memory[:] = zeros
             completions += ring.wait(reads - 1)
             assert iov.memory[:] == zeros
@@ -253,10 +254,10 @@ def test_late_bytes_do_not_reach_the_next_iov(tmp_path: Path) -> None:
 
 
 def test_memory_is_removed_at_exit_after_the_agent_was_killed(tmp_path: Path) -> None:
-    with AgentProcess(tmp_path) as agent, pooled_process(tmp_path, POOLED_BYTES, 64 * KIB) as process:
+    with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, REUSABLE_BYTES, 64 * KIB) as process:
         (name, _, _), _ = read_lines(process, 2)  # The first iov is destroyed before the second is created.
         path = Path("/dev/shm", name)  # noqa: S108 - the folder of shm_open(3).
-        process.send_signal(signal.SIGSTOP)  # So it frees no memory while the agent ends.
+        process.send_signal(signal.SIGSTOP)  # A stopped client cannot free the memory itself.
         agent.kill()
         assert path.exists()
         process.send_signal(signal.SIGCONT)
@@ -265,19 +266,19 @@ def test_memory_is_removed_at_exit_after_the_agent_was_killed(tmp_path: Path) ->
         assert not path.exists()
 
 
-def shared_memory_of(agent: AgentProcess) -> int:
+def count_open_iov_files(agent: AgentProcess) -> int:
     """Return the number of files in /dev/shm with the memory of iovs that an agent has open."""
     return sum("/dev/shm/hf3fs-iov-" in name for name in open_files(agent.process.pid))  # noqa: S108 - as above.
 
 
 @pytest.mark.parametrize("killed", ["client", "agent"])
 def test_idle_memory_of_a_killed_process_is_removed(tmp_path: Path, killed: str) -> None:
-    with AgentProcess(tmp_path) as agent, pooled_process(tmp_path, POOLED_BYTES) as process:
+    with AgentProcess(tmp_path) as agent, start_iov_program(tmp_path, REUSABLE_BYTES) as process:
         ((name, _, _),) = read_lines(process, 1)
         path = Path("/dev/shm", name)  # noqa: S108 - the folder of shm_open(3).
         wait_until(lambda: not any((tmp_path / "3fs-virt" / "iovs").glob("*-*-*-*-*")), "the iov is destroyed")
         assert path.exists()
-        process.send_signal(signal.SIGSTOP)  # So it frees no memory while the agent ends.
+        process.send_signal(signal.SIGSTOP)  # A stopped client cannot free the memory itself.
         if killed == "agent":
             agent.kill()
         process.kill()
