@@ -83,7 +83,7 @@ def prepare_run(*, twins: bool, native_parts: bool = True) -> Path:
         python=python,
         requirements=requirements,
         input_files=[ROOT / "pyproject.toml"],
-        without_dependencies=KVIKIO_REQUIREMENTS,
+        optional_requirements=KVIKIO_REQUIREMENTS,
     )
     if twins:
         _install_twins(run)

@@ -31,17 +31,17 @@ def ensure_environment(
     python: str,
     requirements: Sequence[str],
     input_files: Iterable[Path] = (),
-    without_dependencies: Sequence[str] = (),
+    optional_requirements: Sequence[str] = (),
 ) -> Path:
     """Create the virtual environment `name`, unless it exists with the same requirements. Return its bin folder.
 
     The environment is also created again if one of the `input_files` has changed. The requirements in
-    `without_dependencies` are optional. pip installs them without their dependencies. If there is no wheel of them for
-    this machine, the environment is used without them.
+    `optional_requirements` are installed without their dependencies. If pip cannot install them, for example because no
+    wheel fits this machine, the environment is used without them.
     """
     folder = ENVIRONMENTS / name
     stamp = folder / "made-from"
-    expected_digest = digest([python, str(python_version(python)), *requirements, *without_dependencies], input_files)
+    expected_digest = digest([python, str(python_version(python)), *requirements, *optional_requirements], input_files)
     with lock_environments():
         if stamp.exists() and stamp.read_text() == expected_digest:
             return folder / "bin"
@@ -51,8 +51,8 @@ def ensure_environment(
         require([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
         pip_install = [str(folder / "bin" / "pip"), "install", "--quiet"]
         require([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
-        if without_dependencies and call([*pip_install, "--no-deps", *without_dependencies]) != 0:
-            say(f"Continuing without {without_dependencies[0]}: its cases will not run.")
+        if optional_requirements and call([*pip_install, "--no-deps", *optional_requirements]) != 0:
+            say(f"Continuing without {optional_requirements[0]}: its cases will not run.")
         stamp.write_text(expected_digest)
     return folder / "bin"
 

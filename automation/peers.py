@@ -54,7 +54,7 @@ def prepare_peers(*, with_libraries: bool) -> tuple[Path, Path]:
     missing = [package for program, package in _DEBIAN_PROGRAMS.items() if not shutil.which(program)]
     install([*missing, *find_missing_build_packages(python), *find_missing_pyverbs_packages()])
     environment = ensure_environment(
-        "peers", python=python, requirements=_PYPI_REQUIREMENTS, without_dependencies=_NIXL_REQUIREMENTS
+        "peers", python=python, requirements=_PYPI_REQUIREMENTS, optional_requirements=_NIXL_REQUIREMENTS
     )
     tests = environment.parent / "rdma-core-tests"
     libraries = tests.with_name("rdma-core") if with_libraries else None
@@ -71,7 +71,7 @@ def prepare_cuda_peers() -> Path:
         "peers-cuda",
         python=python,
         requirements=(*_CUDA_REQUIREMENTS, PYVERBS_REQUIREMENT),
-        without_dependencies=_CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES,
+        optional_requirements=_CUDA_REQUIREMENTS_WITHOUT_DEPENDENCIES,
     )
     return environment / "python"
 

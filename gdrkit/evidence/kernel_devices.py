@@ -44,21 +44,22 @@ __all__ = ["SOFTWARE_DRIVERS", "GpuEvidence", "KernelEvidence", "RdmaEvidence", 
 _PCI_FUNCTION = re.compile(r"[0-9a-f]{4}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]")
 
 _NVIDIA_VENDOR_ID = 0x10DE
-_NVIDIA_MAJORS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
+_NVIDIA_CHARDEV_DRIVERS = frozenset({"nvidia", "nvidia-frontend", "nvidiactl"})
 _NVIDIA_CARDS_MAX = 32
 # nv_ioctl_card_info_t, nv_ioctl_rm_api_version_t and the numbers of their ioctls.
 _CARD_INFO = struct.Struct("=B3xIBBBxHHIH2xQQQQI10s2x")
 _CARD_MINOR_FIELD = 13
 _RM_VERSION = struct.Struct("=II64s")
 _RM_VERSION_QUERY, _RM_VERSION_RECOGNIZED = ord("2"), 1
-_NVIDIA_CARD_INFO, _NVIDIA_VERSION = 200, 210
+_CARD_INFO_IOCTL, _RM_VERSION_IOCTL = 200, 210
 
-_UVERBS_MAJOR = "infiniband_verbs"
+_UVERBS_CHARDEV_DRIVER = "infiniband_verbs"
 # Fields of struct ib_uverbs_ioctl_hdr: length, object_id, method_id, num_attrs, reserved1, driver_id, reserved2.
 _UVERBS_HEADER = struct.Struct("=HHHHQII")
 _RDMA_VERBS_IOCTL = 0xC0181B01
-# No uverbs object has this number. A driver that accepts the header therefore finds no object and does nothing.
-_NO_OBJECT = 0x0FFF
+# No uverbs object type has this number. The kernel therefore refuses each request and does nothing; its errno shows
+# whether the driver id was right (see _read_uverbs_driver).
+_UNKNOWN_OBJECT_TYPE = 0x0FFF
 # Values of enum rdma_driver_id.
 _DRIVERS = {
     1: "mlx5",
@@ -189,12 +190,12 @@ def _query_nvidia(
 ) -> tuple[str | None, DeviceNode | None, tuple[GpuEvidence, ...], tuple[str, ...]]:
     """Query the NVIDIA driver. Return its version, control device and GPUs, and a sentence for each disagreement."""
     try:
-        with open_node("/dev/nvidiactl", majors, _NVIDIA_MAJORS) as (descriptor, control):
+        with open_node("/dev/nvidiactl", majors, _NVIDIA_CHARDEV_DRIVERS) as (descriptor, control):
             card_table = _ioctl(
-                descriptor, "NV_ESC_CARD_INFO", _NVIDIA_CARD_INFO, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
+                descriptor, "NV_ESC_CARD_INFO", _CARD_INFO_IOCTL, bytes(_CARD_INFO.size * _NVIDIA_CARDS_MAX)
             )
             version_request = _RM_VERSION.pack(_RM_VERSION_QUERY, 0, b"")
-            reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _NVIDIA_VERSION, version_request)
+            reply = _ioctl(descriptor, "NV_ESC_CHECK_VERSION_STR", _RM_VERSION_IOCTL, version_request)
     except MissingEvidence as error:
         return None, None, (), (str(error),)
     missing_evidence = []
@@ -225,7 +226,7 @@ def _collect_gpu_evidence(card: tuple[int, ...], majors: dict[int, set[str]]) ->
     node: DeviceNode | None = None
     try:
         # The device node is examined with O_PATH and not opened, because opening it would wake the GPU.
-        node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_MAJORS)
+        node = stat_node(f"/dev/nvidia{minor}", majors, _NVIDIA_CHARDEV_DRIVERS)
         if node.minor != minor:
             missing_evidence.append(
                 f"{node.path} is device {node.major}:{node.minor}, but the NVIDIA driver reports minor {minor}"
@@ -275,7 +276,7 @@ def _find_uverbs_node(device: NetlinkDevice, majors: dict[int, set[str]]) -> tup
         message = "the kernel reports no uverbs device over netlink (Linux 5.3 and newer do)"
         raise MissingEvidence(message)
     path = f"/dev/infiniband/{device.uverbs_name}"
-    with open_node(path, majors, frozenset({_UVERBS_MAJOR})) as (descriptor, node):
+    with open_node(path, majors, frozenset({_UVERBS_CHARDEV_DRIVER})) as (descriptor, node):
         if (node.major, node.minor) != device.uverbs_number:
             major, minor = device.uverbs_number
             message = f"{path} is device {node.major}:{node.minor}, but the kernel reports {major}:{minor} over netlink"
@@ -294,7 +295,7 @@ def _read_uverbs_driver(descriptor: int) -> int:
     it then refuses the object, which does not exist (EPROTONOSUPPORT).
     """
     for driver_id in _DRIVERS:
-        header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _NO_OBJECT, 0, 0, 0, driver_id, 0)
+        header = _UVERBS_HEADER.pack(_UVERBS_HEADER.size, _UNKNOWN_OBJECT_TYPE, 0, 0, 0, driver_id, 0)
         try:
             fcntl.ioctl(descriptor, _RDMA_VERBS_IOCTL, header)
         except OSError as error:

@@ -10,7 +10,7 @@ from gdrkit.gaudi.device import Device
 from gdrkit.gaudi.device_info import DeviceInfo, Generation, device_count, list_devices
 from gdrkit.gaudi.host_mapping import HostMapping
 from gdrkit.gaudi.memory import BorrowedMemory, DeviceMemory, GaudiMemory
-from gdrkit.gaudi.pool import MemoryPool, PoolMemory
+from gdrkit.gaudi.pool import DmabufPool, PoolMemory
 from gdrkit.gaudi.query import AddressInfo
 
 __all__ = [
@@ -19,11 +19,11 @@ __all__ = [
     "Device",
     "DeviceInfo",
     "DeviceMemory",
+    "DmabufPool",
     "GaudiContext",
     "GaudiMemory",
     "Generation",
     "HostMapping",
-    "MemoryPool",
     "PoolMemory",
     "device_count",
     "list_devices",

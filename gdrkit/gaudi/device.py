@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gdrkit.gaudi.context import GaudiContext
 from gdrkit.gaudi.host_mapping import HostMapping
 from gdrkit.gaudi.memory import DeviceMemory
-from gdrkit.gaudi.pool import MemoryPool
+from gdrkit.gaudi.pool import DmabufPool
 from gdrkit.gaudi.query import AddressInfo, query
 
 if TYPE_CHECKING:
@@ -46,9 +46,9 @@ class Device(GaudiContext):
         """Allocate and map device memory; see :class:`gdrkit.gaudi.DeviceMemory`."""
         return DeviceMemory(self, length_bytes)
 
-    def pool(self, length_bytes: int) -> MemoryPool:
-        """Create a memory pool with one dma-buf; see :class:`gdrkit.gaudi.MemoryPool`."""
-        return MemoryPool(self, length_bytes)
+    def pool(self, length_bytes: int) -> DmabufPool:
+        """Create a memory pool with one dma-buf; see :class:`gdrkit.gaudi.DmabufPool`."""
+        return DmabufPool(self, length_bytes)
 
     def map_host(self, buffer: bytearray | mmap.mmap | memoryview) -> HostMapping:
         """Map host memory to the device; see :class:`gdrkit.gaudi.HostMapping`."""

@@ -176,7 +176,7 @@ class _UnmapAndFree:
 class GaudiMemory(MemoryResource):
     """A range of device memory; see :class:`gdrkit.buffers.DeviceBuffer`.
 
-    It is created by :meth:`Device.allocate` and :meth:`MemoryPool.allocate`.
+    It is created by :meth:`Device.allocate` and :meth:`DmabufPool.allocate`.
     """
 
     def __init__(self, allocation: Allocation, *, offset_bytes: int, length_bytes: int) -> None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     from gdrkit.gaudi.context import GaudiContext
 
-__all__ = ["MemoryPool", "PoolMemory"]
+__all__ = ["DmabufPool", "PoolMemory"]
 
 
-class MemoryPool(Resource):
+class DmabufPool(Resource):
     """One allocation that is divided into parts. The first export of a part exports the whole pool.
 
     Parameters
@@ -82,7 +82,7 @@ class MemoryPool(Resource):
         if address is None:
             raise ApiError(
                 api=Api.NONE,
-                operation="MemoryPool.allocate",
+                operation="DmabufPool.allocate",
                 status=errno.ENOMEM,
                 status_name=errno_name(errno.ENOMEM),
                 errno=errno.ENOMEM,
@@ -147,14 +147,14 @@ class MemoryPool(Resource):
         return self.export(offset_bytes=begin, length_bytes=length_bytes)
 
     def __repr__(self) -> str:
-        return f"MemoryPool({'closed' if self._is_closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"
+        return f"DmabufPool({'closed' if self._is_closed else f'{self.address:#x}'}, length_bytes={self.length_bytes})"
 
 
 class PoolMemory(GaudiMemory):
     """A part of a pool. :meth:`close` returns it to the pool."""
 
-    def __init__(self, pool: MemoryPool, *, offset_bytes: int, length_bytes: int) -> None:
-        """Create a part of `pool`. Callers use :meth:`MemoryPool.allocate` instead."""
+    def __init__(self, pool: DmabufPool, *, offset_bytes: int, length_bytes: int) -> None:
+        """Create a part of `pool`. Callers use :meth:`DmabufPool.allocate` instead."""
         super().__init__(pool.allocation, offset_bytes=offset_bytes, length_bytes=length_bytes)
         self._pool = pool
         self._cancel_pool_close = pool.on_close(self.close)

@@ -1,7 +1,7 @@
 """Writer of junit.xml, the report of a run for CI systems.
 
 JUnit has no verdict ``unproven``. An unproven case is a passed test with a property ``unproven`` that has the reason. A
-case that did not run is ``skipped_count`` if the profile foresees that, else a failure.
+case that did not run is ``skipped`` if the profile foresees that, else a failure.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _NOT_ALLOWED_IN_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0
 
 def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     """Return the contents of junit.xml in UTF-8."""
-    failures = sum(record.is_failure for record in records)
+    failed_count = sum(record.is_failure for record in records)
     skipped_count = sum(record.verdict is Verdict.NOT_RUN and not record.is_failure for record in records)
-    counts = {"tests": str(len(records)), "failures": str(failures), "errors": "0", "skipped": str(skipped_count)}
+    counts = {"tests": str(len(records)), "failures": str(failed_count), "errors": "0", "skipped": str(skipped_count)}
     seconds = f"{sum(record.duration_ms for record in records) / 1000:.3f}"
     root = ET.Element("testsuites", {"name": "gdrkit qualify", **counts, "time": seconds})
     suite = ET.SubElement(
@@ -47,7 +47,8 @@ def render_junit(run: Run, records: Sequence[Record]) -> bytes:
     }
     if run.host:
         values["host"] = run.host
-    for name, value in {**values, **{f"substrate.{api}": name for api, name in run.substrate.items()}}.items():
+    values |= {f"substrate.{api}": substrate for api, substrate in run.substrate.items()}
+    for name, value in values.items():
         ET.SubElement(properties, "property", {"name": name, "value": _clean_text(value)})
     for record in records:
         _add_case(suite, record)
@@ -66,7 +67,7 @@ def _add_case(suite: ET.Element, record: Record) -> None:
     case = ET.SubElement(suite, "testcase", attributes)
     properties = ET.SubElement(case, "properties")
     ET.SubElement(properties, "property", {"name": "verdict", "value": record.verdict.value})
-    if record.refused:
+    if record.is_expected_refusal:
         ET.SubElement(properties, "property", {"name": "refused", "value": "as expected"})
     for api, substrate in sorted(record.substrate.items()):
         ET.SubElement(properties, "property", {"name": f"substrate.{api}", "value": substrate})

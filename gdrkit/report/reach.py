@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe_balance", "describe_reach", "reach_as_json"]
 
-_HEADINGS = ("GPU", "NIC", "peer", "path", "bytes", "state", "cause")
+_HEADINGS = ("GPU", "NIC", "peer", "path", "bytes correct", "state", "cause")
 
 
 def describe_reach(results: Sequence[Reach], balance: Balance | None = None, *, caveat: str = "") -> str:
@@ -44,7 +44,9 @@ def describe_balance(balance: Balance) -> str:
         for gpu, row in zip(balance.gpus, balance.matrix, strict=True)
     ]
     source = (
-        "port counters" if balance.is_counted else "initiators, because a port has no byte counters or counted nothing"
+        "by the port counters"
+        if balance.is_counted
+        else "from the bytes that the initiators moved, because a port has no byte counters or counted nothing"
     )
     loads = [
         (
@@ -61,8 +63,8 @@ def describe_balance(balance: Balance) -> str:
             f"all GPUs and all NICs at the same time, for {balance.duration_s:.1f} s: moved MB",
             *_format_table([("GPU", *names), *matrix]),
             "",
-            f"share of each NIC in all bytes, by the {source}",
-            *_format_table([("NIC", "link Gbit/s", "share %", "of links %", ""), *loads]),
+            f"share of each NIC in all bytes, {source}",
+            *_format_table([("NIC", "link Gbit/s", "share %", "expected %", ""), *loads]),
         ]
     )
 
@@ -105,14 +107,13 @@ def _find_cause(result: Reach, caveat: str) -> str:
 
 
 def _make_row(result: Reach, caveat: str) -> tuple[str, ...]:
-    bytes_text, state = "right" if result.moved else "none", _find_state(result, caveat).value
     return (
         result.pci_bus_id,
         result.nic,
         result.peer_nic,
         result.path.value,
-        bytes_text,
-        state,
+        "yes" if result.moved else "no",
+        _find_state(result, caveat).value,
         _find_cause(result, caveat),
     )
 

@@ -230,7 +230,7 @@ class Record:
     uses: tuple[str, ...] = ()
 
     @property
-    def refused(self) -> bool:
+    def is_expected_refusal(self) -> bool:
         """Whether the case ran without its need and failed with exactly the error that the profile expects.
 
         ``evidence`` then has the causes of the error.

@@ -60,7 +60,7 @@ class Entry:
     pinned: str | None = None
 
     @classmethod
-    def of(cls, name: str, tier: str, file_status: os.stat_result, *, score: float = NEVER_ACCESSED) -> Entry:
+    def from_stat(cls, name: str, tier: str, file_status: os.stat_result, *, score: float = NEVER_ACCESSED) -> Entry:
         """Return the entry of a file with this stat result."""
         return cls(
             name, tier, file_status.st_size, file_status.st_blocks * _STAT_BLOCK_BYTES, file_status.st_nlink, score
@@ -116,7 +116,7 @@ class Catalogue(Database):
         super().__init__(folder, half_life_s=half_life_s, timeout_ms=timeout_ms, clock=clock)
 
     def fill(self) -> None:
-        """Call the function `fill`, because the database of this catalogue is new and empty."""
+        """Fill the new, empty database by the function `fill` that was passed to the constructor."""
         self._fill(self)
 
     def find(self, name: str) -> Entry | None:
@@ -126,7 +126,7 @@ class Catalogue(Database):
         return None if row is None else Entry.from_row(row)
 
     def totals(self) -> dict[str, TierTotals]:
-        """Return the totals of every tier that has a file, or is the destination of a migration."""
+        """Return the totals of each tier that has had a file, or in which a migration has reserved space."""
         with self.locked_connection("read totals") as connection:
             rows = connection.execute(
                 "SELECT tier, max(files), max(size_bytes), max(allocated_bytes), max(coming) FROM ("
@@ -198,7 +198,7 @@ class Catalogue(Database):
                 )
         return unknown_names
 
-    def begin_move(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:
+    def reserve_space(self, move: tuple[str, str, str, str, int], *, limit_bytes: int) -> None:
         """Reserve space in the destination of a migration.
 
         Parameters
@@ -215,7 +215,7 @@ class Catalogue(Database):
             ``NO_SPACE``: the destination does not have enough space.
         """
         identifier, name, source, destination, allocated_bytes = move
-        with self.write_transaction("begin move", name=printable(name)) as connection:
+        with self.write_transaction("reserve space", name=printable(name)) as connection:
             totals = self.totals().get(destination, TierTotals())
             if totals.allocated_bytes + totals.coming_bytes + allocated_bytes > limit_bytes:
                 raise ApiError(
@@ -235,9 +235,9 @@ class Catalogue(Database):
             row = (identifier, _encode_name(name), source, destination, allocated_bytes)
             connection.execute("INSERT INTO moves VALUES (?, ?, ?, ?, ?)", row)
 
-    def end_move(self, identifier: str) -> None:
+    def release_reservation(self, identifier: str) -> None:
         """Remove the reservation of a migration that has ended."""
-        with self.write_transaction("end move", id=identifier) as connection:
+        with self.write_transaction("release reservation", id=identifier) as connection:
             connection.execute("DELETE FROM moves WHERE id = ?", (identifier,))
 
     def reserved_move_ids(self) -> list[str]:
@@ -246,7 +246,7 @@ class Catalogue(Database):
             return [row[0] for row in connection.execute("SELECT id FROM moves ORDER BY id")]
 
     def routes(self) -> dict[str, TierRoute]:
-        """Return the result of the last transfer with device memory, by tier."""
+        """Return the route that the last transfer between each tier and device memory took, by name of the tier."""
         with self.locked_connection("read routes") as connection:
             rows = connection.execute("SELECT tier, state, route, why FROM routes").fetchall()
         return {row[0]: TierRoute(RouteState(row[1]), row[2], row[3]) for row in rows}

@@ -55,7 +55,7 @@ def fill_catalogue(catalogue: Catalogue, configuration: Configuration, folders: 
             for name, file_status in folder.walk():
                 if stat.S_ISREG(file_status.st_mode) and catalogue.find(name) is None:
                     score = score_from_heat(tier.accesses_min, at_half_lives=now_half_lives)
-                    catalogue.put(Entry.of(name, tier.name, file_status, score=score))
+                    catalogue.put(Entry.from_stat(name, tier.name, file_status, score=score))
 
 
 def find_kept_files(folders: Mapping[str, TierFolder]) -> Iterator[TierFinding]:

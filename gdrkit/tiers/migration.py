@@ -120,7 +120,7 @@ def migrate_file(
         migration = _Migration(name, (source, destination), catalogue, observe, guard, pace=pace)
         # st_blocks counts blocks of 512 bytes.
         allocated_bytes = guard.info.st_blocks * 512
-        catalogue.begin_move(
+        catalogue.reserve_space(
             (migration.id, name, source.name, destination.name, allocated_bytes), limit_bytes=limit_bytes
         )
         try:
@@ -293,7 +293,7 @@ class _Migration:
     def _remove_record(self) -> None:
         if self._record is not None:
             self._record.remove()
-        self._catalogue.end_move(self.id)
+        self._catalogue.release_reservation(self.id)
 
     def undo(self, error: BaseException) -> None:
         """Undo the completed steps, newest first. If that fails, a later recovery reads the record and undoes them."""
@@ -315,7 +315,7 @@ class _Migration:
             for phase in reversed(self._completed_steps):
                 if phase in undo_actions:
                     undo_actions[phase]()
-            self._catalogue.end_move(self.id)
+            self._catalogue.release_reservation(self.id)
         except (OSError, ApiError) as undo_error:
             error.add_note(f"the undo of the migration failed: {undo_error}; gdrkit tiers check --repair completes it")
 

@@ -63,7 +63,7 @@ def recover(folders: Mapping[str, TierFolder], catalogue: Catalogue) -> list[Tie
         with convert_os_errors("recover", tier=tier):
             findings += _keep_unrecorded_files(folders[tier], set(names) - recorded_move_ids)
     for identifier in set(catalogue.reserved_move_ids()) - recorded_move_ids:
-        catalogue.end_move(identifier)
+        catalogue.release_reservation(identifier)
     return findings
 
 
@@ -102,7 +102,7 @@ def _complete_or_undo(
     with contextlib.suppress(FileNotFoundError):
         os.unlink(record.id, dir_fd=destination.own_folder("incoming"))
     record.remove()
-    catalogue.end_move(record.id)
+    catalogue.release_reservation(record.id)
 
 
 class _InterruptedMove:

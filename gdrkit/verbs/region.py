@@ -41,8 +41,8 @@ class Region(Resource):
     memory : memoryview or None
         The bytes of a host buffer. None for dma-bufs and for memory that was registered by its address.
 
-    The constructor's `buffer_export` uses Python's buffer protocol: while it exists, the owner of a host buffer cannot
-    move or resize the buffer.
+    The constructor's `buffer_export` is an export of a host buffer by Python's buffer protocol, else None. While the
+    export exists, the owner cannot move or resize the buffer.
     """
 
     def __init__(

@@ -74,14 +74,14 @@ def find_missing_refusals(records: Iterable[Record], profile: Profile) -> tuple[
         f"{record.case} had to be refused but did not run"
         for record in records
         if record.verdict is Verdict.NOT_RUN
-        and not record.refused
+        and not record.is_expected_refusal
         and record.reasons
         and all(reason.need and profile.refusal(reason.need) for reason in record.reasons)
     )
 
 
 def _decide_outcome(record: Record) -> str:
-    return REFUSED if record.refused else record.verdict.value
+    return REFUSED if record.is_expected_refusal else record.verdict.value
 
 
 def find_wrong_substrates(records: Iterable[Record], allowed_substrates: frozenset[str]) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from gdrkit.errors import (
     Unsupported,
     UsageError,
 )
-from gdrkit.gaudi import Device, HostMapping, MemoryPool, device_count, list_devices
+from gdrkit.gaudi import Device, DmabufPool, HostMapping, device_count, list_devices
 from gdrkit.harness.needs import gaudi as gaudi_needs
 from gdrkit.harness.needs import needs, software, verbs
 from gdrkit.registration import BufferPool, RegionCache, RegistrationRoute, ShareKind, export_memory, register
@@ -303,7 +303,7 @@ def test_address_query_returns_the_fields_of_ucx(gaudi: Device) -> None:
                 mapping.address,
                 None,
             )
-        assert isinstance(pool, MemoryPool)
+        assert isinstance(pool, DmabufPool)
         assert isinstance(mapping, HostMapping)
         for address, length_bytes in ((memory.address - 1, 1), (memory.address, 1 << 30), (0, 1)):
             with pytest.raises(UsageError) as error_info:

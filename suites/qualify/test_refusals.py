@@ -248,7 +248,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, facts: Facts) -> ChildRun:
 @pytest.mark.parametrize("name", REFUSED_CASES)
 def test_expected_refusal_is_recorded_as_not_run(run: ChildRun, name: str) -> None:
     record = run.records[name]
-    assert (record.verdict, record.refused, record.is_failure) == (Verdict.NOT_RUN, True, False)
+    assert (record.verdict, record.is_expected_refusal, record.is_failure) == (Verdict.NOT_RUN, True, False)
     recorded_refusals = record.evidence["refused"]
     assert isinstance(recorded_refusals, list)
     assert recorded_refusals == [{"reason": "no_route", "causes": CAUSES}] * len(recorded_refusals)
@@ -295,14 +295,14 @@ def test_record_of_a_refusal_conforms_to_the_schema(run: ChildRun, name: str) ->
 )
 def test_case_without_the_expected_refusal_fails(run: ChildRun, name: str, text: str) -> None:
     record = run.records[name]
-    assert (record.verdict, record.refused, record.is_failure) == (Verdict.FAIL, False, True)
+    assert (record.verdict, record.is_expected_refusal, record.is_failure) == (Verdict.FAIL, False, True)
     assert text in record.reasons[0].text
     assert run.exit_code == 1
 
 
 def test_case_with_another_unmet_need_does_not_run(run: ChildRun) -> None:
     record = run.records["test_lacks_another_need_as_well"]
-    assert (record.verdict, record.refused, record.evidence) == (Verdict.NOT_RUN, False, {})
+    assert (record.verdict, record.is_expected_refusal, record.evidence) == (Verdict.NOT_RUN, False, {})
     assert len(record.reasons) == 2
 
 
@@ -315,7 +315,7 @@ def test_refused_cases_are_counted_separately(run: ChildRun) -> None:
 
 def test_expected_refusals_do_not_fail_a_run(tmp_path: Path, facts: Facts) -> None:
     run = run_cases(tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", " or ".join(REFUSED_CASES))
-    assert {name for name, record in run.records.items() if record.refused} >= set(REFUSED_CASES)
+    assert {name for name, record in run.records.items() if record.is_expected_refusal} >= set(REFUSED_CASES)
     selected_run = run_cases(
         tmp_path, make_soft_roce_facts(facts), CASES, "--profile=lab", "-k", "lease_of_a_cache or manager_of_every_gpu"
     )
@@ -336,10 +336,10 @@ def test_plan_marks_the_cases_that_will_be_refused(tmp_path: Path, facts: Facts)
 def test_record_of_a_case_that_ran_is_not_a_refusal() -> None:
     reasons = (CaseReason(text="no", need="verbs.dmabuf_region", foreseen=True),)
     evidence: dict[str, object] = {"refused": []}
-    assert make_record(Verdict.NOT_RUN, reasons=reasons, evidence=evidence).refused
-    assert not make_record(Verdict.NOT_RUN, reasons=reasons).refused
-    assert not make_record(Verdict.FAIL, reasons=reasons, evidence=evidence).refused
-    assert not make_record(Verdict.PASS, evidence=evidence).refused
+    assert make_record(Verdict.NOT_RUN, reasons=reasons, evidence=evidence).is_expected_refusal
+    assert not make_record(Verdict.NOT_RUN, reasons=reasons).is_expected_refusal
+    assert not make_record(Verdict.FAIL, reasons=reasons, evidence=evidence).is_expected_refusal
+    assert not make_record(Verdict.PASS, evidence=evidence).is_expected_refusal
 
 
 @pytest.mark.parametrize(
