@@ -51,7 +51,8 @@ public:
     QueuePair(const Device& device, CompletionQueue& completions, std::uint32_t transfers_max);
 
     Endpoint endpoint() const;
-    // Moves the queue pair from RESET to ready-to-send. Throws Error with the errno of ibv_modify_qp.
+    // Moves the queue pair from RESET to ready-to-send. `reads_max`: max_rd_atomic, the number of RDMA READs in
+    // progress. Throws Error with the errno of ibv_modify_qp.
     void connect(const Endpoint& peer, std::uint8_t reads_max);
     // Posts the transfers as one list, in order. Returns 0 or an errno, and sets `posted_count` to the number of posted
     // transfers.

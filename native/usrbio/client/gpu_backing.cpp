@@ -37,20 +37,20 @@ void GpuIov::unlink(hf3fs_iov&) noexcept {
 bool GpuIov::destroy(hf3fs_iov& iov) noexcept {
     if (belongs_to_this_process()) {
         const std::scoped_lock lock(end_mutex_);
-        std::shared_ptr<AgentConnection> registering_agent;
-        if (unpublish(memory == Memory::pooled && !is_exported ? &registering_agent : nullptr) != 0) {
+        std::shared_ptr<AgentConnection> keeping_agent;
+        if (unpublish(memory == Memory::pooled && !is_exported ? &keeping_agent : nullptr) != 0) {
             return false;
         }
         borrowed.give_back();
-        if (registering_agent != nullptr) {
+        if (keeping_agent != nullptr) {
             memory = Memory::wrapped;
-            keep_block(std::move(block), std::move(registering_agent));
+            keep_block(std::move(block), std::move(keeping_agent));
         } else if (memory == Memory::pooled) {
             count_refused_block();
         }
         release_memory();
     }
-    flushed.reset();
+    context_to_flush.reset();
     unregister_iov(iov.iovh);
     log_line(LogLevel::info, "destroyed GPU iov at 0x%llx on device %d", static_cast<unsigned long long>(pointer),
              device);
@@ -79,13 +79,12 @@ void GpuIov::release_memory() noexcept {
     }
 }
 
-int GpuIov::unpublish(std::shared_ptr<AgentConnection>* registering_agent) noexcept {
+int GpuIov::unpublish(std::shared_ptr<AgentConnection>* keeping_agent) noexcept {
     if (publication_name.empty()) {
         return 0;
     }
-    const int error = registering_agent == nullptr
-                          ? usrbio::unpublish(mount.c_str(), publication_name)
-                          : unpublish_and_keep(mount.c_str(), publication_name, registering_agent);
+    const int error = keeping_agent == nullptr ? usrbio::unpublish(mount.c_str(), publication_name)
+                                               : unpublish_and_keep(mount.c_str(), publication_name, keeping_agent);
     // -EREMOTEIO: the agent has ended, and so has its memory region. -ENOENT: there is no link to remove.
     if (error != 0 && error != -ENOENT && error != -EREMOTEIO) {
         log_line(LogLevel::error, "unpublish %s of %s failed: %s", publication_name.c_str(), mount.c_str(),

@@ -50,17 +50,17 @@ public:
     cuda::DevicePointer base = 0;    // Address to free or unmap at the end; unused for wrapped memory.
     cuda::DevicePointer pointer = 0; // Address of the first byte of the iov.
     std::size_t size_bytes = 0;
-    Allocation allocation;                 // The allocation that contains the first byte.
-    std::optional<IpcBytes> ipc;           // IPC handle of `allocation`, if this type of memory has one.
-    std::optional<ContextToFlush> flushed; // Set if the device shows writes of NICs only after a flush.
+    Allocation allocation;                          // The allocation that contains the first byte.
+    std::optional<IpcBytes> ipc;                    // IPC handle of `allocation`, if this type of memory has one.
+    std::optional<ContextToFlush> context_to_flush; // Set if the device shows writes of NICs only after a flush.
     std::string mount;
     BorrowedPublication borrowed; // For opened memory: the publication of the process that owns the memory.
     std::string publication_name; // Name of the link; empty: this process has not published the memory.
 
 private:
-    // Withdraws the publication, if there is one. If `registering_agent` is not null, asks the agent to keep the memory
-    // registered, and sets `*registering_agent` to the connection to the agent if the agent does.
-    int unpublish(std::shared_ptr<AgentConnection>* registering_agent = nullptr) noexcept;
+    // Withdraws the publication, if there is one. If `keeping_agent` is not null, asks the agent to keep the memory
+    // registered, and sets `*keeping_agent` to the connection to the agent if the agent does.
+    int unpublish(std::shared_ptr<AgentConnection>* keeping_agent = nullptr) noexcept;
     void release_memory() noexcept; // Forgets the memory even if the driver fails to free or unmap it.
 
     std::mutex end_mutex_; // Locked during unlink and destroy.

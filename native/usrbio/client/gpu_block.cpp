@@ -105,16 +105,16 @@ int GpuBlock::clear() noexcept {
 }
 
 int GpuBlock::drop_registration() noexcept {
-    if (registering_agent == nullptr) {
+    if (keeping_agent == nullptr) {
         return 0;
     }
     std::uint64_t flags = 0;
     const iovec payload{&flags, sizeof flags};
     const int fd = dmabuf.descriptor.get();
-    const int status = registering_agent->call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {});
+    const int status = keeping_agent->call(AgentRequest::drop_kept, {&payload, 1}, {&fd, 1}, {});
     // -ENOENT: the agent does not keep a registration. An agent that has ended keeps none either.
-    if (status == 0 || status == -ENOENT || (status == -EREMOTEIO && registering_agent->check_closed_by_agent())) {
-        registering_agent.reset();
+    if (status == 0 || status == -ENOENT || (status == -EREMOTEIO && keeping_agent->check_closed_by_agent())) {
+        keeping_agent.reset();
         return 0;
     }
     log_line(LogLevel::error, "the agent did not end the registration of %zu bytes, which therefore stay allocated: %s",

@@ -42,7 +42,7 @@ public:
     IpcBytes ipc{};
     Dmabuf dmabuf;
     // The connection to the agent that keeps the memory registered while the block is idle; null if no agent does.
-    std::shared_ptr<AgentConnection> registering_agent;
+    std::shared_ptr<AgentConnection> keeping_agent;
     std::chrono::steady_clock::time_point idle_since; // Valid for an idle block.
 
 private:

@@ -38,7 +38,8 @@ int new_gpu_iov(int device, const char* mount, std::size_t size_bytes, std::shar
     return 0;
 }
 
-void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id, std::size_t block_size) {
+void register_and_fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uint8_t* id,
+                           std::size_t block_size) {
     log_line(LogLevel::info, "%s GPU iov: %zu bytes at 0x%llx on device %d, %s IPC handle",
              gpu->memory == GpuIov::Memory::wrapped  ? "wrapped"
              : gpu->memory == GpuIov::Memory::opened ? "opened"
@@ -46,7 +47,7 @@ void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uin
              gpu->size_bytes, static_cast<unsigned long long>(gpu->pointer), gpu->device,
              gpu->ipc ? "with" : "without");
     if (needs_flush(gpu->driver, gpu->device)) {
-        gpu->flushed.emplace(gpu->primary.get());
+        gpu->context_to_flush.emplace(gpu->primary.get());
     }
     // Register before changing `iov`, because register_iov() may throw.
     const hf3fs_iov_handle handle = register_iov(gpu);
@@ -60,8 +61,8 @@ void fill_iov(hf3fs_iov* iov, const std::shared_ptr<GpuIov>& gpu, const std::uin
     iov->iovh = handle;
 }
 
-// Checks the memory, enables SYNC_MEMOPS on it and publishes it. create_gpu_iov and wrap_gpu_iov call it, with the
-// context of the memory current.
+// Checks the memory, enables SYNC_MEMOPS on it, exports its IPC handle if it can have one, and publishes the iov. The
+// caller must have made the context of the memory current.
 int check_and_publish(GpuIov& gpu, const std::uint8_t id[16]) {
     if (const int error = check_device_memory(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &gpu.allocation);
         error != 0) {
@@ -130,7 +131,7 @@ std::unique_ptr<GpuBlock> take_pooled_block(const GpuIov& gpu) {
     return block;
 }
 
-int use_block(GpuIov& gpu, std::unique_ptr<GpuBlock> block, const std::uint8_t id[16]) {
+int publish_block(GpuIov& gpu, std::unique_ptr<GpuBlock> block, const std::uint8_t id[16]) {
     gpu.memory = GpuIov::Memory::pooled;
     gpu.pointer = block->base;
     gpu.allocation = block->allocation;
@@ -154,16 +155,21 @@ int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, st
     gpu.memory = GpuIov::Memory::opened;
     gpu.ipc = ipc;
     const cuda::Result range_result = gpu.driver.address_range(&gpu.allocation.base, &gpu.allocation.bytes, gpu.base);
-    if (range_result != cuda::success || gpu.allocation.base != gpu.base ||
-        (allocation_bytes != 0 && allocation_bytes != gpu.allocation.bytes) || offset_bytes > gpu.allocation.bytes ||
-        gpu.size_bytes > gpu.allocation.bytes - offset_bytes) {
-        log_line(LogLevel::error, "the shared memory has %zu bytes, which does not match its handle",
-                 gpu.allocation.bytes);
+    if (range_result != cuda::success) {
+        log_line(LogLevel::error, "cuMemGetAddressRange failed: %s (%d)", cuda::result_name(gpu.driver, range_result),
+                 range_result);
+        return -EINVAL;
+    }
+    if (gpu.allocation.base != gpu.base || (allocation_bytes != 0 && allocation_bytes != gpu.allocation.bytes) ||
+        offset_bytes > gpu.allocation.bytes || gpu.size_bytes > gpu.allocation.bytes - offset_bytes) {
+        log_line(LogLevel::error,
+                 "the handle describes %zu bytes at offset %zu, but the shared allocation has %zu bytes",
+                 gpu.size_bytes, static_cast<std::size_t>(offset_bytes), gpu.allocation.bytes);
         return -EINVAL;
     }
     gpu.pointer = gpu.base + offset_bytes;
-    Allocation allocation;
-    if (const int error = check_device_memory(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &allocation);
+    Allocation unused_allocation;
+    if (const int error = check_device_memory(gpu.driver, gpu.device, gpu.pointer, gpu.size_bytes, &unused_allocation);
         error != 0) {
         return error;
     }
@@ -171,7 +177,7 @@ int map_ipc(GpuIov& gpu, const IpcBytes& ipc, std::uint64_t allocation_bytes, st
 }
 
 // Returns the number of the device with this UUID in this process, or -1.
-int find_device(const cuda::Driver& driver, const std::array<std::uint8_t, 16>& uuid) {
+int find_device_by_uuid(const cuda::Driver& driver, const std::array<std::uint8_t, 16>& uuid) {
     int count = 0;
     if (driver.device_count(&count) != cuda::success) {
         return -1;
@@ -214,7 +220,7 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
     }
     int status = 0;
     if (auto block = take_pooled_block(*gpu)) {
-        status = use_block(*gpu, std::move(block), id.data());
+        status = publish_block(*gpu, std::move(block), id.data());
     } else {
         status = allocate(*gpu);
         if (status == 0) {
@@ -224,7 +230,7 @@ int create_gpu_iov(hf3fs_iov* iov, const char* mount, std::size_t size, std::siz
     if (status != 0) {
         return status;
     }
-    fill_iov(iov, gpu, id.data(), block_size);
+    register_and_fill_iov(iov, gpu, id.data(), block_size);
     return 0;
 }
 
@@ -247,7 +253,7 @@ int wrap_gpu_iov(hf3fs_iov* iov, void* pointer, const std::uint8_t id[16], const
     if (const int error = check_and_publish(*gpu, id); error != 0) {
         return error;
     }
-    fill_iov(iov, gpu, id, block_size);
+    register_and_fill_iov(iov, gpu, id, block_size);
     return 0;
 }
 
@@ -287,7 +293,7 @@ int open_gpu_iov(hf3fs_iov* iov, const std::uint8_t id[16], const char* mount, s
     if (status != 0) {
         return status;
     }
-    fill_iov(iov, gpu, id, block_size);
+    register_and_fill_iov(iov, gpu, id, block_size);
     return 0;
 }
 
@@ -300,7 +306,8 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
         log_line(LogLevel::error, "hf3fs_iov_import_gpu: the 80 bytes are not a valid handle of GPU memory");
         return -EINVAL;
     }
-    // The handle contains the owner's number of the device.
+    // The device number in the handle is the owner's, so it is only a hint: find_ipc_device() finds the device in this
+    // process.
     int device = -1;
     if (const int error =
             find_ipc_device(*cuda::driver(), parsed_handle->ipc, static_cast<int>(parsed_handle->device), &device);
@@ -318,7 +325,7 @@ int import_gpu_iov(hf3fs_iov* iov, const hf3fs_gpu_ipc_handle_t* handle, const c
     if (const int status = borrow_publication(*gpu, 0, id); status != 0) {
         return status;
     }
-    fill_iov(iov, gpu, id, gpu->size_bytes);
+    register_and_fill_iov(iov, gpu, id, gpu->size_bytes);
     return 0;
 }
 
@@ -336,7 +343,7 @@ int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, c
                  "gdrkit_iov_import_share takes only share handles of type IPC, which need no descriptors");
         return -ENOTSUP;
     }
-    const int device = find_device(*cuda::driver(), parsed_handle->device_uuid);
+    const int device = find_device_by_uuid(*cuda::driver(), parsed_handle->device_uuid);
     std::shared_ptr<GpuIov> gpu;
     if (const int error = new_gpu_iov(device, mount, parsed_handle->length_bytes, &gpu); error != 0) {
         return error;
@@ -354,7 +361,7 @@ int import_shared_gpu_iov(hf3fs_iov* iov, const gdrkit_share_handle_t* handle, c
     if (const int status = borrow_publication(*gpu, parsed_handle->offset_bytes, id); status != 0) {
         return status;
     }
-    fill_iov(iov, gpu, id, gpu->size_bytes);
+    register_and_fill_iov(iov, gpu, id, gpu->size_bytes);
     return 0;
 }
 

@@ -160,7 +160,7 @@ std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, s
             auto best = state.idle.end();
             for (auto entry = state.idle.begin(); entry != state.idle.end(); ++entry) {
                 const GpuBlock& candidate = **entry;
-                if (candidate.registering_agent.get() == &agent && candidate.device == device &&
+                if (candidate.keeping_agent.get() == &agent && candidate.device == device &&
                     candidate.block_bytes >= needed_bytes && candidate.block_bytes / 2 <= needed_bytes &&
                     (best == state.idle.end() || candidate.block_bytes < (*best)->block_bytes)) {
                     best = entry;
@@ -183,7 +183,7 @@ std::unique_ptr<GpuBlock> take_block(const AgentConnection& agent, int device, s
 }
 
 void keep_block(std::unique_ptr<GpuBlock> block, std::shared_ptr<AgentConnection> agent) noexcept {
-    block->registering_agent = std::move(agent);
+    block->keeping_agent = std::move(agent);
     if (block->clear() != 0) {
         count_refused_block();
         return;

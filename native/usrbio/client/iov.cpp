@@ -98,14 +98,14 @@ bool HostIov::destroy(hf3fs_iov& iov) noexcept {
         memory->remove_name();
     }
     if (is_publisher) {
-        std::shared_ptr<AgentConnection> registering_agent;
-        const int status = asks_to_keep ? unpublish_and_keep(mount_.c_str(), name_, &registering_agent)
-                                        : unpublish(mount_.c_str(), name_);
+        std::shared_ptr<AgentConnection> keeping_agent;
+        const int status =
+            asks_to_keep ? unpublish_and_keep(mount_.c_str(), name_, &keeping_agent) : unpublish(mount_.c_str(), name_);
         if (status != 0) {
             log_line(LogLevel::info, "unpublish %s failed: %s", name_.c_str(), ErrnoText(-status).c_str());
         }
-        if (registering_agent != nullptr) {
-            keep_host_memory({memory, std::move(file)}, std::move(registering_agent), numa);
+        if (keeping_agent != nullptr) {
+            keep_host_memory({memory, std::move(file)}, std::move(keeping_agent), numa);
         } else {
             memory->remove_name();
         }

@@ -152,35 +152,36 @@ int publish_to_agent(AgentConnection& agent, std::string_view name, std::string_
     return agent.call(AgentRequest::publish, payload, descriptors, {});
 }
 
-// Sends the request that withdraws a publication. If `registering_agent` is not null, asks the agent to keep the memory
-// registered, and sets `*registering_agent` to `agent` if the agent does.
+// Sends the request that withdraws a publication. If `keeping_agent` is not null, asks the agent to keep the memory
+// registered, and sets `*keeping_agent` to `agent` if the agent does.
 int withdraw_from_agent(const std::shared_ptr<AgentConnection>& agent, std::string_view name,
-                        std::shared_ptr<AgentConnection>* registering_agent) {
+                        std::shared_ptr<AgentConnection>* keeping_agent) {
     auto length = static_cast<std::uint16_t>(name.size());
     const iovec payload[] = {{&length, sizeof(length)}, {const_cast<char*>(name.data()), name.size()}};
-    if (registering_agent == nullptr || !agent->keeps_registrations()) {
+    if (keeping_agent == nullptr || !agent->keeps_registrations()) {
         return agent->call(AgentRequest::unpublish, payload, {}, {});
     }
     std::uint64_t is_kept = 0;
     const int status =
         agent->call(AgentRequest::unpublish_and_keep, payload, {}, std::as_writable_bytes(std::span(&is_kept, 1)));
     if (status == 0 && is_kept == 1) {
-        *registering_agent = agent;
+        *keeping_agent = agent;
     }
     return status;
 }
 
-int unpublish_from(const char* mount, std::string_view name,
-                   std::shared_ptr<AgentConnection>* registering_agent) noexcept {
+// Implements unpublish() and unpublish_and_keep().
+int withdraw_publication(const char* mount, std::string_view name,
+                         std::shared_ptr<AgentConnection>* keeping_agent) noexcept {
     try {
         // Use the connection over which the name was published, unless its agent has ended. Another agent does not know
         // the name.
         std::shared_ptr<AgentConnection> agent = find_connection(mount, name);
         int status = agent != nullptr && !agent->check_closed_by_agent() ? 0 : find_agent_connection(mount, agent);
         if (status == 0) {
-            status = withdraw_from_agent(agent, name, registering_agent);
+            status = withdraw_from_agent(agent, name, keeping_agent);
             if (status == 0) {
-                const bool is_kept = registering_agent != nullptr && *registering_agent != nullptr;
+                const bool is_kept = keeping_agent != nullptr && *keeping_agent != nullptr;
                 log_line(LogLevel::info, "withdrew %.*s from the agent of %s%s", static_cast<int>(name.size()),
                          name.data(), mount, is_kept ? ", which keeps the registration" : "");
                 drop_connection(mount, name);
@@ -191,8 +192,8 @@ int unpublish_from(const char* mount, std::string_view name,
             if (status == -EREMOTEIO && !agent->check_closed_by_agent()) {
                 return -ETIMEDOUT;
             }
-            // The agent does not know the name. If this process made the link itself, before the agent was started,
-            // this process must remove the link.
+            // -ENOENT: the agent does not know the name. If this process did not make the link, nothing is left to
+            // withdraw. If it did (before the agent was started), it removes the link below.
             if (status == -ENOENT && !has_link(mount, name)) {
                 drop_connection(mount, name); // The agent has ended the publication, because its link was removed.
                 return status;
@@ -219,11 +220,8 @@ int unpublish_from(const char* mount, std::string_view name,
     }
 }
 
-} // namespace
-
-namespace {
-
-// Implements publish() and publish_unnamed(). `memory`: the memory if it has no name yet, or null.
+// Implements publish() and publish_unnamed(). `memory`: memory that still needs its name in /dev/shm (publish_unnamed),
+// or null (publish).
 int publish_memory(const char* mount, std::string_view name, std::string_view target,
                    std::span<const std::byte> share_handle, std::span<const int> descriptors,
                    SharedMemory* memory) noexcept {
@@ -274,13 +272,13 @@ int publish_unnamed(const char* mount, std::string_view name, std::string_view t
 }
 
 int unpublish(const char* mount, std::string_view name) noexcept {
-    return unpublish_from(mount, name, nullptr);
+    return withdraw_publication(mount, name, nullptr);
 }
 
 int unpublish_and_keep(const char* mount, std::string_view name,
-                       std::shared_ptr<AgentConnection>* registering_agent) noexcept {
-    registering_agent->reset();
-    return unpublish_from(mount, name, registering_agent);
+                       std::shared_ptr<AgentConnection>* keeping_agent) noexcept {
+    keeping_agent->reset();
+    return withdraw_publication(mount, name, keeping_agent);
 }
 
 } // namespace gdrkit::usrbio

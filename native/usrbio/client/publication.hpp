@@ -29,10 +29,10 @@ int publish_unnamed(const char* mount, std::string_view name, std::string_view t
 // flight, so the caller must not free the memory.
 int unpublish(const char* mount, std::string_view name) noexcept;
 
-// Like unpublish(), and asks the agent to keep the memory registered. If the agent does, sets `registering_agent` to
+// Like unpublish(), and asks the agent to keep the memory registered. If the agent does, sets `keeping_agent` to
 // the connection to this agent, else to null. The agent does not keep the registration of memory that another process
 // borrowed.
 int unpublish_and_keep(const char* mount, std::string_view name,
-                       std::shared_ptr<AgentConnection>* registering_agent) noexcept;
+                       std::shared_ptr<AgentConnection>* keeping_agent) noexcept;
 
 } // namespace gdrkit::usrbio

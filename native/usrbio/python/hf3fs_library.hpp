@@ -21,8 +21,9 @@ struct Functions {
 #undef GDRKIT_DECLARE
 };
 
-// Opens the library. Returns the empty string on success, otherwise the message of dlopen. A second call does nothing:
-// the library cannot be replaced, because its objects must not be passed to another library.
+// Opens the library. Returns the empty string on success, otherwise the message of dlopen. After a success, every
+// further call does nothing and returns the empty string, also with another path: the library cannot be replaced,
+// because its objects must not be passed to another library. After a failure, a call tries again.
 std::string open_library(const std::string& path);
 
 // Returns the functions of the library. Functions that the library does not have are null. Before open_library() all
