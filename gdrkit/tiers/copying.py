@@ -15,6 +15,7 @@ import os
 import stat
 from typing import TYPE_CHECKING
 
+from gdrkit import pattern
 from gdrkit.gds.ranges import data_ranges
 from gdrkit.tiers.kernel_errors import busy_error, kernel_error
 from gdrkit.units import MIB
@@ -22,7 +23,14 @@ from gdrkit.units import MIB
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["CHUNK_BYTES", "compute_copy_digest", "copy_attributes", "copy_data", "preserve_access_time"]
+__all__ = [
+    "CHUNK_BYTES",
+    "compute_copy_digest",
+    "copy_attributes",
+    "copy_data",
+    "find_first_difference",
+    "preserve_access_time",
+]
 
 # Length of one read and one write, unless a rate limit requires shorter ones.
 CHUNK_BYTES = 4 * MIB
@@ -106,6 +114,29 @@ def compute_copy_digest(
         digest.update(chunk)
     _check_zero(copy_fd, end, size_bytes, memory)
     return digest.digest()
+
+
+def find_first_difference(
+    source_fd: int,
+    copy_fd: int,
+    *,
+    size_bytes: int,
+    on_chunk: Callable[[int, int], None],
+    chunk_bytes: int = CHUNK_BYTES,
+) -> int | None:
+    """Compare the data ranges of a file with its copy, and return the offset of the first byte that differs, or None.
+
+    For the parameters see :func:`copy_data`.
+    """
+    source_memory, copy_memory = _allocate_buffer(), _allocate_buffer()
+    for begin, length in _list_chunks(source_fd, size_bytes, chunk_bytes):
+        on_chunk(begin, length)
+        _read(source_fd, source_memory[:length], begin)
+        _read(copy_fd, copy_memory[:length], begin)
+        mismatch = pattern.find_mismatch(source_memory[:length], copy_memory[:length])
+        if mismatch is not None:
+            return begin + mismatch
+    return None
 
 
 def copy_attributes(source_fd: int, copy_fd: int, source_info: os.stat_result) -> None:

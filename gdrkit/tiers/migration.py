@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING
 
 from gdrkit.errors import Api, ApiError, DataMismatch, Reason
 from gdrkit.host import rename_new
-from gdrkit.tiers.copying import CHUNK_BYTES, compute_copy_digest, copy_attributes, copy_data, preserve_access_time
+from gdrkit.tiers.copying import (
+    CHUNK_BYTES,
+    compute_copy_digest,
+    copy_attributes,
+    copy_data,
+    find_first_difference,
+    preserve_access_time,
+)
 from gdrkit.tiers.guard import Guard
 from gdrkit.tiers.kernel_errors import busy_error, convert_os_errors, kernel_error
 from gdrkit.tiers.names import printable
@@ -103,6 +110,8 @@ def migrate_file(
 
     Raises
     ------
+    DataMismatch
+        The copy differs from the file: the disk of the destination, or the memory, has changed bytes.
     ApiError
         The migration failed, and the file is unchanged in its tier. ``BUSY``: a program writes the file. ``NO_SPACE``,
         ``NO_PERMISSION``, ``IO_ERROR``: a system call failed. ``CONFLICT``: the destination has a file of that name.
@@ -180,9 +189,7 @@ class _Migration:
             chunk_bytes=self._chunk_bytes,
         )
         if copy_digest != digest:
-            raise DataMismatch(
-                first_offset_bytes=0, expected=digest[:16], actual=copy_digest[:16], length_bytes=self._size_bytes
-            )
+            raise self._describe_mismatch()
         self._run_step(Phase.RENAME, self._rename_copy)
         self._run_step(Phase.FOLDER, self._sync_destination)
         self._run_step(Phase.RETIRE, self._retire_source)
@@ -191,6 +198,27 @@ class _Migration:
         self._run_step(Phase.REMOVE, self._remove_retired_file)
         self._run_step(Phase.FORGET, self._remove_record)
         self._observe(Phase.DONE, self._name, self._size_bytes)
+
+    def _describe_mismatch(self) -> DataMismatch | OSError:
+        """Return the exception for a copy whose digest is wrong, with the first byte that differs from the file."""
+        offset_bytes = find_first_difference(
+            self._source_fd,
+            self._copy_fd,
+            size_bytes=self._size_bytes,
+            on_chunk=self._make_chunk_observer(Phase.VERIFY),
+            chunk_bytes=self._chunk_bytes,
+        )
+        if offset_bytes is None:
+            # A read has returned wrong bytes once, of the file or of the copy.
+            text = "the digests of the file and its copy differ, but a second comparison finds no difference"
+            return OSError(errno.EIO, text)
+        excerpt_bytes = min(16, self._size_bytes - offset_bytes)
+        return DataMismatch(
+            first_offset_bytes=offset_bytes,
+            expected=os.pread(self._source_fd, excerpt_bytes, offset_bytes),
+            actual=os.pread(self._copy_fd, excerpt_bytes, offset_bytes),
+            length_bytes=self._size_bytes,
+        )
 
     @property
     def _size_bytes(self) -> int:

@@ -13,6 +13,7 @@ from support.tier_world import create_file, read_contents, select_errors
 
 from gdrkit.errors import Api, ApiError, DataMismatch, GdrkitError, Reason
 from gdrkit.tiers import Phase
+from gdrkit.tiers.copying import CHUNK_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,6 +47,13 @@ def fail_in_phase(manager: TierManager, phase: Phase, action: Callable[[], objec
     with pytest.raises((ApiError, DataMismatch)) as error_info:
         manager.move("file", "nvme", observe=observe)
     return error_info.value
+
+
+def write_to_copy(nvme: Path, data: bytes, offset_bytes: int) -> None:
+    """Write bytes into the copy of the migration that is in progress."""
+    (copy,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
+    with copy.open("r+b") as file:
+        os.pwrite(file.fileno(), data, offset_bytes)
 
 
 def raise_io_error() -> None:
@@ -88,19 +96,32 @@ def test_file_moved_by_another_program_is_found(manager: TierManager, hdd: Path,
     assert (nvme / "file").read_bytes() == data
 
 
-def test_changed_byte_in_the_copy_is_a_data_mismatch(manager: TierManager, nvme: Path) -> None:
-    data = create_file(manager, "file", 1000, seed=1)
-
-    def change_last_byte() -> None:
-        (copy,) = (nvme / ".gdrkit-tiers/incoming").iterdir()
-        with copy.open("r+b") as file:
-            os.pwrite(file.fileno(), bytes([data[999] ^ 1]), 999)
-
-    error = fail_in_phase(manager, Phase.SYNC, change_last_byte)
+@pytest.mark.parametrize("offset_bytes", [0, 999, CHUNK_BYTES + 7, CHUNK_BYTES + 999])
+def test_changed_byte_in_the_copy_is_a_data_mismatch(manager: TierManager, nvme: Path, offset_bytes: int) -> None:
+    size_bytes = offset_bytes // CHUNK_BYTES * CHUNK_BYTES + 1000
+    data = create_file(manager, "file", size_bytes, seed=1)
+    wrong = bytes([data[offset_bytes] ^ 1])
+    error = fail_in_phase(manager, Phase.SYNC, lambda: write_to_copy(nvme, wrong, offset_bytes))
     assert isinstance(error, DataMismatch)
-    assert (error.first_offset_bytes, error.length_bytes) == (0, 1000)
-    assert len(error.expected) == len(error.actual) == 16
-    assert error.expected != error.actual
+    assert (error.first_offset_bytes, error.length_bytes) == (offset_bytes, size_bytes)
+    assert error.expected == data[offset_bytes : offset_bytes + 16]
+    assert error.actual == wrong + error.expected[1:]
+    assert read_contents(manager, "file") == data
+
+
+def test_byte_that_is_read_wrong_only_once_is_an_io_error(manager: TierManager, nvme: Path) -> None:
+    data = create_file(manager, "file", CHUNK_BYTES + 1000, seed=1)
+    # The first chunk is wrong when it is read back, and right again before the second chunk is read.
+    changes = iter([bytes([data[5] ^ 1]), data[5:6]])
+
+    def observe(phase: Phase, _name: str, _offset_bytes: int) -> None:
+        change = next(changes, None) if phase is Phase.VERIFY else None
+        if change is not None:
+            write_to_copy(nvme, change, 5)
+
+    with pytest.raises(ApiError, match="a second comparison finds no difference") as error_info:
+        manager.move("file", "nvme", observe=observe)
+    assert (error_info.value.errno, error_info.value.reason) == (errno.EIO, Reason.IO_ERROR)
     assert read_contents(manager, "file") == data
 
 
