@@ -24,6 +24,9 @@ _COPY_PARAMETER = re.compile(r"\b(host_to_device|device_to_host)\b")
 def link_limit(record: Record, facts: Facts) -> Limit | None:
     """Return the limit of the rate of a case, or None if it is unknown."""
     devices, nics = {route.device_index for route in record.routes}, {route.nic for route in record.routes}
-    if not record.routes and _COPY_PARAMETER.search(record.case):
+    # A case that uses several devices records the NUMA node of each. Its rates may be sums over several links.
+    numa_nodes = record.evidence.get("numa_nodes")
+    has_one_device = not isinstance(numa_nodes, dict) or len(numa_nodes) == 1
+    if not record.routes and has_one_device and _COPY_PARAMETER.search(record.case):
         devices = {0}
     return device_limit(facts, devices=devices, nics=nics)

@@ -263,6 +263,12 @@ def test_limit_of_a_route_is_its_slower_link() -> None:
     assert link_limit(record_with_route, facts_of_virtual_machine) is None
 
 
+def test_copy_with_several_devices_has_no_link_limit() -> None:
+    case = "test_all_devices.py::test_pinned_copies_of_all_devices[host_to_device]"
+    record = make_record(case=case, evidence={"numa_nodes": {"GPU0": 0, "GPU1": None}})
+    assert link_limit(record, make_host_facts(gpu_count=2, nic_count=1)) is None
+
+
 def test_numbers_of_software_have_no_plot() -> None:
     numbers = {"rate_gb_per_s_median": 3.0}
     cases = [f"a.py::test_a[{size}]" for size in ("1MiB", "2MiB")]
