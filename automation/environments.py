@@ -37,24 +37,30 @@ def ensure_environment(
 
     The environment is also created again if one of the `input_files` has changed. The requirements in
     `optional_requirements` are installed without their dependencies. If pip cannot install them, for example because no
-    wheel fits this machine, the environment is used without them.
+    wheel fits this machine, the environment is used without them, and the next call tries to install them again.
     """
     folder = ENVIRONMENTS / name
-    stamp = folder / "made-from"
+    stamp, optional_stamp = folder / "made-from", folder / "made-from-optional"
     expected_digest = digest([python, str(python_version(python)), *requirements, *optional_requirements], input_files)
     with lock_environments():
-        if stamp.exists() and stamp.read_text() == expected_digest:
-            return folder / "bin"
-        say(f"making the environment {folder.relative_to(ROOT)}")
-        if Path(sys.prefix) == folder:
-            stop(f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. Use another nox.")
-        require([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
         pip_install = [str(folder / "bin" / "pip"), "install", "--quiet"]
-        require([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
-        if optional_requirements and call([*pip_install, "--no-deps", *optional_requirements]) != 0:
-            say(f"Continuing without {optional_requirements[0]}: its cases will not run.")
-        stamp.write_text(expected_digest)
+        if not _has_digest(stamp, expected_digest):
+            say(f"making the environment {folder.relative_to(ROOT)}")
+            if Path(sys.prefix) == folder:
+                stop(f"nox runs in {folder.relative_to(ROOT)} and cannot replace that environment. Use another nox.")
+            require([sys.executable, "-m", "virtualenv", "--quiet", "--clear", "--python", python, str(folder)])
+            require([*pip_install, *requirements], environ=BUILD_CONSTRAINTS)
+            stamp.write_text(expected_digest)
+        if optional_requirements and not _has_digest(optional_stamp, expected_digest):
+            if call([*pip_install, "--no-deps", *optional_requirements]) == 0:
+                optional_stamp.write_text(expected_digest)
+            else:
+                say(f"Continuing without {', '.join(optional_requirements)}: their cases will not run.")
     return folder / "bin"
+
+
+def _has_digest(stamp: Path, expected_digest: str) -> bool:
+    return stamp.exists() and stamp.read_text() == expected_digest
 
 
 @contextlib.contextmanager

@@ -73,6 +73,30 @@ def run_install(folder: Path, distribution: str = "debian") -> subprocess.Comple
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False, timeout=60)
 
 
+def test_failed_optional_packages_are_named_and_tried_again(tmp_path: Path) -> None:
+    words = [sys.executable, str(machine.python_version(sys.executable)), "first==1", "second==2", "third==3"]
+    (tmp_path / "run" / "bin").mkdir(parents=True)
+    # The environment exists, but pip could not install the two optional packages.
+    (tmp_path / "run" / "made-from").write_text(environments.digest(words, []))
+    write_program(tmp_path / "run" / "bin", "pip", f'echo "$@" >> {tmp_path}/calls; test -e {tmp_path}/network')
+    program = f"""
+import pathlib, sys
+from automation import environments
+environments.ENVIRONMENTS = pathlib.Path({str(tmp_path)!r})
+environments.ensure_environment(
+    "run", python=sys.executable, requirements=["first==1"], optional_requirements=["second==2", "third==3"]
+)
+"""
+    command = [sys.executable, "-c", program]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    output = subprocess.check_output(command, env=environ, text=True)
+    assert "Continuing without second==2, third==3" in output
+    (tmp_path / "network").touch()
+    for _ in range(2):
+        assert "Continuing" not in subprocess.check_output(command, env=environ, text=True)
+    assert (tmp_path / "calls").read_text() == "install --quiet --no-deps second==2 third==3\n" * 2
+
+
 @pytest.mark.parametrize(
     ("row", "replaces", "is_allowed"),
     [
