@@ -76,11 +76,6 @@ ContextRef make_context_locked(Contexts* state, Device device, std::uint32_t fla
     return context;
 }
 
-bool is_valid_flags(std::uint32_t flags) {
-    const std::uint32_t scheduling = flags & context_sched_mask;
-    return (flags & ~context_flags_mask) == 0 && (scheduling & (scheduling - 1)) == 0;
-}
-
 void forget_peers(Handle context) {
     Contexts& state = contexts();
     std::lock_guard lock(state.mutex);
@@ -99,7 +94,7 @@ void destroy_contents(const ContextRef& context) {
 }
 
 Result create_context(Handle* handle, std::uint32_t flags, Device device) {
-    if (handle == nullptr || !is_valid_flags(flags)) {
+    if (handle == nullptr || !is_valid_context_flags(flags)) {
         return invalid_value;
     }
     if (!device_exists(device)) {
@@ -175,7 +170,7 @@ Result set_primary_flags(Device device, std::uint32_t flags) {
     if (!device_exists(device)) {
         return invalid_device;
     }
-    if (!is_valid_flags(flags)) {
+    if (!is_valid_context_flags(flags)) {
         return invalid_value;
     }
     Contexts& state = contexts();
@@ -228,6 +223,11 @@ void destroy_green_context(const ContextRef& context) {
     destroy_context_streams(context->handle);
     forget_peers(context->handle);
     (void)release_primary(context->device, false);
+}
+
+bool is_valid_context_flags(std::uint32_t flags) {
+    const std::uint32_t scheduling = flags & context_sched_mask;
+    return (flags & ~context_flags_mask) == 0 && (scheduling & (scheduling - 1)) == 0;
 }
 
 bool has_live_context(Device device) {

@@ -52,6 +52,9 @@ ContextRef make_green_context(Device device, Handle green);
 // Destroy this context and its streams, and release the primary context.
 void destroy_green_context(const ContextRef& context);
 
+// Return whether these are flags of a context (CUctx_flags), with at most one kind of scheduling.
+bool is_valid_context_flags(std::uint32_t flags);
+
 // Return whether a context of this device is alive.
 bool has_live_context(Device device);
 

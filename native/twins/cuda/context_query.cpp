@@ -94,7 +94,7 @@ GDRKIT_CUDA_ENTRY Result cuCtxGetFlags(unsigned* flags) {
 
 GDRKIT_CUDA_ENTRY Result cuCtxSetFlags(unsigned flags) {
     return run_entry_in_context("cuCtxSetFlags", [&](const ContextRef& context) {
-        if ((flags & ~context_flags_mask) != 0) {
+        if (!is_valid_context_flags(flags)) {
             return invalid_value;
         }
         context->flags = flags | context_map_host;

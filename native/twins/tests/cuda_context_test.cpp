@@ -105,6 +105,8 @@ void test_context_settings_are_stored() {
     EXPECT_SUCCESS("cuCtxGetFlags", &flags);
     CHECK(flags == 0x88);
     EXPECT_RESULT(invalid_value, "cuCtxSetFlags", 0x1000U);
+    // CU_CTX_SCHED_SPIN and CU_CTX_SCHED_YIELD exclude each other.
+    EXPECT_RESULT(invalid_value, "cuCtxSetFlags", 3U);
     EXPECT_SUCCESS("cuCtxSetFlags", 0U);
     int least = 9, greatest = 9;
     EXPECT_SUCCESS("cuCtxGetStreamPriorityRange", &least, &greatest);
