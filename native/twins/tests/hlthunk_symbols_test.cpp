@@ -10,7 +10,11 @@
 
 #include "hlthunk_library.hpp"
 
-#if __has_include(<misc/habanalabs.h>)
+// Newer kernels have the header in drm/, older ones in misc/.
+#if __has_include(<drm/habanalabs_accel.h>)
+#include <drm/habanalabs_accel.h>
+#define GDRKIT_KERNEL_HEADER
+#elif __has_include(<misc/habanalabs.h>)
 #include <misc/habanalabs.h>
 #define GDRKIT_KERNEL_HEADER
 #endif
