@@ -59,7 +59,7 @@ def test_probe_and_driver_open_succeed(evidence: Evidence) -> None:
 
 
 @NEEDS_TWIN
-def test_open_that_never_returns_ends_in_a_timeout(tmp_path: Path) -> None:
+def test_slow_open_ends_in_a_timeout(tmp_path: Path) -> None:
     plan_path = tmp_path / "plan"
     plan_path.write_text("gdrkit-faults 1\ncuFileDriverOpen call=* delay_us=10000000\n")
     error_fields = open_driver_in_child({**os.environ, "GDRKIT_TWINS_FAULTS": str(plan_path)}, timeout_s=1)
