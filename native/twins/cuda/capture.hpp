@@ -70,7 +70,8 @@ Result refuse_captured_event(const CapturedEvent& event);
 // wait for it. Also invalidate its capture, unless `keeps_captures`.
 Result check_legacy_stream(const ContextRef& context, bool keeps_captures = false);
 
-// Fail if a captured stream of the context makes it impossible to wait for the context.
+// Fail with stream_capture_unsupported, and invalidate the capture, if a stream of the context is being captured. No
+// call can wait for the context then.
 Result check_synchronisation(const ContextRef& context);
 
 // Fail with stream_capture_unsupported, and invalidate the capture, if this thread is prohibited from calls that a

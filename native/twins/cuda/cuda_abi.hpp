@@ -53,8 +53,8 @@ using Device = std::int32_t;
 using DevicePointer = std::uint64_t;
 using Handle = std::uint64_t; // CUcontext, CUstream, CUevent, CUmemoryPool, CUmemGenericAllocationHandle
 
-inline constexpr Device cpu_device = -1;
-inline constexpr Device invalid_device_ordinal = -2;
+inline constexpr Device cpu_device = -1;             // CU_DEVICE_CPU
+inline constexpr Device invalid_device_ordinal = -2; // CU_DEVICE_INVALID
 
 inline constexpr Handle default_stream_handle = 0;
 inline constexpr Handle legacy_stream_handle = 1;
@@ -73,14 +73,14 @@ enum ContextFlags : std::uint32_t {
 
 // CUstream_flags, CUevent_flags, CUevent_record_flags
 enum StreamFlags : std::uint32_t { stream_non_blocking = 1 };
+enum EventFlags : std::uint32_t { event_blocking_sync = 1, event_disable_timing = 2, event_interprocess = 4 };
+enum EventRecordFlags : std::uint32_t { event_record_external = 1 }; // and CU_EVENT_WAIT_EXTERNAL
 
 // CUstreamWaitValue_flags. The first four are conditions, and exclude each other.
 enum WaitValueFlags : std::uint32_t { wait_geq = 0, wait_eq = 1, wait_and = 2, wait_nor = 3, wait_flush = 1U << 30 };
 
 // CUflushGPUDirectRDMAWritesOptions
 enum FlushOptions : int { flush_option_host = 1, flush_option_memops = 2 };
-enum EventFlags : std::uint32_t { event_blocking_sync = 1, event_disable_timing = 2, event_interprocess = 4 };
-enum EventRecordFlags : std::uint32_t { event_record_external = 1 }; // and CU_EVENT_WAIT_EXTERNAL
 
 // CUstreamCaptureMode
 enum CaptureMode : int { capture_mode_global = 0, capture_mode_thread_local = 1, capture_mode_relaxed = 2 };
@@ -240,7 +240,7 @@ inline constexpr int limit_count = 10;
 enum ProcAddressFlags : std::uint64_t { proc_default = 0, proc_legacy_stream = 1, proc_per_thread_stream = 2 };
 enum ProcAddressStatus : int { proc_success = 0, proc_symbol_not_found = 1, proc_version_not_sufficient = 2 };
 
-struct Uuid {
+struct Uuid { // CUuuid
     std::uint8_t bytes[16];
 };
 static_assert(sizeof(Uuid) == 16);
@@ -250,7 +250,7 @@ struct IpcHandle { // CUipcMemHandle and CUipcEventHandle
 };
 static_assert(sizeof(IpcHandle) == 64);
 
-struct DeviceProperties {
+struct DeviceProperties { // CUdevprop
     std::int32_t max_threads_per_block;
     std::int32_t max_threads_dim[3];
     std::int32_t max_grid_size[3];
@@ -264,13 +264,13 @@ struct DeviceProperties {
 };
 static_assert(sizeof(DeviceProperties) == 56 && offsetof(DeviceProperties, simd_width) == 36);
 
-struct Location {
+struct Location { // CUmemLocation
     std::int32_t type;
     std::int32_t id;
 };
 static_assert(sizeof(Location) == 8 && offsetof(Location, id) == 4);
 
-struct AllocationProperties {
+struct AllocationProperties { // CUmemAllocationProp
     std::int32_t type;
     std::int32_t requested_handle_types;
     Location location;
@@ -285,13 +285,13 @@ static_assert(sizeof(AllocationProperties) == 32 && offsetof(AllocationPropertie
               offsetof(AllocationProperties, gpu_direct_rdma_capable) == 25 &&
               offsetof(AllocationProperties, usage) == 26);
 
-struct AccessDescription {
+struct AccessDescription { // CUmemAccessDesc
     Location location;
     std::int32_t flags;
 };
 static_assert(sizeof(AccessDescription) == 12 && offsetof(AccessDescription, flags) == 8);
 
-struct PoolProperties {
+struct PoolProperties { // CUmemPoolProps
     std::int32_t allocation_type;
     std::int32_t handle_types;
     Location location;
@@ -319,7 +319,8 @@ struct Copy2d { // CUDA_MEMCPY2D
 };
 static_assert(sizeof(Copy2d) == 128 && offsetof(Copy2d, from.pitch_bytes) == 48);
 
-// One side of CUDA_MEMCPY3D and of CUDA_MEMCPY3D_PEER, in which `context` is reserved and used, respectively
+// One side of CUDA_MEMCPY3D or CUDA_MEMCPY3D_PEER. `context` is used only by CUDA_MEMCPY3D_PEER; it is a reserved field
+// of CUDA_MEMCPY3D.
 struct CopySide3d {
     std::uint64_t x_bytes, y, z, lod;
     std::uint32_t memory_type;
@@ -339,7 +340,7 @@ static_assert(sizeof(Copy3d) == 200 && offsetof(Copy3d, from.pitch_bytes) == 72)
 // CUmemcpySrcAccessOrder
 enum CopyOrder : int { copy_order_stream = 1, copy_order_during_call = 2, copy_order_any = 3 };
 
-struct CopyAttributes {
+struct CopyAttributes { // CUmemcpyAttributes
     std::int32_t source_order;
     Location source_hint;
     Location destination_hint;
@@ -348,7 +349,7 @@ struct CopyAttributes {
 static_assert(sizeof(CopyAttributes) == 24 && offsetof(CopyAttributes, source_hint) == 4 &&
               offsetof(CopyAttributes, flags) == 20);
 
-struct ContextParameters {
+struct ContextParameters { // CUctxCreateParams
     void* exec_affinity;
     std::int32_t exec_affinity_count;
     void* cig;

@@ -137,7 +137,7 @@ Result create_green_context(Handle* handle, Handle descriptor, Device device, un
     {
         std::lock_guard lock(state.mutex);
         const auto entry = state.all.find(descriptor);
-        if (handle == nullptr || flags != green_default_stream || entry == state.all.end()) {
+        if (handle == nullptr || flags != green_context_default_stream_flag || entry == state.all.end()) {
             return invalid_value;
         }
         resource = entry->second;

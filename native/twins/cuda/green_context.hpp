@@ -13,9 +13,9 @@ namespace gdrkit::twin::cuda {
 // CUdevResourceType, CUdevSmResourceSplit_flags, CUgreenCtxCreate_flags
 enum ResourceType : std::int32_t { resource_invalid = 0, resource_multiprocessors = 1 };
 enum SplitFlags : std::uint32_t { split_ignore_coscheduling = 1, split_max_cluster_size = 2 };
-inline constexpr unsigned green_default_stream = 1;
+inline constexpr unsigned green_context_default_stream_flag = 1;
 
-// CUdevResource. The bytes between the type and the counts belong to the driver.
+// CUdevResource. Its bytes between `type` and `count` are private to the driver. This twin has its own members there.
 struct DeviceResource {
     std::int32_t type;
     std::uint32_t magic;
@@ -28,7 +28,7 @@ struct DeviceResource {
 };
 static_assert(sizeof(DeviceResource) == 144 && offsetof(DeviceResource, count) == 96);
 
-// Return the contexts of the green contexts of a device.
+// Return the context (CUcontext) of each green context of a device.
 std::vector<ContextRef> list_green_contexts(Device device);
 
 } // namespace gdrkit::twin::cuda

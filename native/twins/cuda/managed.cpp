@@ -23,7 +23,7 @@ std::mutex& advice_mutex() {
     return *instance;
 }
 
-// Whole pages of one managed allocation, and its range.
+// The whole pages [begin, end) that contain the caller's bytes, and the managed allocation (range) that they belong to.
 struct Pages {
     RangeRef range;
     std::uint64_t begin = 0, end = 0;
@@ -39,9 +39,9 @@ Result find_pages(DevicePointer pointer, std::uint64_t length_bytes, Pages* page
     return success;
 }
 
-// Return the advice for each part of the pages, which is an entry for its first byte. Make sure that the parts begin
-// and end with the pages.
-std::span<Advice* const> parts_locked(const Pages& pages, std::vector<Advice*>* parts) {
+// Split range->advice at both ends of the pages, and return the Advice of each part between them. An entry of the map
+// holds from its address up to the next entry. The caller holds advice_mutex(). The result refers to *parts.
+std::span<Advice* const> split_advice_locked(const Pages& pages, std::vector<Advice*>* parts) {
     auto& advice = pages.range->advice;
     for (const std::uint64_t boundary : {pages.begin, pages.end}) {
         const auto next = advice.upper_bound(boundary);
@@ -95,7 +95,7 @@ Result prefetch(const ContextRef& context, DevicePointer pointer, std::uint64_t 
     {
         std::lock_guard lock(advice_mutex());
         std::vector<Advice*> parts;
-        for (Advice* const part : parts_locked(pages, &parts)) {
+        for (Advice* const part : split_advice_locked(pages, &parts)) {
             part->prefetched = location;
         }
     }
@@ -143,7 +143,7 @@ Result advise(DevicePointer pointer, std::uint64_t length_bytes, int advice, Loc
     }
     std::lock_guard lock(advice_mutex());
     std::vector<Advice*> parts;
-    for (Advice* const part : parts_locked(pages, &parts)) {
+    for (Advice* const part : split_advice_locked(pages, &parts)) {
         apply(advice, location, part);
     }
     return success;
@@ -169,7 +169,7 @@ Device find_device(const Location& location) {
     }
 }
 
-std::vector<std::int32_t> list_devices(std::span<Advice* const> parts, std::size_t count) {
+std::vector<std::int32_t> find_common_accessors(std::span<Advice* const> parts, std::size_t count) {
     std::vector<std::int32_t> devices;
     for (const Device device : parts.front()->accessed_by) {
         if (devices.size() < count &&
@@ -193,7 +193,7 @@ Result query(std::span<Advice* const> parts, int attribute, void* data, std::siz
         values = {find_device(preferred)};
         break;
     case range_accessed_by:
-        values = list_devices(parts, data_bytes / sizeof(std::int32_t));
+        values = find_common_accessors(parts, data_bytes / sizeof(std::int32_t));
         break;
     case range_last_prefetch_location:
         values = {find_device(prefetched)};
@@ -231,7 +231,7 @@ Result query_all(void** data, const std::size_t* data_bytes, const int* attribut
     }
     std::lock_guard lock(advice_mutex());
     std::vector<Advice*> parts;
-    parts_locked(pages, &parts);
+    split_advice_locked(pages, &parts);
     Result result = success;
     for (std::size_t index = 0; result == success && index < count; ++index) {
         result = query(parts, attributes[index], data[index], data_bytes[index]);

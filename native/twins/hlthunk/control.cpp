@@ -21,7 +21,7 @@ extern "C" [[gnu::visibility("default")]] int gdrkit_twin_ledger(char* buffer, s
     gaudi::close_unreferenced_devices();
     const std::string json = "{\"library\":\"hlthunk\",\"handles\":" + ledger_json() +
                              ",\"calls\":" + format_calls_json() + ",\"seed\":" + std::to_string(config().seed) +
-                             ",\"open_devices\":" + std::to_string(gaudi::open_device_count()) +
+                             ",\"open_devices\":" + std::to_string(gaudi::count_open_devices()) +
                              ",\"exports\":" + std::to_string(gaudi::count_live_exports()) +
                              ",\"trace\":" + trace_json() + "}";
     return std::snprintf(buffer, size_bytes, "%s", json.c_str());

@@ -212,7 +212,7 @@ void close_unreferenced_devices() {
     }
 }
 
-std::size_t open_device_count() {
+std::size_t count_open_devices() {
     DeviceTable& state = device_table();
     std::lock_guard lock(state.mutex);
     return state.open_devices.size();

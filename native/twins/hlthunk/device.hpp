@@ -73,7 +73,8 @@ struct Job {
     std::vector<LinearDma> copies;
 };
 
-// A context and its device file. `mutex` guards every member except `file` and `index`.
+// An open device: its context, its device file, and the thread that executes its submissions. `mutex` guards every
+// member except `file` and `index`.
 class Device {
 public:
     Device(unsigned index, Fd file, Fd reservation);
@@ -81,8 +82,8 @@ public:
     Device(const Device&) = delete;
     Device& operator=(const Device&) = delete;
 
-    // Return whether the device file is open in any process or a live dma-buf references the device. A dma-buf of the
-    // kernel driver references its device too.
+    // Return whether the device file is open in any process, or a live dma-buf references the device. In the kernel
+    // driver, too, a dma-buf keeps its device open.
     bool is_in_use();
     [[nodiscard]] std::size_t count_live_exports();
 
@@ -99,9 +100,9 @@ public:
     std::map<std::uint64_t, CommandBuffer> command_buffers;           // by handle
     std::vector<std::uint64_t> physical_exports; // first Gaudi: ids of dma-bufs exported by physical address
     std::map<std::uint64_t, std::uint64_t> allocated_ranges; // physical address -> size in bytes
-    std::uint64_t last_handle = 0;                           // of an allocation
-    std::uint64_t last_buffer_number = 0;                    // of a command buffer
-    std::uint64_t last_sequence_number = 0;                  // of a submission
+    std::uint64_t last_allocation_handle = 0;
+    std::uint64_t last_command_buffer_number = 0;
+    std::uint64_t last_sequence_number = 0; // the newest submission
     std::uint64_t completed_sequence_number = 0;
     std::uint64_t aborted_sequence_number = 0; // first submission that failed; 0: none
     Fd dram_memfd;                             // first Gaudi: a sparse memfd for all device memory
@@ -114,7 +115,8 @@ private:
         int fd = -1;              // memfd of device memory; -1 for host memory
         std::uint64_t offset = 0; // in the memfd, or the address in host memory
     };
-    // Find the memory at a device address. Return false if the range is not mapped; the device then has a page fault.
+    // Find the memory at a device address. Return false if the range is not mapped. run_jobs() then emulates the page
+    // fault and the reset of the device.
     bool resolve(std::uint64_t address, std::uint64_t length_bytes, CopyOperand* operand);
 
     Fd reservation_; // a listening socket; while it exists, no other process can open this device
@@ -142,7 +144,7 @@ int open_control_device(unsigned index);
 // context.
 void close_unreferenced_devices();
 // Return the number of devices that this process has open, and the number of their live dma-bufs.
-std::size_t open_device_count();
+std::size_t count_open_devices();
 std::size_t count_live_exports();
 
 } // namespace gdrkit::twin::gaudi

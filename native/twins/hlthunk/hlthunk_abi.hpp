@@ -1,5 +1,6 @@
 // The part of hl-thunk's binary interface that the twin implements, written from hlthunk.h of 2023-05 and, for command
-// submissions, the kernel's habanalabs_accel.h. A test compares it with the kernel's header if that is installed.
+// submissions, the kernel's habanalabs_accel.h. tests/hlthunk_symbols_test.cpp compares hl_cs_chunk, the text lengths
+// and the device states with the kernel's header if that is installed.
 #pragma once
 
 #include <cstddef>
@@ -129,7 +130,8 @@ static_assert(sizeof(Chunk) == 64 && offsetof(Chunk, queue_index) == 8 && offset
               offsetof(Chunk, cs_chunk_flags) == 16);
 inline constexpr std::uint32_t chunk_user_buffer = 1; // HL_CS_CHUNK_FLAGS_USER_ALLOC_CB
 inline constexpr std::uint32_t max_chunk_count = 512; // HL_MAX_JOBS_PER_CS
-// Number of the PCI DMA queues, which have the first indexes: ..._QUEUE_ID_DMA_0_0 to 1_3, or ..._PDMA_0_0 to 1_3.
+// Number of PCI DMA queues. They have the queue indexes 0 to 7 (..._QUEUE_ID_DMA_0_0 to ..._DMA_1_3, or ..._PDMA_0_0 to
+// ..._PDMA_1_3).
 inline constexpr std::uint32_t dma_queue_count = 8;
 
 // enum hl_wait_cs_status as hlthunk_wait_for_cs returns it
@@ -146,8 +148,8 @@ struct LinearDma {
     std::uint64_t dst_addr; // first Gaudi: 56 address bits and a part of the context id
 };
 static_assert(sizeof(LinearDma) == 24);
-inline constexpr unsigned packet_lin_dma = 9;
-inline constexpr unsigned packet_nop = 10;
+inline constexpr unsigned opcode_lin_dma = 9;
+inline constexpr unsigned opcode_nop = 10;
 // Bits of the control word `ctl`. The first Gaudi requires `linear` (`lin` in the kernel's header) and `reg_barrier`.
 inline constexpr std::uint32_t ctl_gaudi1_linear = 1U << 3;
 inline constexpr std::uint32_t ctl_memset = 1U << 4;

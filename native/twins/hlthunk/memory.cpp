@@ -91,7 +91,7 @@ int allocate(Device* device, std::uint64_t size_bytes, std::uint64_t requested_p
         return ENOMEM;
     }
     allocation->is_shared = is_shared;
-    allocation->handle = *handle = ++device->last_handle;
+    allocation->handle = *handle = ++device->last_allocation_handle;
     device->allocated_ranges.emplace(allocation->physical_address, allocation->total_bytes);
     ledger_add("gaudi_memory", get_ledger_id(*device, allocation->handle));
     device->allocations.emplace(allocation->handle, std::move(allocation));

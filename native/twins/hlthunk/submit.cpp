@@ -72,12 +72,12 @@ int parse_packets(std::span<const std::byte> bytes, std::vector<LinearDma>* copi
         }
         std::memcpy(header, bytes.data(), sizeof header);
         const unsigned opcode = get_opcode(header[1]);
-        if (opcode == packet_nop) {
+        if (opcode == opcode_nop) {
             bytes = bytes.subspan(sizeof header);
             continue;
         }
-        if (opcode != packet_lin_dma || bytes.size() < sizeof(LinearDma)) {
-            return opcode != packet_lin_dma ? EOPNOTSUPP : EINVAL;
+        if (opcode != opcode_lin_dma || bytes.size() < sizeof(LinearDma)) {
+            return opcode != opcode_lin_dma ? EOPNOTSUPP : EINVAL;
         }
         LinearDma packet{};
         std::memcpy(&packet, bytes.data(), sizeof packet);
@@ -249,7 +249,7 @@ GDRKIT_HLTHUNK_ENTRY int hlthunk_request_command_buffer(int fd, std::uint32_t si
             return EINVAL;
         }
         std::lock_guard lock(device->mutex);
-        *handle = ++device->last_buffer_number * buffer_spacing_bytes;
+        *handle = ++device->last_command_buffer_number * buffer_spacing_bytes;
         device->command_buffers.emplace(*handle, CommandBuffer{size_bytes});
         ledger_add("gaudi_command_buffer", reinterpret_cast<std::uint64_t>(device.get()) ^ *handle);
         return 0;

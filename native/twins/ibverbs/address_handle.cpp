@@ -43,9 +43,9 @@ ibv_gid make_ipv4_gid(std::uint32_t address) {
     return gid;
 }
 
-// Return whether the 40 bytes end with an IPv4 header, as RoCE v2 packets between IPv4 addresses have it. A version of
-// 4 alone can also be a part of an IPv6 header, so the checksum decides.
-bool is_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
+// Copy the last 20 of the 40 bytes to *ipv4, and return whether they are an IPv4 header. RoCE v2 over IPv4 has its
+// header there. In an IPv6 header, these bytes can begin like an IPv4 header by chance, so the checksum decides.
+bool read_ipv4_header(const ibv_grh& grh, iphdr* ipv4) {
     std::memcpy(ipv4, reinterpret_cast<const char*>(&grh) + sizeof grh - sizeof *ipv4, sizeof *ipv4);
     if (ipv4->version != 4 || ipv4->ihl != sizeof *ipv4 / 4) {
         return false;
@@ -67,7 +67,7 @@ int fill_route(const Device& device, const ibv_grh& grh, ibv_global_route* route
     ibv_gid local_gid = grh.dgid;
     ibv_gid_type type = IBV_GID_TYPE_ROCE_V2;
     const std::uint32_t version_class_flow = be32toh(grh.version_tclass_flow);
-    if (is_ipv4_header(grh, &ipv4)) {
+    if (read_ipv4_header(grh, &ipv4)) {
         local_gid = make_ipv4_gid(ipv4.daddr);
         route->dgid = make_ipv4_gid(ipv4.saddr);
         route->hop_limit = ipv4.ttl;

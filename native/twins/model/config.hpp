@@ -13,11 +13,13 @@ namespace gdrkit::twin {
 enum class GaudiGeneration { gaudi, gaudi2, gaudi3 };
 
 struct Config {
-    // The domain stands for one machine: the twins of the processes of one user with the same domain reach each other.
+    // Name of the emulated machine. Processes of one user with the same domain see each other like processes of one
+    // machine.
     std::string domain = "default";
     // Addresses of the NICs on the TCP fabric, one for each NIC. If the list is empty, queue pairs find each other only
     // within one network namespace.
     std::vector<FabricAddress> fabric_addresses;
+    // Secret by which both ends of a fabric connection authenticate each other.
     std::string fabric_secret;
     std::uint64_t seed = 0;
     unsigned nic_count = 2;

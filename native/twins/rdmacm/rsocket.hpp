@@ -20,12 +20,13 @@ namespace gdrkit::twin::rdmacm {
 // A waiting thread checks its condition again after this time, because another call may have consumed the notification.
 inline constexpr int wake_up_interval_ms = 100;
 
-// Set in wr_id of a receive. The low 32 bits are the slot, as in wr_id of a send.
+// Set in wr_id of a receive. The low 32 bits are the number of the slot, as in wr_id of a send.
 inline constexpr std::uint64_t receive_mark = 1ULL << 32;
 
 using SocketLock = std::unique_lock<std::mutex>;
 
-// The size of a queue pair and of its buffers. A buffer has a slot for each request.
+// The size of a queue pair and of its registered memory. A slot is the part of the receive memory or of the send memory
+// that holds the bytes of one request; slots have numbers from 0.
 struct QueueSizes {
     ibv_qp_type type;
     unsigned receive_slot_count, send_slot_count;

@@ -11,12 +11,13 @@
 namespace gdrkit::twin::rdmacm {
 namespace {
 
-// A message without data returns at least this number of data buffers. So at most four such messages are in flight.
+// A Kind::credits message returns at least this number of credits (free data buffers). All credits together are
+// data_slot_count, so at most four such messages are in flight.
 constexpr unsigned credit_batch = data_slot_count / 4;
 constexpr int close_timeout_ms = 10'000;
-// While there is data to read, POLLHUP comes only after this time. On hardware, a program that waits for data has
-// mostly read it before the peer closes; rstream -T a depends on it. Here its processor also does the work of the
-// device.
+// If data is still unread when the connection ends, POLLHUP is delayed by this time. On hardware, a program has usually
+// read the data before the peer closes, and rstream -T a depends on that order. With the twin, the program's CPU also
+// does the work of the NIC, so the program reads later.
 constexpr std::chrono::milliseconds hangup_delay{300};
 // The wr_id of a control message without payload.
 constexpr std::uint64_t no_slot = UINT64_MAX;
@@ -33,8 +34,8 @@ StreamSocket::~StreamSocket() {
     }
 }
 
-// Create the queue pair, before the connection.
-int StreamSocket::make_ready() {
+// Create the queue pair with its receives, before the connection is made.
+int StreamSocket::create_receiving_queue_pair() {
     const int error = make_queue_pair();
     posted_receives_ = error == 0 ? receive_slot_count : 0;
     return error;
@@ -150,8 +151,9 @@ void StreamSocket::progress() {
         return;
     }
     take_completions();
-    // All receives have completed, so no data that has arrived is lost.
     if (posted_receives_ == 0) {
+        // The peer left without a message. The connection ends only now that all posted receives have completed, so
+        // that no data that arrived is lost.
         end(Stage::disconnected);
     }
 }
@@ -315,7 +317,8 @@ void StreamSocket::end_directions(SocketLock* lock, int how) {
 
 int StreamSocket::shut_down(int how) {
     SocketLock lock(mutex_);
-    // An accepted socket becomes connected a little later.
+    // The connection event of a socket that was just accepted may not have arrived yet, so wait for it for a short
+    // time.
     wait(
         &lock, false, [this] { return stage_ != Stage::connecting; }, wake_up_interval_ms);
     if (stage_ == Stage::connected) {

@@ -61,7 +61,7 @@ private:
     };
 
     bool is_connected() override { return stage_ == Stage::connected; }
-    int make_ready();
+    int create_receiving_queue_pair();
     int request_connection(sockaddr* address);
     void repost_receive(unsigned slot);
     int post_message(Kind kind, const void* data, std::size_t size_bytes);

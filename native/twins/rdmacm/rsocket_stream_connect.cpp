@@ -86,7 +86,7 @@ int StreamSocket::accept(std::shared_ptr<RdmaSocket>* accepted) {
         parameters.private_data_len = sizeof reply;
         parameters.flow_control = 1;
         parameters.rnr_retry_count = 7;
-        if (socket->make_ready() != 0 || rdma_accept(id, &parameters) != 0) {
+        if (socket->create_receiving_queue_pair() != 0 || rdma_accept(id, &parameters) != 0) {
             rdma_reject(id, nullptr, 0);
             continue; // the destructor destroys the identifier
         }
@@ -112,7 +112,7 @@ int StreamSocket::request_connection(sockaddr* address) {
         return errno;
     }
     rdma_ack_cm_event(event);
-    if (const int error = make_ready(); error != 0) {
+    if (const int error = create_receiving_queue_pair(); error != 0) {
         return error;
     }
     const Greeting request = make_greeting();

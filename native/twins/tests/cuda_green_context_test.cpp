@@ -28,7 +28,7 @@ Handle make_descriptor(std::vector<DeviceResource> resources) {
 
 Handle create_green_context(Handle descriptor) {
     Handle green = 0;
-    EXPECT_SUCCESS("cuGreenCtxCreate", &green, descriptor, 0, green_default_stream);
+    EXPECT_SUCCESS("cuGreenCtxCreate", &green, descriptor, 0, green_context_default_stream_flag);
     return green;
 }
 
@@ -72,8 +72,8 @@ void test_wrong_resources_are_refused() {
     EXPECT_RESULT(invalid_value, "cuDevResourceGenerateDesc", &handle, static_cast<const DeviceResource*>(&part), 0U);
     const Handle descriptor = make_descriptor({part});
     EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, descriptor, 0, 0U);
-    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, Handle{5}, 0, green_default_stream);
-    EXPECT_RESULT(invalid_device, "cuGreenCtxCreate", &handle, descriptor, 1, green_default_stream);
+    EXPECT_RESULT(invalid_value, "cuGreenCtxCreate", &handle, Handle{5}, 0, green_context_default_stream_flag);
+    EXPECT_RESULT(invalid_device, "cuGreenCtxCreate", &handle, descriptor, 1, green_context_default_stream_flag);
     EXPECT_RESULT(invalid_context, "cuGreenCtxDestroy", Handle{5});
 }
 

@@ -8,7 +8,7 @@ using namespace gdrkit::twin::gaudi;
 namespace {
 
 constexpr u64 page_bytes = 4096;
-constexpr std::uint32_t linear_dma_header = packet_lin_dma << 24; // the opcode is in bits 24 to 31
+constexpr std::uint32_t linear_dma_header = opcode_lin_dma << 24; // the opcode is in bits 24 to 31
 
 // Host memory that is mapped for the device: a packet and the data that it copies.
 struct StagingBuffer {

@@ -24,14 +24,14 @@ ibv_qp* create_extended(Endpoint* endpoint, std::uint64_t operations, ibv_qp_typ
 }
 
 // Two connected endpoints. The queue pair of the first is extended.
-struct Extended {
+struct ExtendedPair {
     Endpoint requester{0};
     Endpoint responder{1};
     Buffer source{requester.pd, 4096};
     Buffer target{responder.pd, 4096};
     ibv_qp_ex* qp = nullptr;
 
-    Extended() {
+    ExtendedPair() {
         CHECK(ibv_qp_to_qp_ex(requester.qp) == nullptr && ibv_destroy_qp(requester.qp) == 0);
         requester.qp = create_extended(&requester, all_operations);
         CHECK(requester.qp != nullptr);
@@ -55,7 +55,7 @@ struct Extended {
 };
 
 void test_list_of_requests_is_carried_out_in_order() {
-    Extended pair;
+    ExtendedPair pair;
     CHECK(pair.responder.post_receive(20, {pair.target.sge(2048, 100)}) == 0);
     ibv_wr_start(pair.qp);
     pair.begin(1, 0);
@@ -78,7 +78,7 @@ void test_list_of_requests_is_carried_out_in_order() {
 }
 
 void test_inline_data_is_copied_when_it_is_set() {
-    Extended pair;
+    ExtendedPair pair;
     std::uint8_t first[4] = {1, 2, 3, 4};
     std::uint8_t second[4] = {5, 6, 7, 8};
     ibv_wr_start(pair.qp);
@@ -99,7 +99,7 @@ void test_inline_data_is_copied_when_it_is_set() {
 }
 
 void test_atomic_requests_return_the_old_value() {
-    Extended pair;
+    ExtendedPair pair;
     std::uint64_t value = 40;
     std::memcpy(pair.target.bytes, &value, sizeof value);
     ibv_wr_start(pair.qp);
@@ -119,7 +119,7 @@ void test_atomic_requests_return_the_old_value() {
 }
 
 void test_windows_are_bound_and_invalidated() {
-    Extended pair;
+    ExtendedPair pair;
     Buffer bindable(pair.requester.pd, 4096, IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND);
     ibv_mw* const mw = ibv_alloc_mw(pair.requester.pd, IBV_MW_TYPE_2);
     CHECK(mw != nullptr && pair.responder.post_receive(9, {}) == 0);
@@ -141,7 +141,7 @@ void test_windows_are_bound_and_invalidated() {
 }
 
 void test_failed_or_aborted_list_posts_nothing() {
-    Extended pair;
+    ExtendedPair pair;
     const auto write = [&](std::uint64_t wr_id, std::size_t length) {
         pair.begin(wr_id);
         ibv_wr_rdma_write(pair.qp, pair.target.mr->rkey, pair.target.at());
@@ -198,8 +198,8 @@ void test_unsupported_operations_are_refused() {
     CHECK(ibv_destroy_qp(qp) == 0);
 }
 
-void test_both_ways_to_post_work_on_an_extended_queue_pair() {
-    Extended pair;
+void test_ibv_post_send_works_on_an_extended_queue_pair() {
+    ExtendedPair pair;
     CHECK(pair.requester.post(request(1, IBV_WR_RDMA_WRITE, pair.target.at(), pair.target.mr->rkey),
                               {pair.source.sge(0, 64)}) == 0);
     pair.requester.expect_completion(1, IBV_WC_SUCCESS);
@@ -216,6 +216,6 @@ int main() {
     test_windows_are_bound_and_invalidated();
     test_failed_or_aborted_list_posts_nothing();
     test_unsupported_operations_are_refused();
-    test_both_ways_to_post_work_on_an_extended_queue_pair();
+    test_ibv_post_send_works_on_an_extended_queue_pair();
     return 0;
 }

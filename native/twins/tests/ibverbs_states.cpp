@@ -102,7 +102,7 @@ void test_reset_discards_everything() {
     requester.expect_completion(10, IBV_WC_SUCCESS);
 }
 
-void test_error_flushes_in_order() {
+void test_error_state_flushes_requests_in_order() {
     Settings settings;
     settings.timeout = 0;
     Endpoint requester(0, settings), responder;
@@ -121,7 +121,7 @@ void test_error_flushes_in_order() {
     }
 }
 
-void test_invalid_create_arguments() {
+void test_invalid_create_arguments_are_refused() {
     Endpoint endpoint;
     ibv_qp_init_attr init{};
     init.send_cq = endpoint.cq;
@@ -158,7 +158,7 @@ int main() {
     test_wrong_masks_and_attributes_are_refused();
     test_query_returns_attributes();
     test_reset_discards_everything();
-    test_error_flushes_in_order();
-    test_invalid_create_arguments();
+    test_error_state_flushes_requests_in_order();
+    test_invalid_create_arguments_are_refused();
     return 0;
 }

@@ -108,9 +108,9 @@ struct Regions {
         device_mrs[0] = ibv_reg_dmabuf_mr(endpoint->pd, 0, memory_bytes, address, fd, all_access);
         device_mrs[1] = ibv_reg_mr(endpoint->pd, reinterpret_cast<void*>(address), memory_bytes, all_access);
         close(fd);
-        for (const unsigned buffer : {dmabuf, device}) {
-            CHECK(device_mrs[buffer - 1] != nullptr);
-            target.buffers[buffer] = {address, device_mrs[buffer - 1]->rkey};
+        for (const unsigned memory_type : {dmabuf, device}) {
+            CHECK(device_mrs[memory_type - 1] != nullptr);
+            target.buffers[memory_type] = {address, device_mrs[memory_type - 1]->rkey};
         }
     }
     ~Regions() {
@@ -137,11 +137,11 @@ public:
         fill_pattern(memory_.bytes, memory_.size_bytes);
     }
 
-    double operations_per_s(ibv_wr_opcode opcode, unsigned buffer, const Shape& shape) {
+    double measure_rate(ibv_wr_opcode opcode, unsigned memory_type, const Shape& shape) {
         offset_ = 0;
         const double result = operations_per_second([&] {
             while (in_flight_ + shape.list_length <= shape.depth) {
-                post(opcode, target_.buffers[buffer], shape);
+                post(opcode, target_.buffers[memory_type], shape);
             }
             const unsigned before = in_flight_;
             while (in_flight_ + shape.list_length > shape.depth) {
@@ -175,7 +175,8 @@ private:
         in_flight_ += shape.list_length;
     }
 
-    // Poll at least one completion; sleep on the completion channel while there is none.
+    // Poll the completions that are there. If there are none, arm the queue, sleep until its next event and return; the
+    // caller polls again.
     void poll_completions() {
         ibv_wc wc[max_list_length];
         int count = ibv_poll_cq(endpoint_->cq, max_list_length, wc);
@@ -258,7 +259,7 @@ public:
     }
     explicit operator bool() const { return static_cast<bool>(fd_); }
 
-    double reads_per_s(const CachedFile& file) {
+    double measure_rate(const CachedFile& file) {
         std::size_t at = 0;
         return operations_per_second([&] {
             unsigned new_count = 0;
@@ -315,22 +316,22 @@ private:
 
 // The kernel's rates, with which the twin is compared.
 struct KernelRates {
-    double reads_per_s, preads_per_s;
+    double io_uring_per_s, pread_per_s;
 };
 
 void print(const char* name, const char* memory_type, double small_per_s, double large_per_s,
            const KernelRates& kernel_rates) {
     const double gib = static_cast<double>(1UL << 30);
-    std::printf("%-16s %-15s %10.0f %6.2f %14.2f %6.2f\n", name, memory_type, small_per_s,
-                kernel_rates.reads_per_s > 0 ? small_per_s / kernel_rates.reads_per_s : 0,
-                large_per_s * large_bytes / gib, large_per_s / kernel_rates.preads_per_s);
+    std::printf("%-16s %-15s %10.0f %10.2f %14.2f %7.2f\n", name, memory_type, small_per_s,
+                kernel_rates.io_uring_per_s > 0 ? small_per_s / kernel_rates.io_uring_per_s : 0,
+                large_per_s * large_bytes / gib, large_per_s / kernel_rates.pread_per_s);
     std::fflush(stdout);
 }
 
 void measure(const char* prefix, Endpoint* endpoint, const Target& target, const KernelRates& kernel_rates) {
     Initiator initiator(endpoint, target);
-    for (unsigned buffer = 0; buffer < memory_type_count; ++buffer) {
-        if (target.buffers[buffer].rkey == 0) {
+    for (unsigned memory_type = 0; memory_type < memory_type_count; ++memory_type) {
+        if (target.buffers[memory_type].rkey == 0) {
             continue;
         }
         for (const ibv_wr_opcode opcode : {IBV_WR_RDMA_WRITE, IBV_WR_RDMA_READ}) {
@@ -338,8 +339,9 @@ void measure(const char* prefix, Endpoint* endpoint, const Target& target, const
             if (!selected_name.empty() && selected_name != name) {
                 continue;
             }
-            print(name.c_str(), memory_type_names[buffer], initiator.operations_per_s(opcode, buffer, small_requests),
-                  initiator.operations_per_s(opcode, buffer, large_requests), kernel_rates);
+            print(name.c_str(), memory_type_names[memory_type],
+                  initiator.measure_rate(opcode, memory_type, small_requests),
+                  initiator.measure_rate(opcode, memory_type, large_requests), kernel_rates);
         }
     }
 }
@@ -350,9 +352,10 @@ int run_target(int socket, const char* cuda_path) {
     Address peer{};
     CHECK(send_all(socket, &regions.target, sizeof regions.target) && recv_all(socket, &peer, sizeof peer));
     endpoint.connect(peer);
-    char end = 'r';
-    CHECK(send_all(socket, &end, 1));
-    return recv_all(socket, &end, 1) ? 0 : 1;
+    // The initiator waits for this token before it measures, and sends the token back when it has ended.
+    char token = 'r';
+    CHECK(send_all(socket, &token, 1));
+    return recv_all(socket, &token, 1) ? 0 : 1;
 }
 
 void measure_two_processes(const char* cuda_path, const KernelRates& kernel_rates) {
@@ -372,12 +375,12 @@ void measure_two_processes(const char* cuda_path, const KernelRates& kernel_rate
         Endpoint endpoint(0, benchmark_settings());
         Target target{};
         const Address address = endpoint.address();
-        char ready = 0;
+        char token = 0;
         CHECK(recv_all(parent_socket.get(), &target, sizeof target) &&
-              send_all(parent_socket.get(), &address, sizeof address) && recv_all(parent_socket.get(), &ready, 1));
+              send_all(parent_socket.get(), &address, sizeof address) && recv_all(parent_socket.get(), &token, 1));
         endpoint.connect(target.address);
         measure("process", &endpoint, target, kernel_rates);
-        CHECK(send_all(parent_socket.get(), &ready, 1));
+        CHECK(send_all(parent_socket.get(), &token, 1));
     }
     int status = 0;
     CHECK(waitpid(pid, &status, 0) == pid && status == 0);
@@ -402,9 +405,9 @@ int main(int count, char** arguments) {
     selected_name = count > 3 ? arguments[3] : "";
     const CachedFile file;
     Ring ring(small_requests.depth);
-    const KernelRates kernel_rates{ring ? ring.reads_per_s(file) : 0, measure_pread(file)};
-    std::printf("%-16s %-15s %10s %6s %14s %6s\n", "", "", "4 KiB op/s", "x ring", "1 MiB: GiB/s", "x pread");
-    print("file", ring ? "io_uring, pread" : "pread", kernel_rates.reads_per_s, kernel_rates.preads_per_s,
+    const KernelRates kernel_rates{ring ? ring.measure_rate(file) : 0, measure_pread(file)};
+    std::printf("%-16s %-15s %10s %10s %14s %7s\n", "", "", "4 KiB op/s", "x io_uring", "1 MiB: GiB/s", "x pread");
+    print("file", ring ? "io_uring, pread" : "pread", kernel_rates.io_uring_per_s, kernel_rates.pread_per_s,
           kernel_rates);
     measure_two_processes(cuda_path, kernel_rates);
     measure_one_process(cuda_path, kernel_rates);

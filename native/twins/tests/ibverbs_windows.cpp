@@ -9,13 +9,13 @@ constexpr int bindable_access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_MW_BIND;
 constexpr unsigned window_access = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
 
 // Two connected endpoints. The responder has a region without remote access, to which the tests bind memory windows.
-struct WindowPair {
+struct WindowTest {
     Endpoint requester{0};
     Endpoint responder{1};
     Buffer source{requester.pd, 4096};
     Buffer target{responder.pd, 4096, bindable_access};
 
-    WindowPair() {
+    WindowTest() {
         connect(&requester, &responder);
         fill_pattern(source.bytes, 4096);
     }
@@ -54,7 +54,7 @@ struct WindowPair {
 };
 
 void test_window_of_type_1_is_bound_and_unbound() {
-    WindowPair pair;
+    WindowTest pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_1);
     const std::uint32_t first_rkey = mw->rkey;
     ibv_mw_bind bind{7, IBV_SEND_SIGNALED, pair.make_bind_info(100, 200)};
@@ -75,7 +75,7 @@ void test_window_limits_range_and_access() {
     enum class Write { ends_after_window, begins_before_window, not_permitted, permitted };
     for (const Write write :
          {Write::ends_after_window, Write::begins_before_window, Write::not_permitted, Write::permitted}) {
-        WindowPair pair;
+        WindowTest pair;
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
         const unsigned access = write == Write::not_permitted ? unsigned{IBV_ACCESS_REMOTE_READ} : window_access;
         const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(64, 64, access));
@@ -88,7 +88,7 @@ void test_window_limits_range_and_access() {
             CHECK(pair.write(begin, rkey, 8) == IBV_WC_REM_ACCESS_ERR);
         } else {
             CHECK(pair.write(begin, rkey, 64) == IBV_WC_SUCCESS);
-            // Another key with the index of the window is refused.
+            // A key with the same index but another key byte is refused.
             CHECK(pair.write(begin, rkey ^ 1, 8) == IBV_WC_REM_ACCESS_ERR);
         }
         CHECK(pair.target.bytes[63] == 0 && pair.target.bytes[128] == 0);
@@ -97,11 +97,11 @@ void test_window_limits_range_and_access() {
 }
 
 void test_window_belongs_to_its_queue_pair() {
-    WindowPair pair;
+    WindowTest pair;
     Endpoint other(0);
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
-    // Another queue pair of the same domain gets the request.
+    // Send the request to another queue pair of the same protection domain.
     ibv_qp_init_attr init{};
     init.send_cq = init.recv_cq = pair.responder.cq;
     init.cap = {4, 4, 1, 1, 0};
@@ -119,7 +119,7 @@ void test_window_belongs_to_its_queue_pair() {
 }
 
 void test_zero_based_window_translates_addresses() {
-    WindowPair pair;
+    WindowTest pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
     const std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(1000, 100, window_access | IBV_ACCESS_ZERO_BASED));
     CHECK(pair.write(10, rkey, 90) == IBV_WC_SUCCESS);
@@ -132,7 +132,7 @@ void test_invalid_bindings_fail() {
     enum class Mistake { no_bind_access, write_to_read_only, out_of_bounds, empty_range, wrong_index, still_bound };
     for (const Mistake mistake : {Mistake::no_bind_access, Mistake::write_to_read_only, Mistake::out_of_bounds,
                                   Mistake::empty_range, Mistake::wrong_index, Mistake::still_bound}) {
-        WindowPair pair;
+        WindowTest pair;
         Buffer unbindable(pair.responder.pd, 4096);
         Buffer read_only(pair.responder.pd, 4096, IBV_ACCESS_MW_BIND);
         ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
@@ -158,7 +158,7 @@ void test_invalid_bindings_fail() {
 }
 
 void test_windows_are_invalidated_locally_and_remotely() {
-    WindowPair pair;
+    WindowTest pair;
     ibv_mw* const mw = pair.alloc(IBV_MW_TYPE_2);
     std::uint32_t rkey = pair.bind(mw, pair.make_bind_info(0, 64));
     ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
@@ -179,39 +179,39 @@ void test_windows_are_invalidated_locally_and_remotely() {
     CHECK(ibv_dealloc_mw(mw) == 0);
 }
 
-void test_invalidation_of_other_keys_fails() {
-    WindowPair pair;
+void test_invalidation_of_a_region_key_fails() {
+    WindowTest pair;
     ibv_send_wr wr = request(4, IBV_WR_LOCAL_INV);
     wr.invalidate_rkey = pair.target.mr->rkey;
     CHECK(pair.responder.post(wr, {}) == 0);
     pair.responder.expect_completion(4, IBV_WC_LOC_QP_OP_ERR);
 
-    WindowPair remote;
-    CHECK(remote.responder.post_receive(5, {}) == 0);
+    WindowTest second_pair;
+    CHECK(second_pair.responder.post_receive(5, {}) == 0);
     wr = request(6, IBV_WR_SEND_WITH_INV);
-    wr.invalidate_rkey = remote.target.mr->rkey;
-    CHECK(remote.requester.post(wr, {}) == 0);
-    remote.requester.expect_completion(6, IBV_WC_REM_OP_ERR);
-    remote.responder.expect_completion(5, IBV_WC_REM_INV_REQ_ERR);
+    wr.invalidate_rkey = second_pair.target.mr->rkey;
+    CHECK(second_pair.requester.post(wr, {}) == 0);
+    second_pair.requester.expect_completion(6, IBV_WC_REM_OP_ERR);
+    second_pair.responder.expect_completion(5, IBV_WC_REM_INV_REQ_ERR);
 }
 
 void test_rereg_changes_access_and_domain() {
-    WindowPair pair;
+    WindowTest pair;
     Buffer memory(pair.responder.pd, 4096, IBV_ACCESS_LOCAL_WRITE);
     ibv_mr* const mr = memory.mr;
     const std::uint32_t rkey = mr->rkey;
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_ACCESS, nullptr, nullptr, 0, all_access) == 0 && mr->rkey == rkey);
     CHECK(pair.write(memory.at(), rkey, 4096) == IBV_WC_SUCCESS && has_pattern(memory.bytes, 4096));
-    ibv_pd* const domain = ibv_alloc_pd(pair.responder.context);
-    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, domain, nullptr, 0, 0) == 0 && mr->pd == domain);
-    CHECK(ibv_dealloc_pd(domain) == EBUSY);
+    ibv_pd* const other_pd = ibv_alloc_pd(pair.responder.context);
+    CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, other_pd, nullptr, 0, 0) == 0 && mr->pd == other_pd);
+    CHECK(ibv_dealloc_pd(other_pd) == EBUSY);
     CHECK(pair.write(memory.at(), rkey, 8) == IBV_WC_REM_ACCESS_ERR);
     CHECK(ibv_rereg_mr(mr, IBV_REREG_MR_CHANGE_PD, pair.responder.pd, nullptr, 0, 0) == 0);
-    CHECK(ibv_dealloc_pd(domain) == 0);
+    CHECK(ibv_dealloc_pd(other_pd) == 0);
 }
 
 void test_rereg_moves_a_region_to_other_memory() {
-    WindowPair pair;
+    WindowTest pair;
     Buffer memory(pair.responder.pd, 4096);
     ibv_mr* const mr = memory.mr;
     const std::uint32_t old_rkey = mr->rkey;
@@ -223,7 +223,7 @@ void test_rereg_moves_a_region_to_other_memory() {
 }
 
 void test_invalid_reregistrations_fail() {
-    WindowPair pair;
+    WindowTest pair;
     ibv_mr* const mr = pair.target.mr;
     const auto check_fails = [&](int flags, void* address, std::size_t length, int access, int result) {
         errno = 0;
@@ -256,7 +256,7 @@ int main() {
     test_zero_based_window_translates_addresses();
     test_invalid_bindings_fail();
     test_windows_are_invalidated_locally_and_remotely();
-    test_invalidation_of_other_keys_fails();
+    test_invalidation_of_a_region_key_fails();
     test_rereg_changes_access_and_domain();
     test_rereg_moves_a_region_to_other_memory();
     test_invalid_reregistrations_fail();
