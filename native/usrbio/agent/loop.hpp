@@ -21,7 +21,7 @@
 
 #include "usrbio/agent/connection.hpp"
 #include "usrbio/agent/local_file.hpp"
-#include "usrbio/agent/read_helper.hpp"
+#include "usrbio/agent/local_reader.hpp"
 #include "usrbio/agent/ring.hpp"
 #include "usrbio/agent/types.hpp"
 #include "usrbio/agent/watcher.hpp"
@@ -126,6 +126,20 @@ private:
         std::uint32_t generation = 0; // Number of uses of this element, so that a late result does not match.
     };
 
+    // The objects that the last checked entry of a claim named. Most entries name the same ones. No object is removed
+    // while the entries of a claim are handled.
+    struct Target {
+        Id id{}; // Id of the buffer.
+        Buffer* buffer = nullptr;
+        File* file = nullptr;
+    };
+    // An entry of a ring that the loop reads itself.
+    struct LocalRead {
+        const ClaimedOperation* entry = nullptr;
+        Buffer* buffer = nullptr;
+        File* file = nullptr;
+    };
+
     template <class Function> auto run_in_thread(Function function) -> std::invoke_result_t<Function>;
     bool remove_and_wait(const std::function<DrainPromise()>& remove, std::chrono::milliseconds timeout);
     Client& find_client(std::uint64_t client_number);
@@ -139,7 +153,8 @@ private:
     bool send_and_receive();
     void handle_entry(Ring& ring, const ClaimedOperation& entry);
     int check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer, File*& file);
-    bool read_locally(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file);
+    bool add_local_read(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file);
+    void run_local_reads(Ring& ring);
     void start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file);
     void add_request(std::uint32_t index);
     std::uint16_t choose_queue_pair(Buffer& buffer, std::uint64_t length) const;
@@ -188,7 +203,9 @@ private:
     // Time from which the timeout of the server is measured: the last result, or the first operation after a time
     // without operations in flight.
     Clock::time_point last_result_time_{};
-    ReadHelper read_helper_;
+    LocalReader local_reader_;
+    std::vector<LocalRead>
+        local_reads_;               // The reads in the batch of local_reader_, in the same order. They are of one ring.
     std::uint64_t local_bytes_ = 0; // Bytes that the loop has copied so far, also for reads that it then leaves.
     // Value of local_bytes_ from which the loop sends the reads of the current ring to the server, until its next pass.
     std::uint64_t local_bytes_end_ = 0;
@@ -197,6 +214,7 @@ private:
     std::vector<storage::Operation> unsent_requests_;
     std::vector<Ring*> unpublished_rings_;
     std::vector<ClaimedOperation> claimed_entries_;
+    Target last_target_;
     Statistics statistics_;
     bool is_stopping_ = false;
     std::thread thread_;

@@ -27,7 +27,7 @@ constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 // Number of bytes of local reads after which their completions are published. The application then works on them while
 // the loop continues.
-constexpr std::uint64_t publish_after_bytes = 64 * 1024;
+constexpr std::uint64_t publish_after_bytes = 128 * 1024;
 
 constexpr std::uint64_t tag_of(std::uint32_t index, std::uint32_t generation) noexcept {
     return std::uint64_t{generation} << 32 | index;
@@ -89,8 +89,10 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         const std::size_t limit =
             std::min({remaining, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
         const std::size_t count = ring.side->claim({claimed_entries_.data(), limit}, now_ns);
+        last_target_ = {};
         for (std::size_t index = 0; index < count; ++index)
             handle_entry(ring, claimed_entries_[index]);
+        run_local_reads(ring);
         if (count != 0)
             ring.last_claimed_length = claimed_entries_[count - 1].arguments.length;
         has_claimed |= count != 0;
@@ -116,33 +118,51 @@ void Loop::handle_entry(Ring& ring, const ClaimedOperation& entry) {
     if (status != 0) {
         ++statistics_.refused;
         post_completion(ring, entry.position, status);
-    } else if (!read_locally(ring, entry, *buffer, *file)) {
+    } else if (!add_local_read(ring, entry, *buffer, *file)) {
         start_operation(ring, entry, *buffer, *file);
     }
 }
 
-// Executes a read of bytes that are in the page cache, into host memory, in this thread. Returns false if the storage
-// server has to execute the operation. This saves the handovers to the server and the NIC, and a copy.
-bool Loop::read_locally(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file) {
+// Adds a read of bytes that are in the page cache, into host memory, to the batch that the loop executes itself.
+// Returns false if the storage server has to execute the operation. A local read saves the handovers to the server and
+// the NIC, and a copy.
+bool Loop::add_local_read(Ring& ring, const ClaimedOperation& entry, Buffer& buffer, File& file) {
     const Arguments& arguments = entry.arguments;
     if (!ring.spec.for_read || (ring.spec.flags & forbid_read_holes) != 0 || !file.local ||
         file.spec.read_handle == 0 || !buffer.guard || buffer.guard->has_bus_error() ||
-        arguments.length > local_read_bytes_max || local_bytes_ >= local_bytes_end_)
+        arguments.length > local_read_bytes_max || local_bytes_ + local_reader_.requested_bytes() >= local_bytes_end_)
         return false;
     auto* const destination = reinterpret_cast<std::byte*>(buffer.spec.mapping + arguments.buffer_offset);
-    const std::uint64_t bytes_before = local_bytes_;
-    const auto result =
-        file.local->read(arguments.file_offset, {destination, arguments.length}, read_helper_, local_bytes_);
-    if (!result)
+    if (!local_reader_.add(*file.local, arguments.file_offset, {destination, arguments.length}))
         return false;
-    ++statistics_.operations;
-    ++statistics_.local_reads;
-    ++statistics_.completions;
-    statistics_.bytes += static_cast<std::uint64_t>(*result);
-    post_completion(ring, entry.position, *result);
-    if (bytes_before / publish_after_bytes != local_bytes_ / publish_after_bytes && !ring.is_broken)
-        ring.side->flush(); // The ring stays in unpublished_rings_, for the completions that follow.
+    local_reads_.push_back({&entry, &buffer, &file});
+    if (local_reader_.requested_bytes() >= publish_after_bytes)
+        run_local_reads(ring);
     return true;
+}
+
+// Executes the local reads of the batch. The storage server executes those that fail.
+void Loop::run_local_reads(Ring& ring) {
+    if (local_reads_.empty())
+        return;
+    local_bytes_ += local_reader_.run();
+    for (std::size_t index = 0; index < local_reads_.size(); ++index) {
+        const auto& [entry, buffer, file] = local_reads_[index];
+        const std::optional<std::int64_t> result = local_reader_.result(index);
+        if (!result) {
+            start_operation(ring, *entry, *buffer, *file);
+            continue;
+        }
+        ++statistics_.operations;
+        ++statistics_.local_reads;
+        ++statistics_.completions;
+        statistics_.bytes += static_cast<std::uint64_t>(*result);
+        post_completion(ring, entry->position, *result);
+    }
+    local_reads_.clear();
+    local_reader_.clear();
+    if (!ring.is_broken)
+        ring.side->flush(); // The ring stays in unpublished_rings_, for the completions that follow.
 }
 
 void Loop::post_completion(Ring& ring, std::uint32_t position, std::int64_t result) {
@@ -156,12 +176,15 @@ void Loop::post_completion(Ring& ring, std::uint32_t position, std::int64_t resu
 // with which the loop completes the entry. `entry` is a copy that the client cannot change.
 int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer, File*& file) {
     const Arguments& arguments = entry.arguments;
-    Id id;
-    std::copy_n(arguments.buffer_id, id.size(), id.begin());
-    const auto buffer_entry = ring.client.buffers.find(id);
-    if (buffer_entry == ring.client.buffers.end() || buffer_entry->second->is_closing)
+    if (last_target_.buffer == nullptr ||
+        !std::equal(last_target_.id.begin(), last_target_.id.end(), arguments.buffer_id)) {
+        std::copy_n(arguments.buffer_id, last_target_.id.size(), last_target_.id.begin());
+        const auto found = ring.client.buffers.find(last_target_.id);
+        last_target_.buffer = found == ring.client.buffers.end() ? nullptr : found->second.get();
+    }
+    buffer = last_target_.buffer;
+    if (buffer == nullptr || buffer->is_closing)
         return -EACCES;
-    buffer = buffer_entry->second.get();
     if (buffer->is_refused)
         return -EREMOTEIO;
     const BufferSpec& spec = buffer->spec;
@@ -174,10 +197,13 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
     constexpr auto file_offset_max = static_cast<std::uint64_t>(std::numeric_limits<std::int64_t>::max());
     if (arguments.file_offset > file_offset_max || arguments.length > file_offset_max - arguments.file_offset)
         return -EINVAL;
-    const auto file_entry = ring.client.files.find(arguments.file_inode);
-    if (file_entry == ring.client.files.end() || file_entry->second->is_closing)
+    if (last_target_.file == nullptr || last_target_.file->spec.inode != arguments.file_inode) {
+        const auto found = ring.client.files.find(arguments.file_inode);
+        last_target_.file = found == ring.client.files.end() ? nullptr : found->second.get();
+    }
+    file = last_target_.file;
+    if (file == nullptr || file->is_closing)
         return -EBADF;
-    file = file_entry->second.get();
     if (!(ring.spec.for_read ? file->spec.readable : file->spec.writable))
         return -EACCES;
     return is_connected_ ? 0 : -EREMOTEIO;

@@ -1,42 +1,45 @@
-// The thread that shares the long reads of the loop.
+// The thread that shares the reads of the loop.
 #include "usrbio/agent/read_helper.hpp"
 
 #include <pthread.h>
+#include <sched.h>
 
 #include <algorithm>
+#include <chrono>
 #include <system_error>
-#include <utility>
 
+#include "common/futex.hpp"
 #include "common/spin.hpp"
 
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// For fewer indices, waking the helper costs more than it saves.
-constexpr std::size_t shared_count_min = 4;
+using Clock = std::chrono::steady_clock;
+
 constexpr std::uint32_t skip_max = 64;
 // Number of checks for the end of the helper's last index before the thread sleeps. An index takes about 10 us.
 constexpr unsigned spins_max = 512;
+// The helper spins for this time after a job, because a sleep and the wake-up take longer than a short job.
+constexpr std::chrono::microseconds spin_time{50};
+constexpr unsigned spins_per_clock_read = 16;
 
 } // namespace
 
 ReadHelper::~ReadHelper() {
-    {
-        const std::lock_guard lock(lock_);
-        is_stopping_ = true;
-    }
-    changed_.notify_all();
+    is_stopping_ = true;
+    if (is_asleep_.exchange(0) != 0)
+        futex_wake_all(is_asleep_);
     if (thread_.joinable())
         thread_.join();
 }
 
-void ReadHelper::run(std::size_t count, const std::function<void(std::size_t)>& work) {
+void ReadHelper::run(std::size_t count, const Work& work) {
     Job job;
     job.work = &work;
     job.count = count;
     const bool is_shared = count >= shared_count_min && share(job);
     for (std::size_t index = 0; (index = job.next.fetch_add(1, std::memory_order_relaxed)) < count;)
-        work(index);
+        work(index, false);
     if (is_shared)
         finish(job);
 }
@@ -57,48 +60,66 @@ bool ReadHelper::share(Job& job) {
             return false;
         }
     }
-    {
-        const std::lock_guard lock(lock_);
-        job_ = &job;
-    }
-    changed_.notify_all();
+    offered_job_.store(&job);
+    if (is_asleep_.load() != 0 && is_asleep_.exchange(0) != 0)
+        futex_wake_all(is_asleep_);
     return true;
 }
 
 // Withdraws a job whose indices have all been begun, and waits until the helper has executed its last index.
 void ReadHelper::finish(Job& job) {
-    std::unique_lock lock(lock_);
-    job_ = nullptr;
-    if (is_helping_.load(std::memory_order_relaxed)) {
-        lock.unlock();
-        for (unsigned spin = 0; spin < spins_max && is_helping_.load(std::memory_order_relaxed); ++spin)
+    if (offered_job_.exchange(nullptr) == nullptr) { // The helper has begun the job.
+        ++begun_count_;
+        for (unsigned spin = 0; spin < spins_max && ended_count_.load() != begun_count_; ++spin)
             pause_processor();
-        lock.lock();
+        while (ended_count_.load() != begun_count_) {
+            is_awaited_.store(true);
+            if (ended_count_.load() != begun_count_)
+                futex_wait(ended_count_, begun_count_ - 1, no_limit);
+            is_awaited_.store(false);
+        }
     }
-    changed_.wait(lock, [&] { return !is_helping_.load(std::memory_order_relaxed); });
     last_skip_ = job.helped_count != 0 ? 0 : std::clamp(last_skip_ * 2, 1U, skip_max);
     jobs_to_skip_ = last_skip_;
 }
 
 void ReadHelper::help() {
     pthread_setname_np(pthread_self(), "gdrkit-helper");
-    std::unique_lock lock(lock_);
-    for (;;) {
-        changed_.wait(lock, [&] { return is_stopping_ || job_ != nullptr; });
-        if (is_stopping_)
-            return;
-        Job& job = *std::exchange(job_, nullptr);
-        is_helping_.store(true, std::memory_order_relaxed);
-        lock.unlock();
+    while (Job* const job = wait_for_job()) {
         std::size_t helped_count = 0;
-        for (std::size_t index = 0; (index = job.next.fetch_add(1, std::memory_order_relaxed)) < job.count;
+        for (std::size_t index = 0; (index = job->next.fetch_add(1, std::memory_order_relaxed)) < job->count;
              ++helped_count)
-            (*job.work)(index);
-        lock.lock();
-        job.helped_count = helped_count;
-        is_helping_.store(false, std::memory_order_relaxed);
-        changed_.notify_all();
+            (*job->work)(index, true);
+        job->helped_count = helped_count;
+        ended_count_.fetch_add(1); // The caller of run() may now destroy the job.
+        if (is_awaited_.load())
+            futex_wake_all(ended_count_);
     }
+}
+
+// Waits for a job and begins it. Returns null if the thread must end.
+ReadHelper::Job* ReadHelper::wait_for_job() {
+    Clock::time_point spin_end{};
+    for (unsigned spin = 1; !is_stopping_.load(std::memory_order_relaxed); ++spin) {
+        if (offered_job_.load(std::memory_order_relaxed) != nullptr)
+            if (Job* const job = offered_job_.exchange(nullptr))
+                return job;
+        pause_processor();
+        if (spin % spins_per_clock_read != 0)
+            continue;
+        sched_yield(); // The application that submits the next work may need this processor.
+        const auto now = Clock::now();
+        if (spin_end == Clock::time_point{})
+            spin_end = now + spin_time;
+        if (now < spin_end)
+            continue;
+        is_asleep_.store(1);
+        while (offered_job_.load() == nullptr && !is_stopping_.load() && is_asleep_.load() != 0)
+            futex_wait(is_asleep_, 1, no_limit);
+        is_asleep_.store(0);
+        spin_end = {};
+    }
+    return nullptr;
 }
 
 } // namespace gdrkit::usrbio::agent

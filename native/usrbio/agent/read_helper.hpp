@@ -1,12 +1,10 @@
-// A second thread for long reads of the loop. One thread copies less than the memory of a machine can deliver.
+// A second thread for the local reads of the loop. One thread copies less than the memory of a machine can deliver.
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
-#include <mutex>
 #include <thread>
 
 namespace gdrkit::usrbio::agent {
@@ -18,14 +16,20 @@ public:
     ReadHelper(const ReadHelper&) = delete;
     ReadHelper& operator=(const ReadHelper&) = delete;
 
-    // Calls work(index) for each index below `count`, in this thread, and if there are many indices also in the thread
-    // of the helper. Returns after the last call has returned. This thread never waits for an index that the helper has
+    // A function of an index, and whether the helper's thread calls it.
+    using Work = std::function<void(std::size_t, bool)>;
+
+    // Number of indices from which the helper helps. For fewer, sharing costs more than it saves.
+    static constexpr std::size_t shared_count_min = 4;
+
+    // Calls `work` for each index below `count`, in this thread, and if there are many indices also in the thread of
+    // the helper. Returns after the last call has returned. This thread never waits for an index that the helper has
     // not begun, so a helper that gets no processor only fails to help. Only one thread may call this function.
-    void run(std::size_t count, const std::function<void(std::size_t)>& work);
+    void run(std::size_t count, const Work& work);
 
 private:
     struct Job {
-        const std::function<void(std::size_t)>* work = nullptr;
+        const Work* work = nullptr;
         std::size_t count = 0;
         std::atomic<std::size_t> next{0}; // The next index that no thread has begun.
         std::size_t helped_count = 0;     // Number of indices that the helper executed.
@@ -34,16 +38,18 @@ private:
     bool share(Job& job);
     void finish(Job& job);
     void help();
+    Job* wait_for_job();
 
-    std::mutex lock_;
-    std::condition_variable changed_;
-    Job* job_ = nullptr;                  // The job that the helper may begin. Guarded by lock_.
-    std::atomic<bool> is_helping_{false}; // The helper executes indices of a job. Set and cleared with lock_ held.
-    bool is_stopping_ = false;
+    std::atomic<Job*> offered_job_{nullptr};    // The job that the helper may begin.
+    std::atomic<std::uint32_t> is_asleep_{0};   // 1: the helper sleeps until this word is 0.
+    std::atomic<std::uint32_t> ended_count_{0}; // Number of jobs that the helper has ended.
+    std::atomic<bool> is_awaited_{false};       // The caller of run() sleeps until ended_count_ changes.
+    std::atomic<bool> is_stopping_{false};
     bool has_failed_to_start_ = false;
     std::thread thread_;
     // If the helper came too late for a job, no other processor was free. The next jobs are not shared then.
     std::uint32_t jobs_to_skip_ = 0, last_skip_ = 0;
+    std::uint32_t begun_count_ = 0; // Number of jobs that the helper has begun.
 };
 
 } // namespace gdrkit::usrbio::agent

@@ -6,6 +6,8 @@
 #include "usrbio/client/log.hpp"
 #include "usrbio/client/ring_handle.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -29,6 +31,9 @@ constexpr long spin_ns_max = 150000;
 constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
+// After this number of spins, the wait lets other threads run: a second thread of the agent may need this processor.
+constexpr unsigned spins_before_yield = 32;
+constexpr unsigned spins_per_yield = 8;
 
 // Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
 // the iov. All values come from the application and may be invalid.
@@ -168,6 +173,9 @@ private:
                     handle_.spin_limit_ns = limit_ns / 2;
                     return;
                 }
+            }
+            if (i > spins_before_yield && i % spins_per_yield == 0) {
+                sched_yield();
             }
             pause_processor();
         }

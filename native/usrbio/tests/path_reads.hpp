@@ -88,10 +88,15 @@ public:
             offsets_[buffer] = next_offset();
             const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
                                             bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
+            // A slow operation keeps the entries that follow it; see ring_entries_per_operation.
+            if (index == -EAGAIN) {
+                free_buffers_.push_back(buffer);
+                break;
+            }
             check_result("hf3fs_prep_io", std::min(index, 0));
         }
         check_result("hf3fs_submit_ios", hf3fs_submit_ios(&ior_));
-        return reap(count_min);
+        return reap(std::min(count_min, static_cast<unsigned>(depth_ - free_buffers_.size())));
     }
     // Waits for all reads in flight and returns their number.
     unsigned drain() {

@@ -5,14 +5,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cerrno>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -113,13 +110,12 @@ void test_unverifiable_reads_copy_nothing() {
     StoreFolder folder;
     folder.add_sums();
     const auto local = folder.open_local();
-    ReadHelper helper;
     for (const auto& [offset, length] : {std::pair<std::size_t, std::size_t>{0, 1},
                                          {chunk_bytes, 40 * chunk_bytes + 1},
                                          {chunk_bytes - 1, 4 * chunk_bytes + 1}}) {
         std::vector<std::byte> destination(length, std::byte{0});
         std::uint64_t copied_bytes = 0;
-        CHECK(!local->read(offset, destination, helper, copied_bytes) && copied_bytes == 0);
+        CHECK(!StoreFolder::read_into(*local, offset, destination, copied_bytes) && copied_bytes == 0);
         CHECK(std::all_of(destination.begin(), destination.end(), [](std::byte byte) { return byte == std::byte{0}; }));
     }
     // The sum of a chunk at the end of the file covers fewer bytes than the chunk has.
@@ -169,35 +165,14 @@ void test_memory_that_can_shrink_is_no_counter() {
     CHECK(generation.open(memory.get(), true) == -EINVAL);
 }
 
-void test_helper_executes_each_index_once() {
-    ReadHelper helper;
-    std::size_t helped_jobs = 0;
-    for (std::size_t job = 0; job < 2000; ++job) {
-        std::vector<std::atomic<int>> calls(1 + job % 40);
-        std::atomic<bool> has_helped{false};
-        const auto caller = std::this_thread::get_id();
-        helper.run(calls.size(), [&](std::size_t index) {
-            ++calls[index];
-            if (std::this_thread::get_id() != caller)
-                has_helped = true;
-            if (job % 100 == 39) // Give the helper time to begin.
-                std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        });
-        for (const auto& count : calls)
-            CHECK(count == 1);
-        helped_jobs += has_helped ? 1 : 0;
-    }
-    CHECK(helped_jobs != 0);
-}
-
 void test_lost_memory_is_left_to_the_server() {
     const StoreFolder folder;
     const auto local = folder.open_local();
     void* const memory = mmap(nullptr, chunk_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     CHECK(memory != MAP_FAILED);
-    ReadHelper helper;
     std::uint64_t copied_bytes = 0;
-    CHECK(!local->read(0, {static_cast<std::byte*>(memory), chunk_bytes}, helper, copied_bytes) && copied_bytes == 0);
+    CHECK(!StoreFolder::read_into(*local, 0, {static_cast<std::byte*>(memory), chunk_bytes}, copied_bytes));
+    CHECK(copied_bytes == 0);
     munmap(memory, chunk_bytes);
 }
 
@@ -214,7 +189,6 @@ int main() {
     test_pieces_of_a_long_read_are_verified();
     test_uncached_bytes_are_not_the_end_of_the_file();
     test_memory_that_can_shrink_is_no_counter();
-    test_helper_executes_each_index_once();
     test_lost_memory_is_left_to_the_server();
     std::puts("ok");
     return 0;

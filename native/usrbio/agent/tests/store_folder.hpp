@@ -13,12 +13,13 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "storage/crc32c.hpp"
 #include "tests/check.hpp"
-#include "usrbio/agent/local_file.hpp"
+#include "usrbio/agent/local_reader.hpp"
 
 namespace gdrkit::usrbio::agent::tests {
 
@@ -75,13 +76,22 @@ struct StoreFolder {
     // Reads locally and compares the bytes. Returns the result, or -1 if the server has to execute the read.
     std::int64_t read(LocalFile& local, std::size_t offset, std::size_t length) const {
         std::vector<std::byte> destination(length);
-        ReadHelper helper;
         std::uint64_t copied_bytes = 0;
-        const auto result = local.read(offset, destination, helper, copied_bytes);
+        const auto result = read_into(local, offset, destination, copied_bytes);
         if (!result)
             return -1;
         CHECK(std::memcmp(destination.data(), bytes.data() + offset, static_cast<std::size_t>(*result)) == 0);
         return *result;
+    }
+    // Reads locally. Sets `copied_bytes` to the number of bytes that were copied, also if there is no result.
+    static std::optional<std::int64_t> read_into(LocalFile& local, std::size_t offset, std::span<std::byte> destination,
+                                                 std::uint64_t& copied_bytes) {
+        copied_bytes = 0;
+        LocalReader reader;
+        if (!reader.add(local, offset, destination))
+            return std::nullopt;
+        copied_bytes = reader.run();
+        return reader.result(0);
     }
 };
 

@@ -1,0 +1,111 @@
+// The execution of a batch of local reads by one or two threads.
+#include "usrbio/agent/local_reader.hpp"
+
+#include <algorithm>
+#include <atomic>
+
+#include "storage/sums.hpp"
+
+namespace gdrkit::usrbio::agent {
+namespace {
+
+// A thread takes pieces of about this size at once: a handover between the threads takes some tenths of a microsecond,
+// and a system call for several reads takes less time than one for each.
+constexpr std::uint64_t group_bytes_min = 32 * 1024;
+
+} // namespace
+
+bool LocalReader::add(LocalFile& file, std::uint64_t offset, std::span<std::byte> destination) {
+    if (destination.empty() || !file.prepare_read(offset, destination.size()))
+        return false;
+    requested_bytes_ += destination.size();
+    const std::size_t first_piece = pieces_.size();
+    while (!destination.empty()) {
+        const auto piece =
+            destination.first(std::min(destination.size(), local_piece_bytes_max - offset % local_piece_bytes_max));
+        pieces_.push_back({&file, reads_.size(), 0});
+        cached_reads_.push_back({-1, offset, piece, 0});
+        if (group_ends_.empty() || last_group_bytes_ >= group_bytes_min) {
+            group_ends_.push_back(0);
+            last_group_bytes_ = 0;
+        }
+        group_ends_.back() = pieces_.size();
+        last_group_bytes_ += piece.size();
+        offset += piece.size();
+        destination = destination.subspan(piece.size());
+    }
+    reads_.push_back({first_piece, pieces_.size() - first_piece, false});
+    return true;
+}
+
+// Returns whether the read of a piece has failed. Both threads use it.
+std::atomic_ref<bool> LocalReader::has_failed(std::size_t piece) noexcept {
+    return std::atomic_ref(reads_[pieces_[piece].read].has_failed);
+}
+
+std::uint64_t LocalReader::run() {
+    if (group_ends_.size() < ReadHelper::shared_count_min)
+        read_pieces(0, pieces_.size(), false);
+    else
+        helper_.run(group_ends_.size(), [this](std::size_t group, bool is_helper) {
+            read_pieces(group == 0 ? 0 : group_ends_[group - 1], group_ends_[group], is_helper);
+        });
+    std::uint64_t copied_bytes = 0;
+    for (const Piece& piece : pieces_)
+        copied_bytes += static_cast<std::uint64_t>(piece.result < 0 ? ~piece.result : piece.result);
+    return copied_bytes;
+}
+
+void LocalReader::read_pieces(std::size_t begin, std::size_t end, bool is_helper) {
+    // The other pieces of a long read are not needed after one has failed.
+    if (end - begin == 1 && has_failed(begin).load(std::memory_order_relaxed))
+        return;
+    for (std::size_t next = begin; next < end; begin = next) {
+        next = std::min(end, begin + ReadRing::reads_max);
+        const std::span reads = std::span(cached_reads_).subspan(begin, next - begin);
+        for (std::size_t index = begin; index < next; ++index)
+            cached_reads_[index].file = is_helper ? pieces_[index].file->helper_fd() : pieces_[index].file->fd();
+        // One read by io_uring takes longer than one by its own system call.
+        if (reads.size() == 1 || !rings_[is_helper ? 1 : 0].read(reads))
+            for (CachedRead& read : reads)
+                read.result =
+                    storage::read_cached(read.file, read.destination.data(), read.destination.size(), read.offset);
+        for (std::size_t index = begin; index < next; ++index)
+            complete_piece(index);
+    }
+}
+
+void LocalReader::complete_piece(std::size_t index) {
+    const CachedRead& read = cached_reads_[index];
+    Piece& piece = pieces_[index];
+    piece.result = piece.file->complete_piece(read.offset, read.destination, read.result);
+    if (piece.result < 0)
+        has_failed(index).store(true, std::memory_order_relaxed);
+}
+
+std::optional<std::int64_t> LocalReader::result(std::size_t index) const noexcept {
+    const Read& read = reads_[index];
+    if (read.has_failed)
+        return std::nullopt;
+    std::int64_t done = 0;
+    bool has_ended = false;
+    for (std::size_t piece = read.first_piece; piece < read.first_piece + read.pieces_count; ++piece) {
+        const std::int64_t count = pieces_[piece].result;
+        // The file ended before this piece. If the piece has bytes all the same, the file grew meanwhile.
+        if (has_ended && count != 0)
+            return std::nullopt;
+        done += count;
+        has_ended = count != static_cast<std::int64_t>(cached_reads_[piece].destination.size());
+    }
+    return done;
+}
+
+void LocalReader::clear() noexcept {
+    reads_.clear();
+    pieces_.clear();
+    cached_reads_.clear();
+    group_ends_.clear();
+    requested_bytes_ = last_group_bytes_ = 0;
+}
+
+} // namespace gdrkit::usrbio::agent

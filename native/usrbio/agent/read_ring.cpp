@@ -1,0 +1,111 @@
+// The system calls of io_uring. This code makes them itself, because it needs a small part of liburing, which is not
+// installed everywhere.
+#include "usrbio/agent/read_ring.hpp"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+
+namespace gdrkit::usrbio::agent {
+
+// A successful first read is one call of io_uring_setup and one of io_uring_enter.
+bool ReadRing::open() noexcept {
+    ring_ = Descriptor(static_cast<int>(syscall(SYS_io_uring_setup, reads_max, &parameters_)));
+    // The flag is as old as IORING_OP_READ, for which the kernel has no flag.
+    if (!ring_ || (parameters_.features & IORING_FEAT_RW_CUR_POS) == 0)
+        return false;
+    const auto map = [&](Mapping& mapping, std::size_t length, std::uint64_t offset) {
+        void* const address = mmap(nullptr, length, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring_.get(),
+                                   static_cast<off_t>(offset));
+        if (address != MAP_FAILED)
+            mapping = {address, length};
+        return address != MAP_FAILED;
+    };
+    const io_uring_params& parameters = parameters_;
+    if (!map(submission_queue_, parameters.sq_off.array + parameters.sq_entries * sizeof(std::uint32_t),
+             IORING_OFF_SQ_RING) ||
+        !map(completion_queue_, parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe),
+             IORING_OFF_CQ_RING) ||
+        !map(submission_entries_, parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES))
+        return false;
+    // The entries are used in their order.
+    for (std::uint32_t index = 0; index < parameters.sq_entries; ++index)
+        at<std::uint32_t>(submission_queue_, parameters.sq_off.array)[index] = index;
+    return true;
+}
+
+void ReadRing::close() noexcept {
+    for (Mapping* const mapping : {&submission_queue_, &completion_queue_, &submission_entries_})
+        if (mapping->address != nullptr) {
+            munmap(mapping->address, mapping->length);
+            *mapping = {};
+        }
+    ring_ = Descriptor();
+}
+
+bool ReadRing::read(std::span<CachedRead> reads) noexcept {
+    if (!was_opened_) {
+        was_opened_ = true;
+        if (!open())
+            close();
+    }
+    if (!ring_)
+        return false;
+    const std::atomic_ref tail(*at<std::uint32_t>(submission_queue_, parameters_.sq_off.tail));
+    const std::uint32_t begin = tail.load(std::memory_order_relaxed);
+    auto* const entries = at<io_uring_sqe>(submission_entries_, 0);
+    const auto count = static_cast<std::uint32_t>(reads.size());
+    for (std::uint32_t index = 0; index < count; ++index) {
+        const CachedRead& read = reads[index];
+        io_uring_sqe& entry = entries[(begin + index) & (parameters_.sq_entries - 1)];
+        entry = {};
+        entry.opcode = IORING_OP_READ;
+        entry.fd = read.file;
+        entry.addr = reinterpret_cast<std::uintptr_t>(read.destination.data());
+        entry.len = static_cast<std::uint32_t>(read.destination.size());
+        entry.off = read.offset;
+        // With this flag, the kernel executes the read during the system call, or not at all.
+        entry.rw_flags = RWF_NOWAIT;
+        entry.user_data = index;
+    }
+    tail.store(begin + count, std::memory_order_release);
+    if (!enter(count) || take_completions(reads) != count) {
+        close(); // The state of the queues is not known.
+        return false;
+    }
+    return true;
+}
+
+// Submits `count` entries, and waits until they are complete.
+bool ReadRing::enter(std::uint32_t count) noexcept {
+    for (std::uint32_t submitted = 0; submitted < count;) {
+        const long result =
+            syscall(SYS_io_uring_enter, ring_.get(), count - submitted, count, IORING_ENTER_GETEVENTS, nullptr, 0);
+        if (result < 0 && errno != EINTR)
+            return false;
+        submitted += result < 0 ? 0 : static_cast<std::uint32_t>(result);
+    }
+    return true;
+}
+
+// Sets the results, and returns their number.
+std::uint32_t ReadRing::take_completions(std::span<CachedRead> reads) noexcept {
+    const std::atomic_ref head(*at<std::uint32_t>(completion_queue_, parameters_.cq_off.head));
+    const std::atomic_ref tail(*at<std::uint32_t>(completion_queue_, parameters_.cq_off.tail));
+    const auto* const entries = at<const io_uring_cqe>(completion_queue_, parameters_.cq_off.cqes);
+    const std::uint32_t begin = head.load(std::memory_order_relaxed);
+    const std::uint32_t end = tail.load(std::memory_order_acquire);
+    for (std::uint32_t position = begin; position != end; ++position) {
+        const io_uring_cqe& entry = entries[position & (parameters_.cq_entries - 1)];
+        if (entry.user_data < reads.size())
+            reads[entry.user_data].result = entry.res;
+    }
+    head.store(end, std::memory_order_release);
+    return end - begin;
+}
+
+} // namespace gdrkit::usrbio::agent

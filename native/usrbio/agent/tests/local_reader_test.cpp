@@ -1,0 +1,184 @@
+// Tests of batches of local reads, with and without io_uring, and of the second thread.
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstddef>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+#include "usrbio/agent/tests/store_folder.hpp"
+
+using namespace gdrkit::storage;
+using namespace gdrkit::usrbio::agent;
+using namespace gdrkit::usrbio::agent::tests;
+
+namespace {
+
+constexpr std::size_t long_file_bytes = std::size_t{1024} * 1024;
+
+// Reads `count` ranges of `length` bytes in one batch, and compares their bytes. Returns the number of reads without a
+// result.
+std::size_t read_batch(const StoreFolder& folder, LocalFile& local, LocalReader& reader, std::size_t count,
+                       std::size_t length) {
+    std::vector<std::byte> memory(count * length);
+    const auto offset_of = [&](std::size_t index) { return index * 7 * chunk_bytes % (folder.bytes.size() - length); };
+    reader.clear();
+    for (std::size_t index = 0; index < count; ++index)
+        CHECK(reader.add(local, offset_of(index), {memory.data() + index * length, length}));
+    CHECK(reader.requested_bytes() == count * length);
+    const std::uint64_t copied_bytes = reader.run();
+    CHECK(copied_bytes <= count * length);
+    std::size_t failed_count = 0;
+    for (std::size_t index = 0; index < count; ++index) {
+        const auto result = reader.result(index);
+        if (!result) {
+            ++failed_count;
+            continue;
+        }
+        CHECK(*result == static_cast<std::int64_t>(length));
+        CHECK(std::memcmp(memory.data() + index * length, folder.bytes.data() + offset_of(index), length) == 0);
+    }
+    CHECK(failed_count != 0 || copied_bytes == count * length);
+    return failed_count;
+}
+
+void test_batches_of_every_size() {
+    const StoreFolder folder(long_file_bytes);
+    const auto local = folder.open_local();
+    LocalReader reader;
+    // The larger batches are read by two threads, and have more reads than the queues of io_uring.
+    for (const std::size_t count : {1, 2, 31, 32, 64, 65, 300})
+        for (const std::size_t length :
+             {std::size_t{1}, std::size_t{100}, std::size_t{chunk_bytes}, 3 * chunk_bytes + 5UL})
+            CHECK(read_batch(folder, *local, reader, count, length) == 0);
+}
+
+void test_reads_of_two_files_in_one_batch() {
+    const StoreFolder first, second;
+    const auto first_file = first.open_local(), second_file = second.open_local();
+    LocalReader reader;
+    std::array<std::byte, 2 * chunk_bytes> memory;
+    CHECK(reader.add(*first_file, chunk_bytes, std::span(memory).first(chunk_bytes)));
+    CHECK(reader.add(*second_file, file_bytes - 10, std::span(memory).last(chunk_bytes)));
+    CHECK(reader.run() == chunk_bytes + 10);
+    CHECK(reader.result(0) == chunk_bytes && reader.result(1) == 10);
+    CHECK(std::memcmp(memory.data(), first.bytes.data() + chunk_bytes, chunk_bytes) == 0);
+    CHECK(std::memcmp(memory.data() + chunk_bytes, second.bytes.data() + file_bytes - 10, 10) == 0);
+}
+
+// A read that fails leaves the results of the others.
+void test_corrupt_chunk_fails_only_its_read() {
+    StoreFolder folder;
+    folder.add_sums();
+    const auto local = folder.open_local();
+    LocalReader reader;
+    std::vector<std::byte> memory(folder.bytes.size());
+    const std::byte flipped = folder.bytes[3 * chunk_bytes] ^ std::byte{1};
+    CHECK(pwrite(folder.file.get(), &flipped, 1, 3 * chunk_bytes) == 1);
+    for (std::size_t chunk = 0; chunk < 64; ++chunk)
+        CHECK(reader.add(*local, chunk * chunk_bytes, {memory.data() + chunk * chunk_bytes, chunk_bytes}));
+    CHECK(reader.run() == 64 * chunk_bytes);
+    for (std::size_t chunk = 0; chunk < 64; ++chunk)
+        CHECK(reader.result(chunk).has_value() == (chunk != 3));
+}
+
+// A fault in one destination, as after the truncation of shared memory, leaves the results of the others.
+void test_lost_memory_fails_only_its_read() {
+    const StoreFolder folder;
+    const auto local = folder.open_local();
+    LocalReader reader;
+    void* const lost = mmap(nullptr, chunk_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    CHECK(lost != MAP_FAILED);
+    std::vector<std::byte> memory(chunk_bytes);
+    CHECK(reader.add(*local, 0, {static_cast<std::byte*>(lost), chunk_bytes}));
+    CHECK(reader.add(*local, 0, memory));
+    CHECK(reader.run() == chunk_bytes && !reader.result(0) && reader.result(1) == chunk_bytes);
+    munmap(lost, chunk_bytes);
+}
+
+// Forbids a system call for this process: it fails with EPERM, as in a container that forbids it.
+void forbid(unsigned system_call) {
+    const std::array<sock_filter, 4> filter{{
+        BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(seccomp_data, nr)),
+        BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, system_call, 0, 1),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+        BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+    }};
+    const sock_fprog program{filter.size(), const_cast<sock_filter*>(filter.data())};
+    CHECK(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0);
+    CHECK(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0);
+}
+
+// Reads batches in a process that may not use io_uring. `is_forbidden_later`: only after the first batch, so that not
+// io_uring_setup fails but io_uring_enter.
+void read_without_io_uring(bool is_forbidden_later) {
+    const StoreFolder folder(long_file_bytes);
+    const auto local = folder.open_local();
+    LocalReader reader;
+    if (is_forbidden_later)
+        CHECK(read_batch(folder, *local, reader, 16, chunk_bytes) == 0);
+    forbid(is_forbidden_later ? SYS_io_uring_enter : SYS_io_uring_setup);
+    std::array<CachedRead, 1> reads;
+    ReadRing ring;
+    CHECK(!ring.read(reads));
+    CHECK(read_batch(folder, *local, reader, 16, chunk_bytes) == 0);
+    CHECK(read_batch(folder, *local, reader, 300, chunk_bytes) == 0);
+}
+
+void test_reads_where_io_uring_is_forbidden() {
+    for (const bool is_forbidden_later : {false, true}) {
+        const pid_t child = fork();
+        CHECK(child >= 0);
+        if (child == 0) {
+            read_without_io_uring(is_forbidden_later);
+            _exit(0);
+        }
+        int status = 0;
+        CHECK(waitpid(child, &status, 0) == child && status == 0);
+    }
+}
+
+void test_helper_executes_each_index_once() {
+    ReadHelper helper;
+    std::size_t helped_jobs = 0;
+    for (std::size_t job = 0; job < 2000; ++job) {
+        std::vector<std::atomic<int>> calls(1 + job % 40);
+        std::atomic<bool> has_helped{false};
+        const auto caller = std::this_thread::get_id();
+        helper.run(calls.size(), [&](std::size_t index, bool is_helper) {
+            ++calls[index];
+            CHECK(is_helper == (std::this_thread::get_id() != caller));
+            if (is_helper)
+                has_helped = true;
+            if (job % 100 == 39) // Give the helper time to begin.
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        });
+        for (const auto& count : calls)
+            CHECK(count == 1);
+        helped_jobs += has_helped ? 1 : 0;
+    }
+    CHECK(helped_jobs != 0);
+}
+
+} // namespace
+
+int main() {
+    test_reads_where_io_uring_is_forbidden(); // It forks, so it is the first, before there are threads.
+    test_batches_of_every_size();
+    test_reads_of_two_files_in_one_batch();
+    test_corrupt_chunk_fails_only_its_read();
+    test_lost_memory_fails_only_its_read();
+    test_helper_executes_each_index_once();
+    std::puts("ok");
+    return 0;
+}
