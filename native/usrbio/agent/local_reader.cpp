@@ -12,6 +12,8 @@ namespace {
 // A thread takes pieces of about this size at once: a handover between the threads takes some tenths of a microsecond,
 // and a system call for several reads takes less time than one for each.
 constexpr std::uint64_t group_bytes_min = 32 * 1024;
+// Size of a batch from which the helper takes a part. For fewer bytes, the handovers cost more than they save.
+constexpr std::uint64_t shared_bytes_min = 128 * 1024;
 
 } // namespace
 
@@ -44,7 +46,7 @@ std::atomic_ref<bool> LocalReader::has_failed(std::size_t piece) noexcept {
 }
 
 std::uint64_t LocalReader::run() {
-    if (group_ends_.size() < ReadHelper::shared_count_min)
+    if (requested_bytes_ < shared_bytes_min)
         read_pieces(0, pieces_.size(), false);
     else
         helper_.run(group_ends_.size(), [this](std::size_t group, bool is_helper) {

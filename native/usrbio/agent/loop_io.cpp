@@ -27,7 +27,7 @@ constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 // Number of bytes of local reads after which their completions are published. The application then works on them while
 // the loop continues.
-constexpr std::uint64_t publish_after_bytes = 128 * 1024;
+constexpr std::uint64_t publish_after_bytes = 256 * 1024;
 
 constexpr std::uint64_t tag_of(std::uint32_t index, std::uint32_t generation) noexcept {
     return std::uint64_t{generation} << 32 | index;

@@ -37,7 +37,7 @@ void ReadHelper::run(std::size_t count, const Work& work) {
     Job job;
     job.work = &work;
     job.count = count;
-    const bool is_shared = count >= shared_count_min && share(job);
+    const bool is_shared = count > 1 && share(job);
     for (std::size_t index = 0; (index = job.next.fetch_add(1, std::memory_order_relaxed)) < count;)
         work(index, false);
     if (is_shared)

@@ -19,11 +19,8 @@ public:
     // A function of an index, and whether the helper's thread calls it.
     using Work = std::function<void(std::size_t, bool)>;
 
-    // Number of indices from which the helper helps. For fewer, sharing costs more than it saves.
-    static constexpr std::size_t shared_count_min = 4;
-
-    // Calls `work` for each index below `count`, in this thread, and if there are many indices also in the thread of
-    // the helper. Returns after the last call has returned. This thread never waits for an index that the helper has
+    // Calls `work` for each index below `count`, in this thread, and if there are several also in the thread of the
+    // helper. Returns after the last call has returned. This thread never waits for an index that the helper has
     // not begun, so a helper that gets no processor only fails to help. Only one thread may call this function.
     void run(std::size_t count, const Work& work);
 
