@@ -60,10 +60,25 @@ bool ReadHelper::share(Job& job) {
             return false;
         }
     }
+    if (const int processor = sched_getcpu(); processor != avoided_processor_)
+        avoid_processor(processor);
     offered_job_.store(&job);
     if (is_asleep_.load() != 0 && is_asleep_.exchange(0) != 0)
         futex_wake_all(is_asleep_);
     return true;
+}
+
+// Keeps the helper off the processor of this thread. If all processors are busy, the kernel wakes it there, and it then
+// runs in turns with this thread instead of beside it.
+void ReadHelper::avoid_processor(int processor) noexcept {
+    avoided_processor_ = processor;
+    cpu_set_t processors;
+    // A machine with more than CPU_SETSIZE processors, where the first call fails, has a free one.
+    if (processor < 0 || processor >= CPU_SETSIZE || sched_getaffinity(0, sizeof processors, &processors) != 0)
+        return;
+    if (CPU_COUNT(&processors) > 1)
+        CPU_CLR(processor, &processors);
+    pthread_setaffinity_np(thread_.native_handle(), sizeof processors, &processors);
 }
 
 // Withdraws a job whose indices have all been begun, and waits until the helper has executed its last index.

@@ -33,6 +33,7 @@ private:
     };
 
     bool share(Job& job);
+    void avoid_processor(int processor) noexcept;
     void finish(Job& job);
     void help();
     Job* wait_for_job();
@@ -43,6 +44,7 @@ private:
     std::atomic<bool> is_awaited_{false};       // The caller of run() sleeps until ended_count_ changes.
     std::atomic<bool> is_stopping_{false};
     bool has_failed_to_start_ = false;
+    int avoided_processor_ = -1;
     std::thread thread_;
     // If the helper came too late for a job, no other processor was free. The next jobs are not shared then.
     std::uint32_t jobs_to_skip_ = 0, last_skip_ = 0;

@@ -1,6 +1,7 @@
 // Tests of batches of local reads, with and without io_uring, and of the second thread.
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -160,14 +161,43 @@ void test_helper_executes_each_index_once() {
             CHECK(is_helper == (std::this_thread::get_id() != caller));
             if (is_helper)
                 has_helped = true;
-            if (job % 100 == 39) // Give the helper time to begin.
-                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            if (job % 7 == 3) // Give the helper time to begin. After jobs that it missed, each 65th job is shared.
+                std::this_thread::sleep_for(std::chrono::microseconds(100));
         });
         for (const auto& count : calls)
             CHECK(count == 1);
         helped_jobs += has_helped ? 1 : 0;
     }
     CHECK(helped_jobs != 0);
+}
+
+void test_helper_avoids_the_processor_of_its_caller() {
+    cpu_set_t allowed;
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    if (CPU_COUNT(&allowed) < 2)
+        return;
+    ReadHelper helper;
+    for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
+        if (!CPU_ISSET(processor, &allowed))
+            continue;
+        // This thread moves to the processor, and may run on all of them again when it shares the job.
+        cpu_set_t only;
+        CPU_ZERO(&only);
+        CPU_SET(processor, &only);
+        CHECK(sched_setaffinity(0, sizeof only, &only) == 0 && sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+        std::atomic<bool> has_helped{false};
+        for (int attempt = 0; attempt < 1000 && !has_helped; ++attempt)
+            helper.run(2, [&](std::size_t, bool is_helper) {
+                cpu_set_t own;
+                CHECK(sched_getaffinity(0, sizeof own, &own) == 0);
+                CHECK(CPU_COUNT(&own) == CPU_COUNT(&allowed) - (is_helper ? 1 : 0));
+                if (is_helper)
+                    has_helped = true;
+                else
+                    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            });
+        CHECK(has_helped);
+    }
 }
 
 } // namespace
@@ -179,6 +209,7 @@ int main() {
     test_corrupt_chunk_fails_only_its_read();
     test_lost_memory_fails_only_its_read();
     test_helper_executes_each_index_once();
+    test_helper_avoids_the_processor_of_its_caller();
     std::puts("ok");
     return 0;
 }
