@@ -31,9 +31,10 @@ constexpr long spin_ns_max = 150000;
 constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
-// After this number of spins, the wait lets other threads run: a second thread of the agent may need this processor.
-constexpr unsigned spins_before_yield = 32;
-constexpr unsigned spins_per_yield = 8;
+// After this number of spins, the wait lets other threads run: the agent may need this processor. It then yields seldom,
+// because a thread of the agent that only waits for work would return the processor at once.
+constexpr unsigned spins_before_yield = 8;
+constexpr unsigned spins_per_yield = 64;
 
 // Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
 // the iov. All values come from the application and may be invalid.
