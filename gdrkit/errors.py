@@ -363,22 +363,25 @@ class DataMismatch(GdrkitError):
 
     Attributes
     ----------
-    first_offset_bytes : int
-        Offset of the first wrong byte from the beginning of the checked range.
+    first_offset_bytes : int or None
+        Offset of the first wrong byte from the beginning of the checked range. None: only checksums were compared.
     expected, actual : bytes
-        Up to 16 bytes from that offset on.
+        Up to 16 bytes from that offset on, or the checksums (CRC-32C, four bytes, the highest first).
     length_bytes : int
         Size of the checked range in bytes.
     """
 
-    def __init__(self, *, first_offset_bytes: int, expected: bytes, actual: bytes, length_bytes: int) -> None:
+    def __init__(self, *, first_offset_bytes: int | None, expected: bytes, actual: bytes, length_bytes: int) -> None:
         self.first_offset_bytes = first_offset_bytes
         self.expected = expected
         self.actual = actual
         self.length_bytes = length_bytes
-        super().__init__(
-            f"byte {first_offset_bytes} of {length_bytes} differs: expected {expected.hex()}, found {actual.hex()}"
+        place = (
+            f"the checksum of {length_bytes} bytes"
+            if first_offset_bytes is None
+            else f"byte {first_offset_bytes} of {length_bytes}"
         )
+        super().__init__(f"{place} differs: expected {expected.hex()}, found {actual.hex()}")
 
 
 class LeakDetected(GdrkitError):

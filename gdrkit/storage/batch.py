@@ -168,8 +168,8 @@ def _verify_checksum(subrange: IOBuffer, result: Result) -> None:
     checksum = subrange.checksum(length_bytes=result.result)
     if checksum != result.checksum:
         raise DataMismatch(
-            first_offset_bytes=0,
-            expected=result.checksum.to_bytes(4, "little"),
-            actual=checksum.to_bytes(4, "little"),
+            first_offset_bytes=None,
+            expected=result.checksum.to_bytes(4, "big"),
+            actual=checksum.to_bytes(4, "big"),
             length_bytes=result.result,
         )

@@ -222,6 +222,7 @@ def _make_errors_of_all_classes() -> list[errors.GdrkitError]:
         errors.UsageError("wrong", reason=Reason.NO_DEVICE, what_to_do="right"),
         errors.ClosedResource("queue pair"),
         errors.DataMismatch(first_offset_bytes=3, expected=b"1", actual=b"2", length_bytes=9),
+        errors.DataMismatch(first_offset_bytes=None, expected=b"1234", actual=b"4321", length_bytes=9),
         errors.RegistrationFailed("no way", causes=(errors.UsageError("wrong"),), reason=Reason.NO_ROUTE),
         errors.LeakDetected({"verbs.region": 2}),
     ]

@@ -56,6 +56,7 @@ ERRORS: list[GdrkitError] = [
     ClosedResource("queue pair"),
     BrokenResource("gone", reason=Reason.PEER_GONE),
     DataMismatch(first_offset_bytes=3, expected=b"\1", actual=b"\2", length_bytes=9),
+    DataMismatch(first_offset_bytes=None, expected=b"1234", actual=b"4321", length_bytes=9),
     RegistrationFailed(
         "refused",
         causes=(Unsupported(**API_ERROR_FIELDS), UsageError("wrong")),  # type: ignore[arg-type]

@@ -14,10 +14,12 @@ import pytest
 from support.ledger import read_traffic
 from support.storage import MEMORY_KINDS
 
-from gdrkit.errors import Api, ApiError
+from gdrkit.errors import Api, ApiError, DataMismatch
 from gdrkit.harness.needs import needs, software, verbs
+from gdrkit.storage.batch import Batch
 from gdrkit.storage.checksum import crc32c
 from gdrkit.storage.client import IORequest
+from gdrkit.storage.wire import IoOpcode, Result, ResultFlag
 from gdrkit.units import KIB, MIB
 
 if TYPE_CHECKING:
@@ -124,6 +126,22 @@ def test_write_of_device_memory_returns_its_checksum(client: StorageClient, memo
     with client.open("file", write=True, create=True) as file, memory.register_copy(client, data) as buffer:
         result = file.write(buffer, offset_bytes=1)
         assert result.checksums == ((crc32c(data),) if buffer.is_device_memory else ())
+
+
+@needs(verbs.nic())
+def test_bytes_with_another_checksum_name_both_checksums(server: StorageServer, nics: tuple[Nic, ...]) -> None:
+    """The server sent a checksum, and the NIC delivered other bytes."""
+    data = os.urandom(4 * KIB)
+    (server.root / "file").write_bytes(data)
+    with server.connect(nics[0]) as client, client.open("file") as file, client.register(bytearray(data)) as buffer:
+        batch = Batch(IoOpcode.READ, client.limits, forbid_holes=False, checksum=True)
+        batch.add(IORequest(file, 0, buffer), iter([(0, nics[0])]))
+        sent_checksum = crc32c(data[:-1])
+        result = Result(tag=0, result=len(data), checksum=sent_checksum, flags=ResultFlag.CHECKSUM_VALID)
+        with pytest.raises(DataMismatch) as error_info:
+            batch.join([result])
+    message = f"the checksum of 4096 bytes differs: expected {sent_checksum:08x}, found {crc32c(data):08x}"
+    assert (error_info.value.message, error_info.value.first_offset_bytes) == (message, None)
 
 
 @needs(verbs.nic(count_min=2))
