@@ -31,8 +31,8 @@ constexpr long spin_ns_max = 150000;
 constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
-// After this number of spins, the wait lets other threads run: the agent may need this processor. It then yields seldom,
-// because a thread of the agent that only waits for work would return the processor at once.
+// After this number of spins, the wait lets other threads run: the agent may need this processor. It then yields
+// seldom, because a thread of the agent that only waits for work would return the processor at once.
 constexpr unsigned spins_before_yield = 8;
 constexpr unsigned spins_per_yield = 64;
 
