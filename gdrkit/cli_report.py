@@ -19,7 +19,7 @@ __all__ = ["COMMANDS"]
 @click.command(
     epilog=(
         "\b\nExamples:\n"
-        "  gdrkit report reports/runs/2026-11-20T10-00-00Z\n"
+        "  gdrkit report reports/runs/20261120T100000Z\n"
         "  gdrkit report records.jsonl --output /tmp/report\n"
         "  gdrkit report --fleet all-hosts --output /srv/www/fleet"
     )
@@ -56,9 +56,9 @@ def report(path: Path, output: Path | None, *, fleet: bool) -> int:
 @click.command(
     epilog=(
         "\b\nExamples:\n"
-        "  gdrkit compare reports/baselines/h200-1 reports/runs/2026-11-20T10-00-00Z\n"
+        "  gdrkit compare reports/baselines/h200-1 reports/runs/20261120T100000Z\n"
         "  gdrkit compare --noise 10 before after\n\n"
-        "\b\nExit codes:\n  0 nothing became worse\n  1 something became worse\n  2 wrong usage"
+        "\b\nExit codes:\n  0 nothing became worse\n  1 something became worse or is gone\n  2 wrong usage"
     )
 )
 @click.argument("before", type=click.Path(path_type=Path, exists=True))
@@ -70,12 +70,12 @@ def report(path: Path, output: Path | None, *, fleet: bool) -> int:
     default=NOISE_PERCENT,
     show_default=True,
     metavar="PERCENT",
-    help="Smallest relative change of a measured number that is reported. If the rounds of a run scatter more than "
-    "that, only a larger change is reported.",
+    help="A measured number that changes by at most this percentage counts as unchanged. The limit is larger if the "
+    "rounds of a run scatter more.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the comparison as JSON.")
 def compare(before: Path, after: Path, noise_percent: float, *, as_json: bool) -> int:
-    """List what became worse from run BEFORE to run AFTER.
+    """Compare run BEFORE with run AFTER, and list first what became worse.
 
     The command compares numbers, verdicts and routes. BEFORE and AFTER are each the folder of a run, a file of records,
     or a folder of such files.

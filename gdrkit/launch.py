@@ -330,7 +330,7 @@ def _make_twins_missing_error(library: str, detail: str) -> SetupMissing:
         api=Api.TWINS,
         operation="find the software twins",
         status=None,
-        status_name="nothing",
+        status_name="not installed",
         arguments={"library": library},
         reason=Reason.LIBRARY_MISSING,
         what_to_do=f"pip install the wheel of gdrkit_twins {__version__}, which `nox -s wheels` builds in a checkout",

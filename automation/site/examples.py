@@ -16,11 +16,11 @@ from automation.site.snippets import ROOT, find_used_names, guides, list_example
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["find_programs_by_name", "list_all_programs"]
+__all__ = ["list_all_programs", "map_names_to_programs"]
 
 
 def list_all_programs() -> dict[str, list[str]]:
-    """Return the examples, and the Python programs in the guides, by the path of their file in the tree."""
+    """Return the sources of the examples and of the Python snippets in the guides, by the path of their file."""
     programs = {path.relative_to(ROOT).as_posix(): [path.read_text()] for path in list_example_files()}
     for path in guides():
         texts = [snippet.text for snippet in snippets(path) if snippet.language == "python"]
@@ -29,7 +29,7 @@ def list_all_programs() -> dict[str, list[str]]:
     return programs
 
 
-def find_programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]]:
+def map_names_to_programs(programs: dict[str, list[str]]) -> dict[str, list[str]]:
     """Return, for the full name of each public object, the paths of the programs that show it."""
     names_by_object: dict[int, list[str]] = {}
     objects: dict[int, Any] = {}
@@ -44,12 +44,12 @@ def find_programs_by_name(programs: dict[str, list[str]]) -> dict[str, list[str]
     programs_by_object: dict[int, set[str]] = {object_id: set() for object_id in objects}
     for path, texts in programs.items():
         all_names = {name for text in texts for name in find_used_names(text)}
-        called_names = {name.rpartition(".")[2] for name in all_names} | {
+        referenced_names = {name.rpartition(".")[2] for name in all_names} | {
             name for text in texts for name in _find_attributes(text)
         }
         packages = {".".join(name.split(".")[:2]) for name in all_names}
         # The package of a called method is not known, so each package that the program uses is assumed.
-        possible_calls = {(package, name) for package in packages for name in called_names}
+        possible_calls = {(package, name) for package in packages for name in referenced_names}
         for object_id, names in names_by_object.items():
             if all_names & set(names) or possible_calls & producers.get(object_id, set()):
                 programs_by_object[object_id].add(path)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from automation.site.examples import find_programs_by_name, list_all_programs
+from automation.site.examples import list_all_programs, map_names_to_programs
 from automation.site.flowchart import draw, parse
 from automation.site.reference import API_FOLDER, make_api_pages, make_commands_page, make_errors_page
 from automation.site.snippets import EXAMPLES, ROOT, guides, list_example_files
@@ -162,7 +162,7 @@ def _group_examples_by_name() -> dict[str, list[str]]:
     """Return, for the full name of a public object, links from its page to the programs that show it."""
     return {
         name: [f"[{Path(path).name}]({_link_to_program(path)})" for path in paths]
-        for name, paths in find_programs_by_name(list_all_programs()).items()
+        for name, paths in map_names_to_programs(list_all_programs()).items()
     }
 
 

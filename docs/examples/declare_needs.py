@@ -1,4 +1,4 @@
-"""Check the needs of tests against the facts about this machine, without pytest."""
+"""Check the needs of tests against the facts about this machine, outside a run of pytest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the facts about a host: PCI, NICs, kernel, limits, mounts, libraries, processes. Nothing is changed."""
+"""Read the facts about a host: PCI, NICs, kernel, limits, mounts, libraries, processes. The host is not changed."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ except SetupMissing as error:
 
 limits = host.process_limits(tree)
 print("locked memory:", limits.memlock_bytes, "- open files:", limits.open_files)
-host.raise_open_files_limit()
+host.raise_open_files_limit()  # Of this process.
 
-# The mount of a file, its block device, and its file system.
+# Find the mount of a path and its block device, and the file system of an open file.
 table = host.mounts(tree)
 mount = host.mount_of(table, "/")
 assert mount is not None
@@ -53,7 +53,7 @@ assert host.process_identity(os.getpid(), tree) == this
 assert host.is_running(this, tree)
 print("waited for a processor:", host.starved_s(os.getpid(), tree), "s")
 
-# A folder that only this user can use, and a name that is never replaced.
+# Create a folder that only this user can use. Then rename a file, which fails if the new name exists.
 with tempfile.TemporaryDirectory() as name:
     with host.PrivateFolder.below(Path(name) / "private") as private:
         private.write_text("token", "secret\n")

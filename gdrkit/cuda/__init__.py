@@ -1,7 +1,7 @@
 """CUDA devices and their memory, through the CUDA driver API.
 
-Importing this package opens no library. The first call opens libcuda. ``_driver.py`` is the only file that uses
-``cuda.bindings``.
+Importing this package opens no library. The first call opens libcuda. ``_driver.py`` is the only file that imports
+``cuda.bindings.driver``.
 """
 
 from __future__ import annotations

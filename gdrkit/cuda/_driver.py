@@ -1,8 +1,8 @@
 """Calls of the CUDA driver API, by ``cuda.bindings`` and, where the bindings lack something, by ctypes.
 
-No other file uses ``cuda.bindings``. libcuda is opened by the first call. Almost every call uses :func:`call`, which
-turns a CUresult into an exception with the operation, the number, its name and the arguments. Untyped values of the
-bindings do not leave this package. Source: the CUDA driver API reference.
+No other file of gdrkit imports ``cuda.bindings.driver``. libcuda is opened by the first call. Almost every call uses
+:func:`call`, which turns a CUresult into an exception with the operation, the number, its name and the arguments.
+Untyped values of the bindings do not leave this package. Source: the CUDA driver API reference.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 __all__ = [
+    "array_at",
     "buffer_id",
-    "bytes_at",
     "call",
     "call_float",
     "call_int",
     "call_int_pair",
     "call_string",
     "call_uuid",
-    "current_context",
     "enum_member",
     "initialize",
     "ipc_handle_bytes",
     "ipc_handle_from_bytes",
     "make_existence_check",
     "new_structure",
+    "push_context",
     "uninitialized_bytes",
 ]
 
@@ -46,7 +46,7 @@ _SONAME = "libcuda.so.1"
 _DLOPEN = f"dlopen {_SONAME}"
 _IMPORT = "import cuda.bindings.driver"
 _DRIVER_ADVICE = "install the NVIDIA driver, or put the folder of a libcuda.so.1 on LD_LIBRARY_PATH"
-_DEVICE_NODES = Path("/dev")
+_DEVICE_FOLDER = Path("/dev")
 # The function cuPointerGetAttribute of the bindings and the attribute BUFFER_ID. Empty before the first use.
 _buffer_id_query: list[Any] = []
 _BUFFER_ID_ATTRIBUTE = 7  # CU_POINTER_ATTRIBUTE_BUFFER_ID
@@ -109,8 +109,8 @@ def initialize() -> None:
     elif status == _results.NO_DEVICE:
         reason, advice = Reason.NO_DEVICE, "check that nvidia-smi lists a GPU"
     elif status == _results.INVALID_VALUE:
-        # cuInit(0) has no argument that could be wrong. The library refuses its own configuration, and describes the
-        # problem on stderr.
+        # cuInit(0) has no argument that could be wrong. So the library refused its configuration, such as a variable of
+        # the twin, and wrote the reason to stderr.
         reason, advice = Reason.MALFORMED, "read the error that the library wrote to stderr, and correct what it names"
     elif status in {_results.OPERATING_SYSTEM, _results.UNKNOWN}:
         advice = "check that the kernel module nvidia is loaded and that /dev/nvidiactl exists"
@@ -252,7 +252,7 @@ def new_structure(name: str, /, **fields: Any) -> object:
 
 
 @contextlib.contextmanager
-def current_context(handle: int) -> Iterator[None]:
+def push_context(handle: int) -> Iterator[None]:
     """Make the context of `handle` current, and restore the previous one afterwards."""
     call("cuCtxPushCurrent", ctx=handle)
     try:
@@ -274,7 +274,7 @@ def uninitialized_bytes(length_bytes: int) -> bytes:
     return new_bytes
 
 
-def bytes_at(address: int, length_bytes: int) -> Any:
+def array_at(address: int, length_bytes: int) -> Any:
     """Return a ctypes array of the host bytes at an address, for views. It does not own the bytes.
 
     A weak reference to the array shows whether a view still exists, because each view keeps the array alive.
@@ -311,7 +311,7 @@ def _make_missing_function_error(operation: str, error: RuntimeError) -> SetupMi
 
 def _find_permission_error() -> OSError | None:
     """Return the error of opening a device node that exists and that this user may not open, or None."""
-    for path in sorted(_DEVICE_NODES.glob("nvidia*")):
+    for path in sorted(_DEVICE_FOLDER.glob("nvidia*")):
         if not path.is_char_device():
             continue
         try:

@@ -113,7 +113,7 @@ class PrimaryContext(Closeable):
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the primary context current on this thread, and restore the previous one afterwards."""
-        with _driver.current_context(self._retain()):
+        with _driver.push_context(self._retain()):
             yield
 
     def context_handle(self) -> int:

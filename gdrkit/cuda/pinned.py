@@ -65,7 +65,7 @@ class PinnedMemory(Resource):
         self._check_open()
         array = None if self._view_base is None else self._view_base()
         if array is None:
-            array = _driver.bytes_at(self._address, self.length_bytes)
+            array = _driver.array_at(self._address, self.length_bytes)
             self._view_base = weakref.ref(array)
         return memoryview(array).cast("B")
 

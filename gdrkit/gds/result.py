@@ -20,8 +20,8 @@ __all__ = [
     "Route",
     "TransferFailed",
     "TransferResult",
-    "incomplete_transfer_error",
     "short_transfer_error",
+    "unsuccessful_transfer_error",
 ]
 
 # The direct routes. If a direct path is required, a transfer over another route fails.
@@ -61,7 +61,7 @@ class TransferResult(NamedTuple):
 
 
 class TransferFailed(ApiError):
-    """A transfer ended before all bytes had arrived.
+    """A transfer failed: not all bytes arrived, or it did not take the required direct path.
 
     Even with ETIMEDOUT this error is not a TimeoutError, because a TimeoutError of :meth:`Transfer.result` means that
     the transfer continues.
@@ -79,10 +79,10 @@ class TransferFailed(ApiError):
         return OSError if number == errno.ETIMEDOUT else super()._find_builtin_class(number)
 
 
-def incomplete_transfer_error(
+def unsuccessful_transfer_error(
     arguments: Mapping[str, object], detail: str, *, reason: Reason = Reason.END_OF_FILE
 ) -> TransferFailed:
-    """Return the error of a transfer that ended early, or took a route that is not direct, although no call failed."""
+    """Return the error of a transfer without a failed call: it ended early, or did not take the required path."""
     return TransferFailed(
         api=Api.NONE,
         operation="transfer",
@@ -98,7 +98,7 @@ def short_transfer_error(failure: Failure | None, arguments: dict[str, object], 
     """Return the error of a short transfer that failed, or that reached the end of the file (`failure` is None)."""
     arguments = {**arguments, "transferred_bytes": result.bytes}
     if failure is None:
-        error: ApiError = incomplete_transfer_error(arguments, "the file has fewer bytes")
+        error: ApiError = unsuccessful_transfer_error(arguments, "the file has fewer bytes")
     else:
         error = api_error(failure, arguments=arguments, error_class=TransferFailed)
     if isinstance(error, TransferFailed):

@@ -23,7 +23,7 @@ from gdrkit.gds.result import (
     Route,
     TransferFailed,
     TransferResult,
-    incomplete_transfer_error,
+    unsuccessful_transfer_error,
 )
 
 if TYPE_CHECKING:
@@ -330,12 +330,12 @@ class Transfer:
         if failure is not None:
             error = api_error(failure, arguments=arguments, error_class=TransferFailed, detail=detail)
         elif progress["cancelled"]:
-            error = incomplete_transfer_error(arguments, detail, reason=Reason.CANCELLED)
+            error = unsuccessful_transfer_error(arguments, detail, reason=Reason.CANCELLED)
         elif not is_complete:
-            error = incomplete_transfer_error(arguments, detail)
+            error = unsuccessful_transfer_error(arguments, detail)
         else:
             detail = f"the route of the bytes is {result.route.value}: {result.why_not_direct}"
-            error = incomplete_transfer_error(arguments, detail, reason=Reason.NOT_DIRECT)
+            error = unsuccessful_transfer_error(arguments, detail, reason=Reason.NOT_DIRECT)
         if isinstance(error, TransferFailed):
             error.transferred = result
         return error

@@ -109,9 +109,9 @@ def qualify(options: Options, progress: Progress) -> tuple[Run, RunFolder]:
     Raises
     ------
     SetupMissing
-        pytest or the twins are not installed.
+        pytest, the suites or the twins are not installed.
     UsageError
-        The profile does not exist or does not fit, or the selection is invalid.
+        The profile does not exist or does not fit this machine, or the selection or the seed is invalid.
     """
     with exit_on_signals():
         run, folder = run_cases(options, progress)
@@ -252,18 +252,18 @@ def _check_installation() -> None:
     """Raise SetupMissing if pytest or the suites are not installed."""
     if importlib.util.find_spec("pytest") is None:
         operation, what_to_do = "import pytest", pip_install("qualify")
-        raise _find_missing_installation(operation, what_to_do)
+        raise _make_not_installed_error(operation, what_to_do)
     if not (install_paths().suites / "pytest.ini").is_file():
         operation, what_to_do = "find the suites", "install gdrkit from a wheel or run it from a checkout"
-        raise _find_missing_installation(operation, what_to_do)
+        raise _make_not_installed_error(operation, what_to_do)
 
 
-def _find_missing_installation(operation: str, what_to_do: str) -> SetupMissing:
+def _make_not_installed_error(operation: str, what_to_do: str) -> SetupMissing:
     return SetupMissing(
         api=Api.NONE,
         operation=operation,
         status=None,
-        status_name="nothing",
+        status_name="not installed",
         reason=Reason.LIBRARY_MISSING,
         what_to_do=what_to_do,
     )

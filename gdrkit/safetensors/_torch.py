@@ -161,7 +161,7 @@ class TorchMaker:
             [joined_tensor] if len(sizes) == 1 else self._torch.unsafe_split_with_sizes(joined_tensor, sizes)
         )
 
-    def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
+    def allocate_separate_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[Any], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
         dtypes = self._list_dtypes(placements)
         tensors = self._make_empty_tensors(

@@ -128,7 +128,7 @@ class DeviceLoad:
 
     def _place_each(self, layout: Layout) -> array[int]:
         """Allocate memory for each tensor."""
-        tensors, addresses = self.maker.own_tensors(self.device_index, layout.placements)
+        tensors, addresses = self.maker.allocate_separate_tensors(self.device_index, layout.placements)
         self.buffers.append(tensors)
         self._add(tensors, layout.placements)
         placements = layout.placements

@@ -1,4 +1,4 @@
-"""Memory for the tensors of a file, and tensors for programs without torch, which other libraries take by DLPack."""
+"""Memory for the tensors of a file, and a tensor class for programs without torch, which can be exported by DLPack."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DlpackMaker", "ModelTensor", "TensorBuffer"]
 class TensorBuffer:
     """Memory of one device, or of the host, that several tensors share.
 
-    It is freed when the last of these tensors is gone, and the last consumer of their DLPack capsules.
+    It is freed when the last of these tensors and the last consumer of their DLPack capsules are gone.
 
     Parameters
     ----------
@@ -111,7 +111,7 @@ class ModelTensor:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         """Return DLPack's type and index of the device."""
-        return cuda.dlpack_device(self._make_index())
+        return cuda.dlpack_device(self._cuda_index_or_none())
 
     def __dlpack__(
         self,
@@ -123,7 +123,8 @@ class ModelTensor:
     ) -> object:
         """Return the tensor as a DLPack capsule, which keeps the memory alive.
 
-        Two elements of F4 are one element with two lanes, as in torch. Elements of F6 are packed.
+        A pair of F4 elements is exported as one element with two lanes, as in torch. Elements of 6 bits are exported
+        without padding bits.
 
         Raises
         ------
@@ -145,11 +146,11 @@ class ModelTensor:
             self.address,
             shape=shape,
             element=(element.dlpack_code, element.bits, lanes),
-            device_index=self._make_index(),
+            device_index=self._cuda_index_or_none(),
             is_versioned=max_version is not None and max_version[0] >= 1,
         )
 
-    def _make_index(self) -> int | None:
+    def _cuda_index_or_none(self) -> int | None:
         return None if self.device_index == HOST else self.device_index
 
     def __repr__(self) -> str:
@@ -177,7 +178,7 @@ class DlpackMaker:
         return TensorBuffer(device_index, length_bytes)
 
     def wait_for_allocations(self, device_index: int) -> None:
-        """Do nothing: no kernel uses new memory of the driver."""
+        """Do nothing: no queued kernel uses memory that the driver has just allocated, unlike torch's cached memory."""
 
     def address(self, buffer: TensorBuffer) -> int:
         """Return the address of the memory."""
@@ -187,7 +188,9 @@ class DlpackMaker:
         """Return the tensors in the memory of a file."""
         return [ModelTensor(buffer, placement) for placement in placements]
 
-    def own_tensors(self, device_index: int, placements: list[Placement]) -> tuple[list[ModelTensor], list[int]]:
+    def allocate_separate_tensors(
+        self, device_index: int, placements: list[Placement]
+    ) -> tuple[list[ModelTensor], list[int]]:
         """Return tensors with memory of their own, and the address of each."""
         buffers = [TensorBuffer(device_index, placement.length_bytes) for placement in placements]
         tensors = [

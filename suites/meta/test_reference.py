@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from automation.site import flowchart, reference, stage
-from automation.site.examples import find_programs_by_name, list_all_programs
+from automation.site.examples import list_all_programs, map_names_to_programs
 from automation.site.snippets import ROOT, guides
 from gdrkit import errors
 from gdrkit.cufile import Cause
@@ -73,7 +73,7 @@ def needs_an_example(value: object) -> bool:
 
 
 def test_name_that_programs_call_has_an_example() -> None:
-    programs = find_programs_by_name(list_all_programs())
+    programs = map_names_to_programs(list_all_programs())
     missing = {
         f"{module_name}.{name}"
         for module_name, module in reference.list_public_modules().items()

@@ -49,7 +49,7 @@ HARDWARE_SUBSTRATES = {"verbs": "hardware", "cuda": "hardware"}
 ANY_PROFILE = Profile(
     schema_version=1, name="any", about="", foreseen=(ForeseenAbsence("*", "*"),), routes=(RequiredRoute(),)
 )
-BARE_PROFILE = Profile(schema_version=1, name="bare", about="", cases_min=2)
+TWO_CASES_PROFILE = Profile(schema_version=1, name="bare", about="", cases_min=2)
 VENDOR_LIBRARIES = [make_library("libibverbs.so.1"), make_library("libcuda.so.1")]
 DIRECT_ROUTE = make_proven_route(0, "mlx5_0")
 
@@ -85,7 +85,7 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         # The process has loaded a twin and a library of the vendor.
         ([TWIN, VENDOR_LIBRARIES[0]], HARDWARE_FACTS, {"verbs": "unknown"}),
         ([VENDOR_LIBRARIES[0], TWIN], HARDWARE_FACTS, {"verbs": "unknown"}),
-        # Files describe the devices, but there is no evidence from the kernel.
+        # The facts contain the devices, but no evidence from the kernel.
         (VENDOR_LIBRARIES, make_facts(rdma=[NIC], driver=DRIVER), {"verbs": "unknown", "cuda": "unknown"}),
         (VENDOR_LIBRARIES, make_hardware_facts(evidence=None), {"verbs": "unknown", "cuda": "unknown"}),
         # The kernel has neither a GPU nor a NIC.
@@ -124,7 +124,7 @@ def make_facts_with_gpu(**fields: object) -> Facts:
         ([make_library("libhl-thunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
         ([make_library("libhlthunk.so", error="cut off")], HARDWARE_FACTS, {"hlthunk": "unknown"}),
         ([make_library("libcudart.so.12", error="cut off")], HARDWARE_FACTS, {}),
-        # An intact file without a SONAME is not a library of an API, whatever its file name is.
+        # An intact file without a SONAME, or with another one, is not a library of an API, whatever its file name is.
         ([dataclasses.replace(VENDOR_LIBRARIES[1], soname=None)], HARDWARE_FACTS, {}),
         ([dataclasses.replace(VENDOR_LIBRARIES[0], soname="libother.so.1")], HARDWARE_FACTS, {}),
     ],
@@ -152,7 +152,7 @@ def test_substrate_of_facts_has_the_apis_with_libraries() -> None:
     assert substrates_of_facts(HARDWARE_FACTS) == {}
 
 
-def test_open_devices_of_a_process_precede_those_of_facts() -> None:
+def test_given_device_nodes_override_nodes_of_facts() -> None:
     assert substrate_of(VENDOR_LIBRARIES, HARDWARE_FACTS, nodes=()) == dict.fromkeys(
         ("verbs", "cuda"), Substrate.UNKNOWN
     )
@@ -306,30 +306,30 @@ FACTS_WITH_PEER_MEMORY = make_facts(routes=[make_route_facts("peer_memory")])
     ("profile", "records", "facts", "software", "code", "verdict"),
     [
         (ANY_PROFILE, [PROVEN_RECORD], make_facts(), False, 0, "Every required route is proven on hardware"),
-        (BARE_PROFILE, [PASSED_RECORD, PASSED_RECORD], make_facts(), True, 0, "The code passed on software twins"),
+        (TWO_CASES_PROFILE, [PASSED_RECORD, PASSED_RECORD], make_facts(), True, 0, "The code passed on software twins"),
         (
-            BARE_PROFILE,
+            TWO_CASES_PROFILE,
             [PASSED_RECORD, PASSED_RECORD, FORESEEN_RECORD],
             make_facts(),
             True,
             0,
             "The code passed on software twins",
         ),
-        (BARE_PROFILE, [PASSED_RECORD, FAILED_RECORD], make_facts(), True, 1, "1 of 2 cases failed"),
+        (TWO_CASES_PROFILE, [PASSED_RECORD, FAILED_RECORD], make_facts(), True, 1, "1 of 2 cases failed"),
         (ANY_PROFILE, [PROVEN_RECORD, FAILED_RECORD], make_facts(), False, 1, "1 of 2 cases failed"),
         (ANY_PROFILE, [FALLBACK_RECORD], make_facts(), False, 1, "A route fell back where direct was required"),
-        (BARE_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
+        (TWO_CASES_PROFILE, [FALLBACK_RECORD, PASSED_RECORD], make_facts(), False, 4, "Nothing was proven on hardware"),
         (
-            BARE_PROFILE,
+            TWO_CASES_PROFILE,
             [PASSED_RECORD, PASSED_RECORD, UNFORESEEN_RECORD],
             make_facts(),
             True,
             1,
             "1 case did not run, and profile bare does not foresee that",
         ),
-        (BARE_PROFILE, [PASSED_RECORD], make_facts(), True, 1, "Only 1 case ran; profile bare requires 2"),
+        (TWO_CASES_PROFILE, [PASSED_RECORD], make_facts(), True, 1, "Only 1 case ran; profile bare requires 2"),
         (
-            BARE_PROFILE,
+            TWO_CASES_PROFILE,
             [FORESEEN_RECORD, FORESEEN_RECORD],
             make_facts(),
             True,
@@ -374,16 +374,17 @@ def test_profile_may_require_one_route_for_each_device() -> None:
     assert outcome.causes == ("no route to GPU 1 is proven",)
 
 
-def test_missing_set_up_has_the_advice_of_its_failure() -> None:
+def test_incomplete_setup_repeats_the_advice_of_its_api() -> None:
     outcome = decide(make_facts(failure=API_FAILURE), ANY_PROFILE, [PASSED_RECORD], software_asked=False)
     assert outcome.to_do == ("install the driver",)
 
 
 def test_selected_cases_need_not_reach_the_minimum() -> None:
     assert (
-        decide(make_facts(), BARE_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code is ExitCode.PROVEN
+        decide(make_facts(), TWO_CASES_PROFILE, [PASSED_RECORD], software_asked=True, is_part=True).code
+        is ExitCode.PROVEN
     )
-    assert decide(make_facts(), BARE_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
+    assert decide(make_facts(), TWO_CASES_PROFILE, [], software_asked=True, is_part=True).code is ExitCode.FAILED
 
 
 def test_slow_link_fails_a_machine_with_proven_routes() -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 pytestmark = [DMABUF, needs(software(Api.VERBS), software(Api.CUDA))]
 
-# The program prints for each step the number of flushes since the memory was registered.
+# The program prints for each step the number of flushes since before the first read.
 PROGRAM = """
 import json, sys
 from pathlib import Path

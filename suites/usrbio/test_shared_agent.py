@@ -15,7 +15,16 @@ from support.other_user import folder_for_all_users
 from support.processes import wait_until
 from support.raw_usrbio import AgentProcess, RawIov, RawRing, shared_memory_files
 from support.storage import run_storage_server
-from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, published, read_on_demand, transfer
+from usrbio.user_processes import (
+    ALICE,
+    BOB,
+    GROUP,
+    UserProcess,
+    errno_of,
+    publish_iov_and_ring,
+    read_on_demand,
+    transfer,
+)
 
 from gdrkit import pattern, usrbio
 from gdrkit.harness.needs import host, needs, verbs
@@ -73,7 +82,7 @@ def agent_folder(mount: Path) -> Path:
 def attempts(mount: Path, victim: dict[str, Any], private: Path, readable: Path, connection: Connection) -> None:
     """Try to use the objects of another user and of the agent, and send the errno of each attempt."""
     virtual = agent_folder(mount)
-    with published(mount) as (client, iov, ring), contextlib.closing(RawRing(8, for_read=False)) as writes:
+    with publish_iov_and_ring(mount) as (client, iov, ring), contextlib.closing(RawRing(8, for_read=False)) as writes:
         client.publish_ring(writes)
         path_fd = os.open(private, os.O_PATH)
         read_fd = os.open(readable, os.O_RDONLY)
@@ -190,7 +199,7 @@ def use_files(mount: Path, paths: list[Path], *, by_rings: bool) -> Callable[[Co
     def run(connection: Connection) -> None:
         results = {}
         with (
-            published(mount) as (client, iov, reads),
+            publish_iov_and_ring(mount) as (client, iov, reads),
             contextlib.closing(RawRing(8, for_read=False)) as writes,
         ):
             client.publish_ring(writes)
@@ -239,7 +248,7 @@ def write_once(mount: Path, path: Path) -> Callable[[Connection], None]:
     """Return a function that writes a file by a ring once, and sends the result."""
 
     def run(connection: Connection) -> None:
-        with published(mount, for_read=False) as (client, iov, ring), path.open("r+b") as file:
+        with publish_iov_and_ring(mount, for_read=False) as (client, iov, ring), path.open("r+b") as file:
             connection.send(transfer(ring, iov.id.bytes, client.register_file(file.fileno())))
 
     return run
@@ -302,7 +311,7 @@ def test_files_of_one_user_leave_handles_for_another(mount: Path) -> None:
         """Register files until the agent refuses one, then one more after a deregistration. Send both results."""
         folder = mount / "alice"
         folder.mkdir()
-        with published(mount) as (client, _iov, _ring):
+        with publish_iov_and_ring(mount) as (client, _iov, _ring):
             inodes: list[int] = []
 
             def register() -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from support.processes import wait_until
-from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, published, shared_mount, transfer
+from usrbio.user_processes import ALICE, BOB, GROUP, UserProcess, errno_of, publish_iov_and_ring, shared_mount, transfer
 
 from gdrkit import pattern
 from gdrkit.harness.needs import host, needs, verbs
@@ -48,7 +48,7 @@ def attack_by_rename(mount: Path, connection: Connection) -> None:
         # The kernel of the client does not see this rename, so it still looks for the open file at the old path.
         argument = virtual.MOVE_ARGUMENT.pack(inode, name, inode, new_name, 0)
         fcntl.ioctl(folder_fd, virtual.MOVE, bytearray(argument))
-    with published(mount) as (client, _iov, _ring):
+    with publish_iov_and_ring(mount) as (client, _iov, _ring):
         hole = protocol.pack_punch(0, ((0, 64 * KIB),))
         connection.send(
             [
@@ -76,7 +76,7 @@ def test_renamed_private_folder_gives_no_access(mount: Path) -> None:
 
 def read_registered(mount: Path, path: Path, connection: Connection) -> None:
     """Register a file, and read it once for each question."""
-    with published(mount) as (client, iov, ring), path.open("rb") as file:
+    with publish_iov_and_ring(mount) as (client, iov, ring), path.open("rb") as file:
         inode = client.register_file(file.fileno())
         while True:
             connection.send(transfer(ring, iov.id.bytes, inode))

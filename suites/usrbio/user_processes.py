@@ -26,7 +26,7 @@ __all__ = [
     "GROUP",
     "UserProcess",
     "errno_of",
-    "published",
+    "publish_iov_and_ring",
     "read_on_demand",
     "shared_mount",
     "transfer",
@@ -38,7 +38,7 @@ _PR_SET_DUMPABLE = 4
 
 
 def _become(uid: int, groups: list[int]) -> None:
-    """Change user and groups of this process, which cannot be undone, and keep its files in /proc usable."""
+    """Change the user and the groups of this process for good. The new user then owns its files in /proc."""
     os.setgroups(groups)
     os.setgid(uid)
     os.setuid(uid)
@@ -48,7 +48,7 @@ def _become(uid: int, groups: list[int]) -> None:
 class UserProcess:
     """A forked process of a user that calls `function` with a connection. Use it as a context manager.
 
-    An exception of the function is received as the text of its traceback.
+    If the function raises an exception, :meth:`receive` raises an AssertionError with the traceback.
     """
 
     def __init__(self, uid: int, function: Callable[[Connection], None], *, groups: list[int] | None = None) -> None:
@@ -88,7 +88,7 @@ class UserProcess:
 
 
 @contextlib.contextmanager
-def published(mount: Path, *, for_read: bool = True) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
+def publish_iov_and_ring(mount: Path, *, for_read: bool = True) -> Iterator[tuple[RawClient, RawIov, RawRing]]:
     """Publish an iov and a ring of this process."""
     with (
         RawClient(mount) as client,
@@ -110,12 +110,15 @@ def transfer(ring: RawRing, iov_id: bytes, inode: int, length: int = 4 * KIB) ->
 
 
 def read_on_demand(mount: Path, path: Path) -> Callable[[Connection], None]:
-    """Return a function that creates a private file, publishes, and reads the file once for each question."""
+    """Return a function for a user's process, which reads a private file of the user for each message.
+
+    It publishes an iov and a ring, and first sends their names.
+    """
 
     def run(connection: Connection) -> None:
         path.write_bytes(pattern.payload(64 * KIB, seed=3))
         path.chmod(0o600)
-        with published(mount) as (client, iov, ring), path.open("rb") as file:
+        with publish_iov_and_ring(mount) as (client, iov, ring), path.open("rb") as file:
             inode = client.register_file(file.fileno())
             names = {"iov": iov.name(), "target": str(iov.path), "ring": ring.link, "ring_target": str(ring.path)}
             connection.send({**names, "inode": inode, "id": iov.id.bytes})
@@ -142,13 +145,13 @@ def errno_of(action: Callable[[], object]) -> int:
 
 @contextlib.contextmanager
 def shared_mount() -> Iterator[tuple[AgentProcess, Path, Path]]:
-    """Run an agent, and yield it with its FUSE mount and a plain folder, in which every user can create files."""
+    """Run an agent, and yield it with its FUSE mount and a folder outside it. Every user can create files in both."""
     with folder_for_all_users() as folder:
-        mount, store, plain = folder / "mount", folder / "store", folder / "plain"
-        for path in (mount, store, plain):
+        mount, store, local_folder = folder / "mount", folder / "store", folder / "local"
+        for path in (mount, store, local_folder):
             path.mkdir()
-        for path in (store, plain):
+        for path in (store, local_folder):
             path.chmod(0o1777)
         with AgentProcess(mount, "--store", str(store), "--fuse", "--shared") as agent:
-            yield agent, mount, plain
+            yield agent, mount, local_folder
             assert agent.terminate() == 0, agent.error_output

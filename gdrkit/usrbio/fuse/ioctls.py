@@ -14,8 +14,8 @@ from gdrkit.usrbio.fuse.operations import Operations
 
 __all__ = ["MountOperations"]
 
-# The requests that use names which the kernel has not checked.
-_REQUESTS_WITH_PATHS = {virtual.RECURSIVE_RM, virtual.HARDLINK, virtual.MOVE, virtual.REMOVE}
+# The requests that create, move or remove entries of folders. The kernel has not checked the rights for them.
+_REQUESTS_THAT_CHANGE_FOLDERS = {virtual.RECURSIVE_RM, virtual.HARDLINK, virtual.MOVE, virtual.REMOVE}
 
 
 class MountOperations(Operations):
@@ -24,7 +24,7 @@ class MountOperations(Operations):
     def ioctl(self, _path: str | None, request: int, _argument: object, fh: int, _flags: int, data: int) -> None:
         """Execute an ioctl, whose argument or result is at the address `data`. Raise ENOTTY if it is unknown."""
         request &= 0xFFFFFFFF
-        if request in _REQUESTS_WITH_PATHS:
+        if request in _REQUESTS_THAT_CHANGE_FOLDERS:
             check_root()
         if result := self._answer_query(request):
             copy_out(data, result)
@@ -48,7 +48,7 @@ class MountOperations(Operations):
             raise _make_error(errno.ENOTTY)
 
     def _answer_query(self, request: int) -> bytes | None:
-        """Return the value that an ioctl queries, or None for an ioctl that does something."""
+        """Return the value that an ioctl queries, or None for other ioctls."""
         if request == virtual.GET_MAGIC:
             return virtual.MAGIC.to_bytes(4, "little")
         if request == virtual.GET_IOCTL_VERSION:
@@ -84,7 +84,7 @@ class MountOperations(Operations):
         self.rename(_make_entry_path(folder, padded_name), _make_entry_path(new_folder, padded_new_name))
 
     def _remove(self, fh: int, argument: bytes) -> None:
-        """Remove an entry of the open folder: a file or an empty folder; the flag also allows a full folder."""
+        """Remove an entry of the open folder: a file, an empty folder, or a whole tree if the argument says so."""
         inode, padded_name, is_recursive = virtual.REMOVE_ARGUMENT.unpack(argument)
         path = _make_entry_path(self._find_open_folder(fh, inode), padded_name)
         if is_recursive:

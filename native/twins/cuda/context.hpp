@@ -35,7 +35,7 @@ struct Context {
     std::shared_ptr<Stream> legacy_stream;
     std::vector<std::shared_ptr<Stream>> streams;
     std::map<std::thread::id, std::shared_ptr<Stream>> thread_streams;
-    // Marker of the last copy between contexts, after which all later work of this context runs, or null.
+    // Marker of the last copy between this context and another, or null. All later work of this context waits for it.
     std::shared_ptr<Marker> barrier;
 };
 using ContextRef = std::shared_ptr<Context>;
@@ -47,7 +47,8 @@ Result find_current_context(ContextRef* context);
 // Find the live context with this handle, or fail with invalid_context.
 Result find_context(Handle handle, ContextRef* context);
 
-// Make the context of a green context, which is current in no thread, and retain the primary context of the device.
+// Create the context that represents a green context. It is current in no thread, and retains the primary context of
+// the device.
 ContextRef make_green_context(Device device, Handle green);
 // Destroy this context and its streams, and release the primary context.
 void destroy_green_context(const ContextRef& context);

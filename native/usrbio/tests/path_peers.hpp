@@ -40,7 +40,7 @@ public:
             map(parameters.sq_off.array + parameters.sq_entries * sizeof(unsigned), IORING_OFF_SQ_RING);
         auto* const completion =
             map(parameters.cq_off.cqes + parameters.cq_entries * sizeof(io_uring_cqe), IORING_OFF_CQ_RING);
-        entries_ = reinterpret_cast<io_uring_sqe*>(map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
+        sqes_ = reinterpret_cast<io_uring_sqe*>(map(parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES));
         sq_tail_ = reinterpret_cast<std::atomic<unsigned>*>(submission + parameters.sq_off.tail);
         sq_mask_ = *reinterpret_cast<unsigned*>(submission + parameters.sq_off.ring_mask);
         sq_array_ = reinterpret_cast<unsigned*>(submission + parameters.sq_off.array);
@@ -91,7 +91,7 @@ private:
     }
     void add_read(unsigned buffer, std::uint64_t offset) {
         const unsigned tail = sq_tail_->load(std::memory_order_relaxed);
-        io_uring_sqe& entry = entries_[tail & sq_mask_];
+        io_uring_sqe& entry = sqes_[tail & sq_mask_];
         entry = {};
         entry.opcode = IORING_OP_READ;
         entry.fd = file_fd_;
@@ -111,12 +111,12 @@ private:
         unsigned completed_count = 0;
         unsigned head = cq_head_->load(std::memory_order_relaxed);
         for (; head != cq_tail_->load(std::memory_order_acquire); ++head, ++completed_count) {
-            const io_uring_cqe& entry = cqes_[head & cq_mask_];
-            if (entry.res != static_cast<int>(read_bytes_)) {
-                std::fprintf(stderr, "io_uring: a read failed or was short: result %d\n", entry.res);
+            const io_uring_cqe& cqe = cqes_[head & cq_mask_];
+            if (cqe.res != static_cast<int>(read_bytes_)) {
+                std::fprintf(stderr, "io_uring: a read failed or was short: result %d\n", cqe.res);
                 std::exit(1);
             }
-            free_buffers_.push_back(static_cast<unsigned>(entry.user_data));
+            free_buffers_.push_back(static_cast<unsigned>(cqe.user_data));
         }
         cq_head_->store(head, std::memory_order_release);
         return completed_count;
@@ -128,7 +128,7 @@ private:
     std::uint8_t* memory_ = nullptr;
     std::vector<unsigned> free_buffers_;
     int ring_fd_ = -1;
-    io_uring_sqe* entries_ = nullptr;
+    io_uring_sqe* sqes_ = nullptr;
     std::atomic<unsigned>*sq_tail_ = nullptr, *cq_head_ = nullptr, *cq_tail_ = nullptr;
     unsigned sq_mask_ = 0, cq_mask_ = 0;
     unsigned* sq_array_ = nullptr;

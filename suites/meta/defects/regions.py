@@ -195,8 +195,8 @@ def leave_device_current(driver: Any) -> None:
     import contextlib
 
     @contextlib.contextmanager
-    def current_context(handle: int) -> Any:
+    def push_context(handle: int) -> Any:
         driver.call("cuCtxPushCurrent", ctx=handle)
         yield
 
-    driver.current_context = current_context
+    driver.push_context = push_context
