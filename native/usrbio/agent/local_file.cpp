@@ -2,6 +2,7 @@
 #include "usrbio/agent/local_file.hpp"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <array>
@@ -105,7 +106,8 @@ std::int64_t LocalFile::complete_piece(std::uint64_t offset, std::span<std::byte
     std::size_t done = 0;
     bool is_end = false;
     std::int64_t count = first_count;
-    // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file.
+    // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file, and in Linux
+    // 5.9 and 5.10 not even these.
     for (;;) {
         if (count < 0) {
             if (count == -EOPNOTSUPP || count == -ENOSYS)
@@ -119,7 +121,15 @@ std::int64_t LocalFile::complete_piece(std::uint64_t offset, std::span<std::byte
         count = storage::read_cached(file_.get(), destination.data() + done, destination.size() - done, offset + done);
     }
     const auto result = static_cast<std::int64_t>(done);
-    return sums_state_ == SumsState::open && !match_sums(offset, destination.first(done)) ? ~result : result;
+    struct stat status {};
+    if (is_end && (fstat(file_.get(), &status) != 0 || static_cast<std::uint64_t>(status.st_size) > offset + done))
+        return ~result;
+    // A later read of the batch may have found that the sums are not usable any more, so this is not sums_state_ ==
+    // open.
+    return sums_state_ == SumsState::none ||
+                   (sums_state_ == SumsState::open && match_sums(offset, destination.first(done)))
+               ? result
+               : ~result;
 }
 
 bool LocalFile::prepare_read(std::uint64_t offset, std::size_t length) {

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 
 #include "storage/sums.hpp"
 
@@ -14,6 +15,23 @@ namespace {
 constexpr std::uint64_t group_bytes_min = 32 * 1024;
 // Size of a batch from which the helper takes a part. For fewer bytes, the handovers cost more than they save.
 constexpr std::uint64_t shared_bytes_min = 128 * 1024;
+
+std::int64_t read_by_call(const CachedRead& read) noexcept {
+    return storage::read_cached(read.file, read.destination.data(), read.destination.size(), read.offset);
+}
+
+// Executes reads by io_uring. Returns false if io_uring cannot be used.
+bool read_by_ring(ReadRing& ring, std::span<CachedRead> reads) noexcept {
+    if (!ring.read(reads))
+        return false;
+    const auto is_refused = [](const CachedRead& read) { return read.result == -EAGAIN; };
+    // In older kernels, io_uring refuses RWF_NOWAIT for files on some block devices even if the bytes are cached.
+    if (std::ranges::all_of(reads, is_refused) && read_by_call(reads.front()) >= 0) {
+        ring.close();
+        return false;
+    }
+    return true;
+}
 
 } // namespace
 
@@ -68,10 +86,9 @@ void LocalReader::read_pieces(std::size_t begin, std::size_t end, bool is_helper
         for (std::size_t index = begin; index < next; ++index)
             cached_reads_[index].file = is_helper ? pieces_[index].file->helper_fd() : pieces_[index].file->fd();
         // One read by io_uring takes longer than one by its own system call.
-        if (reads.size() == 1 || !rings_[is_helper ? 1 : 0].read(reads))
+        if (reads.size() == 1 || !read_by_ring(rings_[is_helper ? 1 : 0], reads))
             for (CachedRead& read : reads)
-                read.result =
-                    storage::read_cached(read.file, read.destination.data(), read.destination.size(), read.offset);
+                read.result = read_by_call(read);
         for (std::size_t index = begin; index < next; ++index)
             complete_piece(index);
     }

@@ -149,7 +149,8 @@ void Loop::run_local_reads(Ring& ring) {
     for (std::size_t index = 0; index < local_reads_.size(); ++index) {
         const auto& [entry, buffer, file] = local_reads_[index];
         const std::optional<std::int64_t> result = local_reader_.result(index);
-        if (!result) {
+        // After a bus error, later bytes of the batch may be in a page of the agent that replaces one of the client.
+        if (!result || buffer->guard->has_bus_error()) {
             start_operation(ring, *entry, *buffer, *file);
             continue;
         }

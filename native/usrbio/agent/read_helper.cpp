@@ -17,8 +17,8 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr std::uint32_t skip_max = 64;
-// Number of checks for the end of the helper's last index before the thread sleeps. An index takes about 10 us.
-constexpr unsigned spins_max = 512;
+// Number of checks for the end of the helper's last index before the thread sleeps. An index takes 10 to 50 us.
+constexpr unsigned spins_max = 2048;
 // The helper spins for this time after a job, because a sleep and the wake-up take longer than a short job.
 constexpr std::chrono::microseconds spin_time{50};
 constexpr unsigned spins_per_clock_read = 16;
@@ -76,25 +76,31 @@ void ReadHelper::avoid_processor(int processor) noexcept {
     // A machine with more than CPU_SETSIZE processors, where the first call fails, has a free one.
     if (processor < 0 || processor >= CPU_SETSIZE || sched_getaffinity(0, sizeof processors, &processors) != 0)
         return;
-    if (CPU_COUNT(&processors) > 1)
-        CPU_CLR(processor, &processors);
+    CPU_CLR(processor, &processors);
+    if (CPU_COUNT(&processors) == 0)
+        return; // The loop may use only this processor. The helper may still use others.
     pthread_setaffinity_np(thread_.native_handle(), sizeof processors, &processors);
 }
 
 // Withdraws a job whose indices have all been begun, and waits until the helper has executed its last index.
 void ReadHelper::finish(Job& job) {
+    bool has_slept = false;
     if (offered_job_.exchange(nullptr) == nullptr) { // The helper has begun the job.
         ++begun_count_;
         for (unsigned spin = 0; spin < spins_max && ended_count_.load() != begun_count_; ++spin)
             pause_processor();
         while (ended_count_.load() != begun_count_) {
+            has_slept = true;
             is_awaited_.store(true);
             if (ended_count_.load() != begun_count_)
                 futex_wait(ended_count_, begun_count_ - 1, no_limit);
             is_awaited_.store(false);
         }
     }
-    last_skip_ = job.helped_count != 0 ? 0 : std::clamp(last_skip_ * 2, 1U, skip_max);
+    const bool has_helped = job.helped_count != 0 && !has_slept;
+    if (!has_helped)
+        avoided_processor_ = -1; // The processors that the threads may use have perhaps changed.
+    last_skip_ = has_helped ? 0 : std::clamp(last_skip_ * 2, 1U, skip_max);
     jobs_to_skip_ = last_skip_;
 }
 

@@ -46,7 +46,8 @@ private:
     bool has_failed_to_start_ = false;
     int avoided_processor_ = -1;
     std::thread thread_;
-    // If the helper came too late for a job, no other processor was free. The next jobs are not shared then.
+    // If the helper came too late for a job, or did not end it in time, no other processor was free. The next jobs are
+    // not shared then.
     std::uint32_t jobs_to_skip_ = 0, last_skip_ = 0;
     std::uint32_t begun_count_ = 0; // Number of jobs that the helper has begun.
 };

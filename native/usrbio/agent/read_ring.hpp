@@ -36,6 +36,8 @@ public:
     // io_uring cannot be used: the kernel is older than 5.6, or a container or an administrator forbids it. The results
     // are then undefined. The first call makes the queues.
     bool read(std::span<CachedRead> reads) noexcept;
+    // Gives io_uring up: later calls of read() return false.
+    void close() noexcept;
 
 private:
     struct Mapping {
@@ -44,7 +46,6 @@ private:
     };
 
     bool open() noexcept;
-    void close() noexcept;
     bool enter(std::uint32_t count) noexcept;
     std::uint32_t take_completions(std::span<CachedRead> reads) noexcept;
     template <class Value> Value* at(const Mapping& mapping, std::uint32_t offset) const noexcept {

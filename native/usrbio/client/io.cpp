@@ -31,9 +31,8 @@ constexpr long spin_ns_max = 150000;
 constexpr unsigned waits_per_spin_retry = 64;
 constexpr long spin_retry_ns = 50000;
 constexpr unsigned spins_per_clock_read = 16;
-// After this number of spins, the wait lets other threads run: the agent may need this processor. It then yields
-// seldom, because a thread of the agent that only waits for work would return the processor at once.
-constexpr unsigned spins_before_yield = 8;
+// After this number of spins, the wait lets other threads run: the agent may need this processor. It yields seldom,
+// because a thread of the agent that only waits for work would return the processor at once.
 constexpr unsigned spins_per_yield = 64;
 
 // Returns true if `length` is not 0, and all `length` bytes from `memory` on are in the iov and in a single block of
@@ -175,7 +174,7 @@ private:
                     return;
                 }
             }
-            if (i > spins_before_yield && i % spins_per_yield == 0) {
+            if (i % spins_per_yield == 0) {
                 sched_yield();
             }
             pause_processor();

@@ -3,6 +3,7 @@
 #include <linux/seccomp.h>
 #include <sched.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -136,6 +137,28 @@ void read_without_io_uring(bool is_forbidden_later) {
     CHECK(read_batch(folder, *local, reader, 300, chunk_bytes) == 0);
 }
 
+// A later read of the batch finds that the sums cannot be opened again. The earlier one must not count as verified.
+void test_lost_sums_fail_the_earlier_reads_of_a_batch() {
+    StoreFolder folder;
+    folder.add_sums();
+    const auto local = folder.open_local();
+    std::vector<std::byte> memory(2 * chunk_bytes);
+    const std::byte wrong_byte = folder.bytes[0] ^ std::byte{1};
+    CHECK(pwrite(folder.file.get(), &wrong_byte, 1, 0) == 1);
+    LocalReader reader;
+    CHECK(reader.add(*local, 0, {memory.data(), chunk_bytes}));
+    folder.generation.advance();
+    rlimit limit_before{};
+    CHECK(getrlimit(RLIMIT_NOFILE, &limit_before) == 0);
+    rlimit limit = limit_before;
+    limit.rlim_cur = 3;
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
+    CHECK(!reader.add(*local, chunk_bytes, {memory.data() + chunk_bytes, chunk_bytes}));
+    CHECK(setrlimit(RLIMIT_NOFILE, &limit_before) == 0);
+    reader.run();
+    CHECK(!reader.result(0));
+}
+
 void test_reads_where_io_uring_is_forbidden() {
     for (const bool is_forbidden_later : {false, true}) {
         const pid_t child = fork();
@@ -198,6 +221,18 @@ void test_helper_avoids_the_processor_of_its_caller() {
             });
         CHECK(has_helped);
     }
+    // If this thread may use only one processor, the helper keeps its own.
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(sched_getcpu(), &only);
+    CHECK(sched_setaffinity(0, sizeof only, &only) == 0);
+    for (int job = 0; job < 100; ++job)
+        helper.run(2, [&](std::size_t, bool is_helper) {
+            cpu_set_t own;
+            CHECK(sched_getaffinity(0, sizeof own, &own) == 0 && (!is_helper || CPU_EQUAL(&own, &only) == 0));
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        });
+    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
 }
 
 } // namespace
@@ -208,6 +243,7 @@ int main() {
     test_reads_of_two_files_in_one_batch();
     test_corrupt_chunk_fails_only_its_read();
     test_lost_memory_fails_only_its_read();
+    test_lost_sums_fail_the_earlier_reads_of_a_batch();
     test_helper_executes_each_index_once();
     test_helper_avoids_the_processor_of_its_caller();
     std::puts("ok");
