@@ -200,6 +200,7 @@ void test_helper_avoids_the_processor_of_its_caller() {
     if (CPU_COUNT(&allowed) < 2)
         return;
     ReadHelper helper;
+    cpu_set_t helper_processors{};
     for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
         if (!CPU_ISSET(processor, &allowed))
             continue;
@@ -214,22 +215,24 @@ void test_helper_avoids_the_processor_of_its_caller() {
                 cpu_set_t own;
                 CHECK(sched_getaffinity(0, sizeof own, &own) == 0);
                 CHECK(CPU_COUNT(&own) == CPU_COUNT(&allowed) - (is_helper ? 1 : 0));
-                if (is_helper)
+                if (is_helper) {
+                    helper_processors = own;
                     has_helped = true;
-                else
+                } else {
                     std::this_thread::sleep_for(std::chrono::milliseconds(1));
+                }
             });
         CHECK(has_helped);
     }
-    // If this thread may use only one processor, the helper keeps its own.
-    cpu_set_t only;
-    CPU_ZERO(&only);
-    CPU_SET(sched_getcpu(), &only);
-    CHECK(sched_setaffinity(0, sizeof only, &only) == 0);
+    // If this thread may use only the processor that the helper avoids, the helper keeps its processors.
+    cpu_set_t avoided;
+    CPU_XOR(&avoided, &allowed, &helper_processors);
+    CHECK(sched_setaffinity(0, sizeof avoided, &avoided) == 0);
     for (int job = 0; job < 100; ++job)
         helper.run(2, [&](std::size_t, bool is_helper) {
             cpu_set_t own;
-            CHECK(sched_getaffinity(0, sizeof own, &own) == 0 && (!is_helper || CPU_EQUAL(&own, &only) == 0));
+            CHECK(sched_getaffinity(0, sizeof own, &own) == 0);
+            CHECK(CPU_EQUAL(&own, is_helper ? &helper_processors : &avoided));
             std::this_thread::sleep_for(std::chrono::milliseconds(1));
         });
     CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
