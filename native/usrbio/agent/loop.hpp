@@ -204,8 +204,8 @@ private:
     // without operations in flight.
     Clock::time_point last_result_time_{};
     LocalReader local_reader_;
-    std::vector<LocalRead>
-        local_reads_;               // The reads in the batch of local_reader_, in the same order. They are of one ring.
+    // The reads in the batch of local_reader_, in the same order. They are of one ring.
+    std::vector<LocalRead> local_reads_;
     std::uint64_t local_bytes_ = 0; // Bytes that the loop has copied so far, also for reads that it then leaves.
     // Value of local_bytes_ from which the loop sends the reads of the current ring to the server, until its next pass.
     std::uint64_t local_bytes_end_ = 0;

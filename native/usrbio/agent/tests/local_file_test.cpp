@@ -165,15 +165,13 @@ void test_memory_that_can_shrink_is_no_counter() {
     CHECK(generation.open(memory.get(), true) == -EINVAL);
 }
 
-void test_lost_memory_is_left_to_the_server() {
+// Linux 5.9 and 5.10 also return 0 bytes for a page that is not in the page cache.
+void test_no_bytes_before_the_end_are_left_to_the_server() {
     const StoreFolder folder;
     const auto local = folder.open_local();
-    void* const memory = mmap(nullptr, chunk_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(memory != MAP_FAILED);
-    std::uint64_t copied_bytes = 0;
-    CHECK(!StoreFolder::read_into(*local, 0, {static_cast<std::byte*>(memory), chunk_bytes}, copied_bytes));
-    CHECK(copied_bytes == 0);
-    munmap(memory, chunk_bytes);
+    std::vector<std::byte> memory(chunk_bytes);
+    CHECK(local->complete_piece(file_bytes - chunk_bytes, memory, 0) < 0);
+    CHECK(local->complete_piece(file_bytes, memory, 0) == 0);
 }
 
 } // namespace
@@ -189,7 +187,7 @@ int main() {
     test_pieces_of_a_long_read_are_verified();
     test_uncached_bytes_are_not_the_end_of_the_file();
     test_memory_that_can_shrink_is_no_counter();
-    test_lost_memory_is_left_to_the_server();
+    test_no_bytes_before_the_end_are_left_to_the_server();
     std::puts("ok");
     return 0;
 }

@@ -194,6 +194,24 @@ void test_helper_executes_each_index_once() {
     CHECK(helped_jobs != 0);
 }
 
+// The loop must not sleep for each batch if the helper gets a processor too seldom.
+void test_job_after_a_late_helper_is_not_shared() {
+    ReadHelper helper;
+    std::atomic<bool> has_helped{false};
+    const auto run = [&] {
+        has_helped = false;
+        helper.run(2, [&](std::size_t, bool is_helper) {
+            if (is_helper)
+                has_helped = true;
+            std::this_thread::sleep_for(std::chrono::milliseconds(is_helper ? 200 : 1));
+        });
+        return has_helped.load();
+    };
+    for (int attempt = 0; attempt < 1000 && !has_helped; ++attempt)
+        run();
+    CHECK(has_helped && !run());
+}
+
 void test_helper_avoids_the_processor_of_its_caller() {
     cpu_set_t allowed;
     CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
@@ -228,13 +246,17 @@ void test_helper_avoids_the_processor_of_its_caller() {
     cpu_set_t avoided;
     CPU_XOR(&avoided, &allowed, &helper_processors);
     CHECK(sched_setaffinity(0, sizeof avoided, &avoided) == 0);
-    for (int job = 0; job < 100; ++job)
+    std::atomic<int> helped_count{0};
+    for (int job = 0; job < 1000 && helped_count < 3; ++job)
         helper.run(2, [&](std::size_t, bool is_helper) {
             cpu_set_t own;
             CHECK(sched_getaffinity(0, sizeof own, &own) == 0);
             CHECK(CPU_EQUAL(&own, is_helper ? &helper_processors : &avoided));
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+            // The helper is late for its first job, and the loop then chooses its processors again.
+            const bool is_late = is_helper && helped_count++ == 0;
+            std::this_thread::sleep_for(std::chrono::milliseconds(is_late ? 200 : 1));
         });
+    CHECK(helped_count >= 3);
     CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
 }
 
@@ -248,6 +270,7 @@ int main() {
     test_lost_memory_fails_only_its_read();
     test_lost_sums_fail_the_earlier_reads_of_a_batch();
     test_helper_executes_each_index_once();
+    test_job_after_a_late_helper_is_not_shared();
     test_helper_avoids_the_processor_of_its_caller();
     std::puts("ok");
     return 0;
