@@ -238,8 +238,17 @@ def test_reads_beside_io_uring(
             create_file(store, seed)
         points = ",".join(f"{length_bytes}:{depth}" for length_bytes, depth in IO_URING_GOALS)
         peer = ("--peer-file", str(store / "file"))
-        measurements = measure(agent, agent.mount / "file", "--points", points, *peer, "--rounds", "5", "--ms", "400")
+        pair = ("--cores", f"{cores[0]},{cores[-1]}") if len(cores) > 1 else ()
+        options = (*pair, *peer, "--rounds", "5", "--ms", "400")
+        measurements = measure(agent, agent.mount / "file", "--points", points, *options)
     assert agent.statistics["failed"] == 0
+    if round_trips_ns := [1e9 / compute_operations_per_s(trips) for trips in measurements.get("round_trip", [])]:
+        evidence.number("processor_round_trip_ns_min", min(round_trips_ns))
+        evidence.number("processor_round_trip_ns_max", max(round_trips_ns))
+        summary.append(
+            f"{file_kind}: a cache line goes to the other core and back in {min(round_trips_ns):.0f} to "
+            f"{max(round_trips_ns):.0f} ns; the ratios are lower if the two cores share no cache"
+        )
     for (length_bytes, depth), goal in IO_URING_GOALS.items():
         point = f"{length_bytes}_{depth}"
         if f"io_uring_{point}" not in measurements:

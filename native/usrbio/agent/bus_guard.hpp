@@ -19,7 +19,8 @@ struct GuardedRange {
 // Guards the range [base, base + length) while this object exists.
 class BusGuard {
 public:
-    // Buffers may use only half of the table of guarded ranges, so that a client cannot prevent the rings of others.
+    // Buffers may use only half of the table of guarded ranges, so that a client cannot use up the entries that the
+    // rings of other clients need.
     enum class Purpose : std::uint8_t { ring, buffer };
 
     // Throws std::bad_alloc if too many ranges are guarded, and std::system_error if the handler cannot be installed.

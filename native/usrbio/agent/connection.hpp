@@ -19,7 +19,7 @@ public:
     explicit Connection(Descriptor socket);
 
     int fd() const noexcept { return socket_.get(); }
-    // Returns whether queued frames are not sent completely.
+    // Returns whether bytes of queued frames are still unsent.
     bool has_backlog() const noexcept { return sent_bytes_ < output_.size(); }
 
     // Packs the operations into frames and queues the frames for flush(). Returns the number of frames.

@@ -1,4 +1,4 @@
-// The completion of reads from the page cache, and the check of their checksums.
+// Completes the reads that the agent serves from the page cache, and verifies the checksums of the bytes.
 #include "usrbio/agent/local_file.hpp"
 
 #include <fcntl.h>
@@ -20,7 +20,7 @@ using storage::Sum;
 using storage::SumState;
 
 constexpr std::size_t chunk_bytes_min = 4096;
-// The chunks of a piece, and a part of one chunk more at each end.
+// A piece has whole chunks, and a part of one more chunk at each end.
 static_assert(local_piece_bytes_max / chunk_bytes_min + 2 <= storage::SumsReader::sums_per_read_max);
 
 bool is_zero(std::span<const std::byte> bytes) {
@@ -47,7 +47,8 @@ LocalStore::LocalStore(Descriptor sums, Descriptor generation_memory) : sums_fol
 LocalFile::LocalFile(Descriptor file, std::shared_ptr<LocalStore> store)
     : file_(std::move(file)), store_(std::move(store)) {
     const std::string name = "/proc/self/fd/" + std::to_string(file_.get());
-    // O_NONBLOCK: do not wait for the owner of a lease. The agent may not be allowed to use O_NOATIME.
+    // O_NONBLOCK: open() does not wait for the owner of a file lease. The second try is without O_NOATIME, which the
+    // kernel may refuse.
     for (const int flags : {O_NOATIME, 0})
         if (!helper_file_)
             helper_file_ = Descriptor(::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK | flags));
@@ -55,8 +56,9 @@ LocalFile::LocalFile(Descriptor file, std::shared_ptr<LocalStore> store)
     update_sums();
 }
 
-// Searches the sums again if the server may have created some, or if they were not usable: the server has executed the
-// last read, and then they are in the page cache and belong to the file. Returns whether the sums are known.
+// Opens the checksum file again in two cases. The server may have created it since the last call. Or it was unusable:
+// then the server has executed the last read, so the sums are now in the page cache and belong to the file. Returns
+// whether the sums are known.
 bool LocalFile::update_sums() {
     const std::uint64_t generation = store_->generation.get();
     if (generation != generation_ || sums_state_ == SumsState::unusable) {
@@ -67,16 +69,16 @@ bool LocalFile::update_sums() {
     return sums_state_ != SumsState::unusable;
 }
 
-// Returns whether the bytes have the checksums of their chunks. At most local_piece_bytes_max bytes. If a checksum
-// covers more bytes than were read, the result is false. The sums are read after the bytes: if a write of the server
-// has changed the bytes, the sum of their chunk is new too, or says that the chunk is being written.
+// Returns whether the bytes, at most local_piece_bytes_max, match the checksums of their chunks. If a checksum covers
+// more bytes than were read, the result is false. The sums are read after the bytes: if a write of the server has
+// changed the bytes, the sum of their chunk is new too, or says that the chunk is being written.
 bool LocalFile::match_sums(std::uint64_t offset, std::span<const std::byte> bytes) const noexcept {
     if (bytes.empty())
         return true;
     const std::size_t chunk_bytes = sums_.chunk_bytes();
     std::array<Sum, storage::SumsReader::sums_per_read_max> sums;
-    const std::uint64_t first = offset / chunk_bytes;
-    if (!sums_.read(first, {sums.data(), (offset + bytes.size() - 1) / chunk_bytes - first + 1}))
+    const std::uint64_t first_chunk = offset / chunk_bytes;
+    if (!sums_.read(first_chunk, {sums.data(), (offset + bytes.size() - 1) / chunk_bytes - first_chunk + 1}))
         return false;
     const Sum* sum = sums.data();
     if (offset % chunk_bytes != 0) {
@@ -90,8 +92,8 @@ bool LocalFile::match_sums(std::uint64_t offset, std::span<const std::byte> byte
     for (std::size_t index = 0; index < count; ++index)
         if (!matches_sum(*sum++, bytes.subspan(index * chunk_bytes, chunk_bytes), crcs[index]))
             return false;
-    const std::span<const std::byte> rest = bytes.subspan(count * chunk_bytes);
-    return rest.empty() || matches_sum(*sum, rest, storage::crc32c(rest.data(), rest.size()));
+    const std::span<const std::byte> last_bytes = bytes.subspan(count * chunk_bytes);
+    return last_bytes.empty() || matches_sum(*sum, last_bytes, storage::crc32c(last_bytes.data(), last_bytes.size()));
 }
 
 // Returns whether the first `length` bytes of a chunk may suffice to verify it.
@@ -103,31 +105,33 @@ bool LocalFile::can_verify_chunk(std::uint64_t chunk, std::size_t length) const 
 
 std::int64_t LocalFile::complete_piece(std::uint64_t offset, std::span<std::byte> destination,
                                        std::int64_t first_count) const noexcept {
-    std::size_t done = 0;
-    bool is_end = false;
+    std::size_t copied_bytes = 0;
+    bool is_at_end = false;
     std::int64_t count = first_count;
-    // A short read may end at a page that is not in the page cache. Only 0 bytes mean the end of the file, and in Linux
-    // 5.9 and 5.10 not even these.
+    // A short read may end at a page that is not in the page cache. Only a read of 0 bytes can be the end of the file.
+    // Linux 5.9 and 5.10 also return 0 for a page that is not cached, so fstat() then decides.
     for (;;) {
         if (count < 0) {
             if (count == -EOPNOTSUPP || count == -ENOSYS)
                 is_nowait_unsupported_.store(true, std::memory_order_relaxed);
-            return ~static_cast<std::int64_t>(done);
+            return ~static_cast<std::int64_t>(copied_bytes);
         }
-        done += static_cast<std::size_t>(count);
-        is_end = count == 0;
-        if (done == destination.size() || is_end)
+        copied_bytes += static_cast<std::size_t>(count);
+        is_at_end = count == 0;
+        if (copied_bytes == destination.size() || is_at_end)
             break;
-        count = storage::read_cached(file_.get(), destination.data() + done, destination.size() - done, offset + done);
+        count = storage::read_cached(file_.get(), destination.data() + copied_bytes, destination.size() - copied_bytes,
+                                     offset + copied_bytes);
     }
-    const auto result = static_cast<std::int64_t>(done);
-    struct stat status {};
-    if (is_end && (fstat(file_.get(), &status) != 0 || static_cast<std::uint64_t>(status.st_size) > offset + done))
+    const auto result = static_cast<std::int64_t>(copied_bytes);
+    struct stat attributes {};
+    if (is_at_end && (fstat(file_.get(), &attributes) != 0 ||
+                      static_cast<std::uint64_t>(attributes.st_size) > offset + copied_bytes))
         return ~result;
-    // A later read of the batch may have found that the sums are not usable any more, so this is not sums_state_ ==
-    // open.
+    // If the sums were open, the state may be `unusable` now, because prepare_read() of a later read of the batch
+    // changed it.
     return sums_state_ == SumsState::none ||
-                   (sums_state_ == SumsState::open && match_sums(offset, destination.first(done)))
+                   (sums_state_ == SumsState::open && match_sums(offset, destination.first(copied_bytes)))
                ? result
                : ~result;
 }
@@ -137,7 +141,8 @@ bool LocalFile::prepare_read(std::uint64_t offset, std::size_t length) {
         return false;
     if (sums_state_ != SumsState::open)
         return true;
-    // A chunk that is only partly in the range cannot be verified. If it has a sum, do not read in vain.
+    // A chunk that is only partly in the range cannot be verified. If it has a sum, the server reads it, and a copy of
+    // its bytes would be useless.
     const std::uint64_t chunk_bytes = sums_.chunk_bytes(), end = offset + length;
     return (offset % chunk_bytes == 0 || can_verify_chunk(offset / chunk_bytes, 0)) &&
            (end % chunk_bytes == 0 || can_verify_chunk(end / chunk_bytes, end % chunk_bytes));

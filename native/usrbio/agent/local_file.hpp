@@ -27,16 +27,17 @@ struct LocalStore {
     std::size_t files_max = 0;
 };
 
-// Largest number of bytes of a local read. The other rings wait while the loop reads.
+// Largest number of bytes of a local read. It is limited, because the other rings wait while the loop reads.
 inline constexpr std::size_t local_read_bytes_max = std::size_t{4} * 1024 * 1024;
-// Bytes that are read before their checksums are computed, so that they are still in the cache of the processor. It is
-// a multiple of every chunk size. Each piece of a read but the first begins at a multiple of it in the file.
+// Largest number of bytes of a piece. A piece is verified before the next piece is read, while its bytes are still in
+// the cache of the processor. The number is a multiple of every chunk size. In the file, each piece except the first of
+// a read begins at a multiple of this number.
 inline constexpr std::size_t local_piece_bytes_max = 128 * 1024;
 
 // A file of the store.
 class LocalFile {
 public:
-    // `file` is open for reading. Opens it again, and looks for its checksums, which may read a disk.
+    // `file` must be open for reading. Opens the file a second time and opens its checksums, which may read a disk.
     LocalFile(Descriptor file, std::shared_ptr<LocalStore> store);
     ~LocalFile() { --store_->files_count; }
     LocalFile(const LocalFile&) = delete;
@@ -47,16 +48,16 @@ public:
     // time may call this function, and no thread may call complete_piece() meanwhile.
     bool prepare_read(std::uint64_t offset, std::size_t length);
 
-    // Completes the read of a piece of a prepared read, of at most local_piece_bytes_max bytes: reads bytes that are
-    // missing, and verifies the checksums. `first_count`: the result of storage::read_cached() for the piece. Returns
-    // the number of bytes, which is less than requested at the end of the file. If the storage server has to execute
-    // the read, returns the bitwise complement of the number of bytes that were copied, which is negative: a disk must
-    // be read, a checksum does not match, or the memory is gone.
+    // Completes one piece of a prepared read, at most local_piece_bytes_max bytes: reads the missing bytes, and
+    // verifies the checksums. `first_count`: the result of storage::read_cached() for the piece. Returns the number of
+    // bytes, which is less than requested at the end of the file. The storage server has to execute the read if a disk
+    // must be read, a checksum does not match, or the memory is gone. Then returns the bitwise complement of the number
+    // of copied bytes, which is negative.
     std::int64_t complete_piece(std::uint64_t offset, std::span<std::byte> destination,
                                 std::int64_t first_count) const noexcept;
 
-    // A descriptor for the thread of the loop, and one for its helper. Reads by two threads through one open file take
-    // a sixth longer, because both write to it.
+    // One descriptor is for the thread of the loop, the other for its helper. If both threads used one open file, reads
+    // would take a sixth longer, because both write to the kernel's object of that file.
     int fd() const noexcept { return file_.get(); }
     int helper_fd() const noexcept { return helper_file_ ? helper_file_.get() : file_.get(); }
 
@@ -70,7 +71,7 @@ private:
     storage::SumsReader sums_;
     std::uint64_t generation_ = 0;
     enum class SumsState : std::uint8_t { none, open, unusable } sums_state_ = SumsState::unusable;
-    mutable std::atomic<bool> is_nowait_unsupported_{false}; // The file system cannot read from the page cache alone.
+    mutable std::atomic<bool> is_nowait_unsupported_{false}; // The file system does not support RWF_NOWAIT.
 };
 
 } // namespace gdrkit::usrbio::agent

@@ -63,13 +63,19 @@ std::atomic_ref<bool> LocalReader::has_failed(std::size_t piece) noexcept {
     return std::atomic_ref(reads_[pieces_[piece].read].has_failed);
 }
 
-std::uint64_t LocalReader::run() {
-    if (requested_bytes_ < shared_bytes_min)
+std::uint64_t LocalReader::run(int application_processor) {
+    if (requested_bytes_ < shared_bytes_min) {
         read_pieces(0, pieces_.size(), false);
-    else
-        helper_.run(group_ends_.size(), [this](std::size_t group, bool is_helper) {
+    } else {
+        // An application uses the same memory again and again, often in the opposite order. Each thread takes the same
+        // side of it, which then stays in the cache of one processor.
+        const std::size_t count = group_ends_.size();
+        const bool is_descending = cached_reads_.front().destination.data() > cached_reads_.back().destination.data();
+        helper_.run(count, application_processor, [&](std::size_t index, bool is_helper) {
+            const std::size_t group = is_descending ? count - 1 - index : index;
             read_pieces(group == 0 ? 0 : group_ends_[group - 1], group_ends_[group], is_helper);
         });
+    }
     std::uint64_t copied_bytes = 0;
     for (const Piece& piece : pieces_)
         copied_bytes += static_cast<std::uint64_t>(piece.result < 0 ? ~piece.result : piece.result);

@@ -26,7 +26,8 @@ public:
     std::uint64_t requested_bytes() const noexcept { return requested_bytes_; }
 
     // Executes the reads of the batch. Returns the number of bytes that were copied, also for reads without a result.
-    std::uint64_t run();
+    // `application_processor`: see ReadHelper.
+    std::uint64_t run(int application_processor);
     // Returns the number of bytes of a read, which is less than requested at the end of the file. Returns nothing if
     // the storage server has to execute the read: a disk must be read, a checksum does not match, or the memory is
     // gone. Its destination may then contain any bytes. `index`: the number of reads that were added before it.

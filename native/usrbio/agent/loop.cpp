@@ -17,14 +17,14 @@
 namespace gdrkit::usrbio::agent {
 namespace {
 
-// While the loop is idle, only every 4th pass checks the socket. With no operation at the server, only every 64th pass
-// does, to notice the end of the connection.
+// With operations in flight, each pass that did work and every 4th idle pass checks the socket for results. Without
+// them, only every 64th pass checks the socket, to notice the end of the connection.
 constexpr unsigned passes_per_receive = 4;
 constexpr unsigned passes_per_check = 64;
-// With operations in flight the loop spins four times longer, because one of them will soon end.
+// With operations in flight the loop spins four times longer, because a result will come soon.
 constexpr int spin_factor_in_flight = 4;
 
-std::int64_t nanoseconds_of(std::chrono::steady_clock::time_point time) noexcept {
+std::int64_t to_nanoseconds(std::chrono::steady_clock::time_point time) noexcept {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(time.time_since_epoch()).count();
 }
 
@@ -70,9 +70,9 @@ void Loop::stop() {
 }
 
 void Loop::wake() noexcept {
-    const std::uint64_t one = 1;
+    const std::uint64_t increment = 1;
     // The write fails only if the counter of the eventfd is at its maximum, and then poll() returns anyway.
-    [[maybe_unused]] const ssize_t written = ::write(wake_event_.get(), &one, sizeof one);
+    [[maybe_unused]] const ssize_t written_bytes = ::write(wake_event_.get(), &increment, sizeof increment);
 }
 
 template <class Function> auto Loop::run_in_thread(Function function) -> std::invoke_result_t<Function> {
@@ -121,8 +121,8 @@ void Loop::add_client(std::uint64_t client) {
 
 void Loop::remove_client(std::uint64_t client) {
     run_in_thread([&] {
-        const Client& removed = find_client(client);
-        if (!removed.buffers.empty() || !removed.files.empty() || !removed.rings.empty())
+        const Client& removed_client = find_client(client);
+        if (!removed_client.buffers.empty() || !removed_client.files.empty() || !removed_client.rings.empty())
             throw_error(EBUSY, "the client still has buffers, files or rings");
         clients_.erase(client);
     });
@@ -149,7 +149,7 @@ void Loop::set_local_store(Descriptor sums_folder, Descriptor generation) {
     rlimit open_files{};
     if (getrlimit(RLIMIT_NOFILE, &open_files) != 0)
         throw_error(errno, "getrlimit failed");
-    // A file may need a second descriptor, of its checksums. The rest of the limit is for all other purposes.
+    // A file needs up to three descriptors, so local files take at most three eighths of the limit.
     store->files_max = open_files.rlim_cur / 8;
     const std::lock_guard lock(commands_lock_);
     local_store_ = std::move(store);
@@ -161,7 +161,7 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descr
         std::unique_lock lock(commands_lock_);
         const std::shared_ptr<LocalStore> store = local_store_;
         lock.unlock();
-        // The caller's thread makes it, because that may read a disk.
+        // The caller's thread creates the LocalFile, because its constructor may read a disk.
         if (store && store->files_count < store->files_max)
             local = std::make_unique<LocalFile>(std::move(descriptor), store);
     }
@@ -172,7 +172,8 @@ void Loop::set_file(std::uint64_t client, const FileSpec& spec, Descriptor descr
         if (!file)
             file = std::make_unique<File>();
         file->spec = spec;
-        // The caller's thread closes the old one: if that frees the blocks of a deleted file, it takes long.
+        // The thread of the caller closes the old LocalFile, because a close that frees the blocks of a deleted file
+        // takes long.
         std::swap(file->local, local);
     });
 }
@@ -214,7 +215,7 @@ bool Loop::remove_buffer(std::uint64_t client, const Id& id, std::chrono::millis
 }
 
 bool Loop::remove_file(std::uint64_t client, std::uint64_t inode, std::chrono::milliseconds timeout) {
-    std::unique_ptr<LocalFile> local; // This thread closes it, as in set_file().
+    std::unique_ptr<LocalFile> local; // The caller's thread closes the file, as in set_file().
     return remove_and_wait(
         [&]() -> DrainPromise {
             auto& files = find_client(client).files;
@@ -396,12 +397,12 @@ void Loop::sleep() {
                     held_until_ns >= 0 && (deadline_ns < 0 || held_until_ns < deadline_ns))
                     deadline_ns = held_until_ns;
         if (is_connected_ && has_in_flight()) {
-            const std::int64_t silent_at_ns = nanoseconds_of(last_result_time_ + options_.server_timeout);
+            const std::int64_t silent_at_ns = to_nanoseconds(last_result_time_ + options_.server_timeout);
             deadline_ns = deadline_ns < 0 ? silent_at_ns : std::min(deadline_ns, silent_at_ns);
         }
         timespec timeout{};
         if (deadline_ns >= 0) {
-            const std::int64_t remaining_ns = std::max<std::int64_t>(deadline_ns - nanoseconds_of(Clock::now()), 0);
+            const std::int64_t remaining_ns = std::max<std::int64_t>(deadline_ns - to_nanoseconds(Clock::now()), 0);
             timeout = {remaining_ns / 1'000'000'000, remaining_ns % 1'000'000'000};
         }
         // The result is not needed, because the next pass checks the rings and the socket.

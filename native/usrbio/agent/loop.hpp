@@ -126,8 +126,8 @@ private:
         std::uint32_t generation = 0; // Number of uses of this element, so that a late result does not match.
     };
 
-    // The objects that the last checked entry of a claim named. Most entries name the same ones. No object is removed
-    // while the entries of a claim are handled.
+    // The objects that the last checked entry of a claim named. Most entries name the same objects. No object is
+    // removed while the entries of a claim are handled.
     struct Target {
         Id id{}; // Id of the buffer.
         Buffer* buffer = nullptr;
@@ -204,10 +204,12 @@ private:
     // without operations in flight.
     Clock::time_point last_result_time_{};
     LocalReader local_reader_;
-    // The reads in the batch of local_reader_, in the same order. They are of one ring.
+    // The reads in the batch of local_reader_, in the same order. All of them belong to one ring.
     std::vector<LocalRead> local_reads_;
-    std::uint64_t local_bytes_ = 0; // Bytes that the loop has copied so far, also for reads that it then leaves.
-    // Value of local_bytes_ from which the loop sends the reads of the current ring to the server, until its next pass.
+    // Bytes that the loop has copied so far, also for reads that it then left to the server.
+    std::uint64_t local_bytes_ = 0;
+    // When local_bytes_ reaches this value, the loop sends further reads of the current ring to the server, until its
+    // next pass.
     std::uint64_t local_bytes_end_ = 0;
     std::vector<InFlight> in_flight_;
     std::vector<std::uint32_t> free_indices_;

@@ -22,14 +22,14 @@ constexpr std::uint64_t bytes_per_queue_pair = 256 * 1024;
 
 constexpr std::uint64_t forbid_read_holes = 2; // HF3FS_IOR_FORBID_READ_HOLES
 
-// Number of bytes that the loop copies for one ring, after which the other rings have their turn. If the ring has
-// claimed more entries by then, the storage server executes them.
+// When the loop has copied this many bytes for one ring, the other rings have their turn. The storage server executes
+// the entries of the ring that the loop has claimed by then and not yet read.
 constexpr std::uint64_t local_bytes_per_pass = 1024 * 1024;
 // Number of bytes of local reads after which their completions are published. The application then works on them while
 // the loop continues.
 constexpr std::uint64_t publish_after_bytes = 256 * 1024;
 
-constexpr std::uint64_t tag_of(std::uint32_t index, std::uint32_t generation) noexcept {
+constexpr std::uint64_t make_tag(std::uint32_t index, std::uint32_t generation) noexcept {
     return std::uint64_t{generation} << 32 | index;
 }
 
@@ -51,10 +51,10 @@ bool Loop::drain_rings() {
         if (now_ns == 0)
             now_ns = std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
         const std::size_t count = rings.size();
-        const std::size_t first = first_ring_[priority]++ % count;
+        const std::size_t first_index = first_ring_[priority]++ % count;
         std::vector<Ring*> broken_rings;
         for (std::size_t step = 0; step < count; ++step) {
-            Ring& ring = *rings[(first + step) % count];
+            Ring& ring = *rings[(first_index + step) % count];
             has_progress |= drain_ring(ring, now_ns);
             if (ring.is_broken)
                 broken_rings.push_back(&ring);
@@ -77,7 +77,7 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
     }
     if (is_full())
         return false; // The loop can send no more operations now, so the entries wait in the ring.
-    std::size_t remaining = entries_per_pass[static_cast<std::size_t>(ring.spec.priority)];
+    std::size_t remaining_entries = entries_per_pass[static_cast<std::size_t>(ring.spec.priority)];
     claimed_entries_.resize(entries_per_pass.front());
     const std::uint64_t bytes_end = local_bytes_end_ = local_bytes_ + local_bytes_per_pass;
     bool has_claimed_all = false;
@@ -87,7 +87,7 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
         const std::uint64_t fitting_count =
             (bytes_end - local_bytes_) / std::max<std::uint64_t>(ring.last_claimed_length, 1);
         const std::size_t limit =
-            std::min({remaining, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
+            std::min({remaining_entries, free_indices_.size(), std::max<std::size_t>(std::size_t{1}, fitting_count)});
         const std::size_t count = ring.side->claim({claimed_entries_.data(), limit}, now_ns);
         last_target_ = {};
         for (std::size_t index = 0; index < count; ++index)
@@ -97,8 +97,8 @@ bool Loop::drain_ring(Ring& ring, std::int64_t now_ns) {
             ring.last_claimed_length = claimed_entries_[count - 1].arguments.length;
         has_claimed |= count != 0;
         has_claimed_all = count < limit;
-        remaining -= count;
-    } while (!has_claimed_all && remaining != 0 && !free_indices_.empty() && local_bytes_ < bytes_end);
+        remaining_entries -= count;
+    } while (!has_claimed_all && remaining_entries != 0 && !free_indices_.empty() && local_bytes_ < bytes_end);
     ring.is_broken = ring.side->is_broken();
     return has_claimed || ring.is_broken;
 }
@@ -141,15 +141,16 @@ bool Loop::add_local_read(Ring& ring, const ClaimedOperation& entry, Buffer& buf
     return true;
 }
 
-// Executes the local reads of the batch. The storage server executes those that fail.
+// Executes the local reads of the batch. The storage server executes the reads that fail.
 void Loop::run_local_reads(Ring& ring) {
     if (local_reads_.empty())
         return;
-    local_bytes_ += local_reader_.run();
+    local_bytes_ += local_reader_.run(ring.side->application_processor());
     for (std::size_t index = 0; index < local_reads_.size(); ++index) {
         const auto& [entry, buffer, file] = local_reads_[index];
         const std::optional<std::int64_t> result = local_reader_.result(index);
-        // After a bus error, later bytes of the batch may be in a page of the agent that replaces one of the client.
+        // After a bus error, a page of the agent replaces the client's page, and later bytes of the batch may be in the
+        // replacement.
         if (!result || buffer->guard->has_bus_error()) {
             start_operation(ring, *entry, *buffer, *file);
             continue;
@@ -180,8 +181,8 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
     if (last_target_.buffer == nullptr ||
         !std::equal(last_target_.id.begin(), last_target_.id.end(), arguments.buffer_id)) {
         std::copy_n(arguments.buffer_id, last_target_.id.size(), last_target_.id.begin());
-        const auto found = ring.client.buffers.find(last_target_.id);
-        last_target_.buffer = found == ring.client.buffers.end() ? nullptr : found->second.get();
+        const auto buffer_entry = ring.client.buffers.find(last_target_.id);
+        last_target_.buffer = buffer_entry == ring.client.buffers.end() ? nullptr : buffer_entry->second.get();
     }
     buffer = last_target_.buffer;
     if (buffer == nullptr || buffer->is_closing)
@@ -199,8 +200,8 @@ int Loop::check_entry(Ring& ring, const ClaimedOperation& entry, Buffer*& buffer
     if (arguments.file_offset > file_offset_max || arguments.length > file_offset_max - arguments.file_offset)
         return -EINVAL;
     if (last_target_.file == nullptr || last_target_.file->spec.inode != arguments.file_inode) {
-        const auto found = ring.client.files.find(arguments.file_inode);
-        last_target_.file = found == ring.client.files.end() ? nullptr : found->second.get();
+        const auto file_entry = ring.client.files.find(arguments.file_inode);
+        last_target_.file = file_entry == ring.client.files.end() ? nullptr : file_entry->second.get();
     }
     file = last_target_.file;
     if (file == nullptr || file->is_closing)
@@ -248,8 +249,8 @@ void Loop::start_operation(Ring& ring, const ClaimedOperation& entry, Buffer& bu
     add_request(index);
 }
 
-// Adds the request of an operation in flight to unsent_requests_. Reads the current keys, file handles and queue pairs,
-// which have changed if the operation is sent again over a new connection.
+// Adds the request of an operation in flight to unsent_requests_. Uses the current keys, file handles and queue pairs,
+// because they change before an operation is sent again over a new connection.
 void Loop::add_request(std::uint32_t index) {
     const InFlight& operation = in_flight_[index];
     const Ring& ring = *operation.ring;
@@ -258,7 +259,7 @@ void Loop::add_request(std::uint32_t index) {
     const std::uint16_t queue_pair = choose_queue_pair(buffer, operation.length);
     const Key& key = buffer.spec.keys.at(queue_pair_nics_[queue_pair]);
     storage::Operation& request = unsent_requests_.emplace_back();
-    request.tag = tag_of(index, operation.generation);
+    request.tag = make_tag(index, operation.generation);
     request.handle = ring.spec.for_read ? file.spec.read_handle : file.spec.write_handle;
     request.file_offset = operation.file_offset;
     request.length = operation.length;
@@ -296,7 +297,7 @@ bool Loop::send_and_receive() {
 }
 
 // Reports the end of the connection to the agent. The operations stay in flight, because the server may still access
-// memory by its queue pairs. The agent moves these to the error state, and then calls disconnect().
+// memory by its queue pairs. The agent moves the queue pairs to the error state, and then calls disconnect().
 void Loop::report_lost_connection(Event::Kind kind) {
     is_connected_ = false;
     ++statistics_.disconnects;
@@ -321,7 +322,7 @@ bool Loop::handle_result(std::uint64_t tag, std::int64_t result) {
         return false;
     const InFlight& operation = in_flight_[index];
     constexpr std::int64_t errno_max = 4095;
-    if (operation.ring == nullptr || tag_of(index, operation.generation) != tag || result < -errno_max ||
+    if (operation.ring == nullptr || make_tag(index, operation.generation) != tag || result < -errno_max ||
         (result > 0 && static_cast<std::uint64_t>(result) > operation.length))
         return false;
     if (result == -EREMOTEIO) {
@@ -352,21 +353,21 @@ void Loop::complete_operation(std::uint32_t index, std::int64_t result) {
             waiter->set_value();
     };
     if (--buffer.in_flight == 0 && buffer.is_closing) {
-        auto removed = client.buffers.extract(buffer.spec.id);
-        notify(removed.mapped()->drain_waiters);
+        auto removed_entry = client.buffers.extract(buffer.spec.id);
+        notify(removed_entry.mapped()->drain_waiters);
     }
     if (--file.in_flight == 0 && file.is_closing) {
-        auto removed = client.files.extract(file.spec.inode);
-        notify(removed.mapped()->drain_waiters);
+        auto removed_entry = client.files.extract(file.spec.inode);
+        notify(removed_entry.mapped()->drain_waiters);
     }
     if (ring.is_closing && ring.side->outstanding() == 0) {
         if (ring.has_unpublished) {
             ring.side->flush();
             std::erase(unpublished_rings_, &ring);
         }
-        auto removed = client.rings.extract(ring.spec.id);
-        removed.mapped().ring.reset();
-        notify(removed.mapped().drain_waiters);
+        auto removed_entry = client.rings.extract(ring.spec.id);
+        removed_entry.mapped().ring.reset();
+        notify(removed_entry.mapped().drain_waiters);
     }
 }
 

@@ -22,6 +22,8 @@ constexpr unsigned spins_max = 2048;
 // The helper spins for this time after a job, because a sleep and the wake-up take longer than a short job.
 constexpr std::chrono::microseconds spin_time{50};
 constexpr unsigned spins_per_clock_read = 16;
+// The thread of the loop follows an application at most so often, because a move takes some microseconds.
+constexpr std::chrono::milliseconds move_interval{1};
 
 } // namespace
 
@@ -33,19 +35,19 @@ ReadHelper::~ReadHelper() {
         thread_.join();
 }
 
-void ReadHelper::run(std::size_t count, const Work& work) {
+void ReadHelper::run(std::size_t count, int application_processor, const Work& work) {
     Job job;
     job.work = &work;
     job.count = count;
-    const bool is_shared = count > 1 && share(job);
-    for (std::size_t index = 0; (index = job.next.fetch_add(1, std::memory_order_relaxed)) < count;)
+    const bool is_shared = count > 1 && share(job, application_processor);
+    for (std::size_t index = 0; job.begun_count.fetch_add(1, std::memory_order_relaxed) < count; ++index)
         work(index, false);
     if (is_shared)
         finish(job);
 }
 
 // Offers a job to the helper. Returns false if the job is not shared.
-bool ReadHelper::share(Job& job) {
+bool ReadHelper::share(Job& job, int application_processor) {
     if (jobs_to_skip_ != 0) {
         --jobs_to_skip_;
         return false;
@@ -60,6 +62,8 @@ bool ReadHelper::share(Job& job) {
             return false;
         }
     }
+    if (has_two_processors_ && application_processor != sched_getcpu())
+        move_to_processor(application_processor);
     if (const int processor = sched_getcpu(); processor != avoided_processor_)
         avoid_processor(processor);
     offered_job_.store(&job);
@@ -76,10 +80,28 @@ void ReadHelper::avoid_processor(int processor) noexcept {
     // A machine with more than CPU_SETSIZE processors, where the first call fails, has a free one.
     if (processor < 0 || processor >= CPU_SETSIZE || sched_getaffinity(0, sizeof processors, &processors) != 0)
         return;
+    has_two_processors_ = CPU_COUNT(&processors) == 2;
     CPU_CLR(processor, &processors);
     if (CPU_COUNT(&processors) == 0)
         return; // The loop may use only this processor. The helper may still use others.
     pthread_setaffinity_np(thread_.native_handle(), sizeof processors, &processors);
+}
+
+// Moves this thread to the processor of the application, which takes turns with one of the threads that read. If that
+// is this thread, the lines of the ring stay in the cache of one processor.
+void ReadHelper::move_to_processor(int processor) noexcept {
+    const auto now = Clock::now();
+    cpu_set_t processors;
+    if (now - last_move_time_ < move_interval || processor < 0 || processor >= CPU_SETSIZE ||
+        sched_getaffinity(0, sizeof processors, &processors) != 0 || !CPU_ISSET(processor, &processors))
+        return;
+    last_move_time_ = now;
+    cpu_set_t only;
+    CPU_ZERO(&only);
+    CPU_SET(processor, &only);
+    // The thread moves during the first call. After the second, the kernel may move it again.
+    if (sched_setaffinity(0, sizeof only, &only) == 0)
+        sched_setaffinity(0, sizeof processors, &processors);
 }
 
 // Withdraws a job whose indices have all been begun, and waits until the helper has executed its last index.
@@ -107,10 +129,10 @@ void ReadHelper::finish(Job& job) {
 void ReadHelper::help() {
     pthread_setname_np(pthread_self(), "gdrkit-helper");
     while (Job* const job = wait_for_job()) {
+        // The two threads never meet, because they begin only `count` indices together.
         std::size_t helped_count = 0;
-        for (std::size_t index = 0; (index = job->next.fetch_add(1, std::memory_order_relaxed)) < job->count;
-             ++helped_count)
-            (*job->work)(index, true);
+        while (job->begun_count.fetch_add(1, std::memory_order_relaxed) < job->count)
+            (*job->work)(job->count - ++helped_count, true);
         job->helped_count = helped_count;
         ended_count_.fetch_add(1); // The caller of run() may now destroy the job.
         if (is_awaited_.load())

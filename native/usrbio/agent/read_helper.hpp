@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -19,21 +20,26 @@ public:
     // A function of an index, and whether the helper's thread calls it.
     using Work = std::function<void(std::size_t, bool)>;
 
-    // Calls `work` for each index below `count`, in this thread, and if there are several also in the thread of the
-    // helper. Returns after the last call has returned. This thread never waits for an index that the helper has
-    // not begun, so a helper that gets no processor only fails to help. Only one thread may call this function.
-    void run(std::size_t count, const Work& work);
+    // Calls `work` for each index below `count`, in this thread from 0 on, and if there are several also in the thread
+    // of the helper, from the last index on. Returns after the last call has returned. This thread never waits for an
+    // index that the helper has not begun, so a helper that gets no processor only fails to help. Only one thread may
+    // call this function.
+    //
+    // `application_processor`: the processor of the thread that waits for the work; any number is allowed. If this
+    // thread may use exactly two processors, it moves to that one, and the helper uses the other.
+    void run(std::size_t count, int application_processor, const Work& work);
 
 private:
     struct Job {
         const Work* work = nullptr;
         std::size_t count = 0;
-        std::atomic<std::size_t> next{0}; // The next index that no thread has begun.
-        std::size_t helped_count = 0;     // Number of indices that the helper executed.
+        std::atomic<std::size_t> begun_count{0}; // Number of indices that a thread has begun, or more.
+        std::size_t helped_count = 0;            // Number of indices that the helper executed.
     };
 
-    bool share(Job& job);
+    bool share(Job& job, int application_processor);
     void avoid_processor(int processor) noexcept;
+    void move_to_processor(int processor) noexcept;
     void finish(Job& job);
     void help();
     Job* wait_for_job();
@@ -45,6 +51,8 @@ private:
     std::atomic<bool> is_stopping_{false};
     bool has_failed_to_start_ = false;
     int avoided_processor_ = -1;
+    bool has_two_processors_ = false; // The thread of the loop may use exactly two processors.
+    std::chrono::steady_clock::time_point last_move_time_{};
     std::thread thread_;
     // If the helper came too late for a job, or did not end it in time, no other processor was free. The next jobs are
     // not shared then.

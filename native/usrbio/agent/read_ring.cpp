@@ -1,5 +1,5 @@
-// The system calls of io_uring. This code makes them itself, because it needs a small part of liburing, which is not
-// installed everywhere.
+// The system calls of io_uring. This code does not use liburing, because that library is not installed everywhere and
+// the agent needs only a small part of it.
 #include "usrbio/agent/read_ring.hpp"
 
 #include <sys/mman.h>
@@ -12,10 +12,9 @@
 
 namespace gdrkit::usrbio::agent {
 
-// A successful first read is one call of io_uring_setup and one of io_uring_enter.
 bool ReadRing::open() noexcept {
     ring_ = Descriptor(static_cast<int>(syscall(SYS_io_uring_setup, reads_max, &parameters_)));
-    // The flag is as old as IORING_OP_READ, for which the kernel has no flag.
+    // The kernel has no flag for IORING_OP_READ. It got this feature flag in the same version (5.6).
     if (!ring_ || (parameters_.features & IORING_FEAT_RW_CUR_POS) == 0)
         return false;
     const auto map = [&](Mapping& mapping, std::size_t length, std::uint64_t offset) {
@@ -32,7 +31,7 @@ bool ReadRing::open() noexcept {
              IORING_OFF_CQ_RING) ||
         !map(submission_entries_, parameters.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES))
         return false;
-    // The entries are used in their order.
+    // Position i of the submission queue always refers to entry i.
     for (std::uint32_t index = 0; index < parameters.sq_entries; ++index)
         at<std::uint32_t>(submission_queue_, parameters.sq_off.array)[index] = index;
     return true;
@@ -82,17 +81,17 @@ bool ReadRing::read(std::span<CachedRead> reads) noexcept {
 
 // Submits `count` entries, and waits until they are complete.
 bool ReadRing::enter(std::uint32_t count) noexcept {
-    for (std::uint32_t submitted = 0; submitted < count;) {
-        const long result =
-            syscall(SYS_io_uring_enter, ring_.get(), count - submitted, count, IORING_ENTER_GETEVENTS, nullptr, 0);
+    for (std::uint32_t submitted_count = 0; submitted_count < count;) {
+        const long result = syscall(SYS_io_uring_enter, ring_.get(), count - submitted_count, count,
+                                    IORING_ENTER_GETEVENTS, nullptr, 0);
         if (result < 0 && errno != EINTR)
             return false;
-        submitted += result < 0 ? 0 : static_cast<std::uint32_t>(result);
+        submitted_count += result < 0 ? 0 : static_cast<std::uint32_t>(result);
     }
     return true;
 }
 
-// Sets the results, and returns their number.
+// Takes all completions from the queue and sets the results of their reads. Returns the number of completions.
 std::uint32_t ReadRing::take_completions(std::span<CachedRead> reads) noexcept {
     const std::atomic_ref head(*at<std::uint32_t>(completion_queue_, parameters_.cq_off.head));
     const std::atomic_ref tail(*at<std::uint32_t>(completion_queue_, parameters_.cq_off.tail));

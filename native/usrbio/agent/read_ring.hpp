@@ -34,9 +34,9 @@ public:
 
     // Executes at most reads_max reads as storage::read_cached() does, and sets their results. Returns false if
     // io_uring cannot be used: the kernel is older than 5.6, or a container or an administrator forbids it. The results
-    // are then undefined. The first call makes the queues.
+    // are then undefined. The first call creates the queues.
     bool read(std::span<CachedRead> reads) noexcept;
-    // Gives io_uring up: later calls of read() return false.
+    // Stops using io_uring: later calls of read() return false.
     void close() noexcept;
 
 private:

@@ -54,9 +54,9 @@ void SemaphoreWatcher::watch(NamedSemaphore& semaphore) {
             semaphore.restore();
         // One event is enough for all posts, because the loop checks every ring when it wakes up. Raise the event after
         // a timeout too: a client that overwrites the semaphore can erase the post of another client.
-        const std::uint64_t one = 1;
+        const std::uint64_t increment = 1;
         // The write fails only if the counter is full, and then the event is already raised.
-        [[maybe_unused]] const ssize_t written = ::write(event_fd_, &one, sizeof one);
+        [[maybe_unused]] const ssize_t written_bytes = ::write(event_fd_, &increment, sizeof increment);
     }
 }
 

@@ -67,6 +67,11 @@ public:
     bool is_broken() const noexcept { return is_broken_; }
     // Returns the number of operations that are claimed and not completed.
     std::uint32_t outstanding() const noexcept { return outstanding_count_; }
+    // Returns the processor on which the application last submitted. The application may have written any number; a
+    // negative one means that the processor is not known.
+    int application_processor() const noexcept {
+        return static_cast<int>(view_.extension->application.processor.load(std::memory_order_relaxed) - 1);
+    }
     std::uint32_t entries() const noexcept { return view_.slot_count - 1; }
 
 private:

@@ -34,6 +34,7 @@ int ApplicationRing::attach(void* memory, std::size_t bytes, std::unique_ptr<App
     SideState& application = view.extension->application;
     application.sleeping.store(awake, std::memory_order_relaxed);
     application.ended.store(0, std::memory_order_relaxed);
+    application.processor.store(0, std::memory_order_relaxed);
     application.magic.store(extension_magic, std::memory_order_release);
     return 0;
 }

@@ -8,6 +8,8 @@
 #include "usrbio/ring/announcement.hpp"
 #include "usrbio/ring/view.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstdint>
 #include <limits>
@@ -61,6 +63,7 @@ public:
         if (published_head_ != head_) {
             view_.indices->submission_head.store(static_cast<std::int32_t>(head_), std::memory_order_seq_cst);
             published_head_ = head_;
+            publish_processor();
         }
         return !agent_has_extension() ||
                must_wake(view_.extension->agent, [] { return std::numeric_limits<std::uint32_t>::max(); });
@@ -161,6 +164,15 @@ private:
         return prepared_count_ - last_seen_freed_count_ != entries();
     }
     bool has_queue_space(std::uint32_t next) noexcept;
+    void publish_processor() noexcept {
+        // The result of sched_getcpu() is -1 if it fails. Only a change is stored, so that both processors keep the
+        // line.
+        const auto processor = static_cast<std::uint32_t>(sched_getcpu() + 1);
+        if (processor != published_processor_) {
+            published_processor_ = processor;
+            view_.extension->application.processor.store(processor, std::memory_order_relaxed);
+        }
+    }
     void mark_free(std::int32_t index) noexcept { in_use_[index].store(0, std::memory_order_release); }
     std::uint32_t publish_freed(std::uint32_t count) noexcept {
         freed_count_.store(freed_count_.load(std::memory_order_relaxed) + count, std::memory_order_release);
@@ -176,6 +188,7 @@ private:
     std::uint32_t prepared_count_ = 0; // Operations prepared so far; prepared_count_ - freed_count_ are in flight.
     std::uint32_t last_seen_freed_count_ = 0;
     std::uint32_t published_head_ = 0; // The last head_ that was published.
+    std::uint32_t published_processor_ = 0;
 
     alignas(64) SleepAnnouncement sleep_announcement_;
     std::uint32_t completion_tail_ = 0;

@@ -19,10 +19,17 @@
 #include <utility>
 #include <vector>
 
-#include "path_peers.hpp"
 #include "storage/crc32c.hpp"
+#include "uring_reads.hpp"
 
 namespace gdrkit::usrbio::bench {
+
+inline void pin_thread(pthread_t thread, int processor) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(processor, &set);
+    pthread_setaffinity_np(thread, sizeof set, &set);
+}
 
 class BareCopies {
 public:
@@ -104,12 +111,6 @@ private:
             exit_with_errno("mmap");
         }
         return static_cast<std::uint8_t*>(memory);
-    }
-    static void pin_thread(pthread_t thread, int processor) {
-        cpu_set_t set;
-        CPU_ZERO(&set);
-        CPU_SET(processor, &set);
-        pthread_setaffinity_np(thread, sizeof set, &set);
     }
     template <typename Condition> static void wait_until(Condition condition) {
         // Yield now and then, because other threads may need this processor.

@@ -70,27 +70,27 @@ struct File {
 struct Session {
     explicit Session(Mount& mount, int entries = 16, std::size_t block_size = 0) : file(mount, "data") {
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 1 << 20, block_size, -1), 0);
-        CHECK_EQUAL(hf3fs_iorcreate(&reads, mount.path(), entries, true, 0, -1), 0);
-        CHECK_EQUAL(hf3fs_iorcreate(&writes, mount.path(), entries, false, 0, -1), 0);
+        CHECK_EQUAL(hf3fs_iorcreate(&read_ring, mount.path(), entries, true, 0, -1), 0);
+        CHECK_EQUAL(hf3fs_iorcreate(&write_ring, mount.path(), entries, false, 0, -1), 0);
         registered_fd = hf3fs_reg_fd(file.fd, 0);
         CHECK(registered_fd <= 0);
     }
     ~Session() {
         hf3fs_dereg_fd(registered_fd);
-        hf3fs_iordestroy(&reads);
-        hf3fs_iordestroy(&writes);
+        hf3fs_iordestroy(&read_ring);
+        hf3fs_iordestroy(&write_ring);
         hf3fs_iovdestroy(&iov);
     }
     // Prepares a read and returns the result of hf3fs_prep_io.
     int prepare_read(std::size_t iov_offset, std::uint64_t length, std::size_t file_offset = 0,
                      std::uintptr_t userdata = 0) {
-        return hf3fs_prep_io(&reads, &iov, true, iov.base + iov_offset, registered_fd, file_offset, length,
+        return hf3fs_prep_io(&read_ring, &iov, true, iov.base + iov_offset, registered_fd, file_offset, length,
                              reinterpret_cast<void*>(userdata));
     }
     File file;
     hf3fs_iov iov{};
-    hf3fs_ior reads{};
-    hf3fs_ior writes{};
+    hf3fs_ior read_ring{};
+    hf3fs_ior write_ring{};
     int registered_fd = 0; // The result of hf3fs_reg_fd: the negative of the library's duplicate descriptor.
 };
 

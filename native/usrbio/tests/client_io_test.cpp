@@ -25,18 +25,18 @@ void test_read_and_write_move_bytes() {
     hf3fs_cqe cqes[16];
     std::iota(session.iov.base, session.iov.base + 4096, std::uint8_t{0});
     // hf3fs_prep_io accepts the registered descriptor, and the value that hf3fs_reg_fd returned.
-    CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base, session.file.fd, 0, 2048, &session) >=
-          0);
-    CHECK(hf3fs_prep_io(&session.writes, &session.iov, false, session.iov.base + 2048, session.registered_fd, 2048,
+    CHECK(hf3fs_prep_io(&session.write_ring, &session.iov, false, session.iov.base, session.file.fd, 0, 2048,
+                        &session) >= 0);
+    CHECK(hf3fs_prep_io(&session.write_ring, &session.iov, false, session.iov.base + 2048, session.registered_fd, 2048,
                         2048, &session) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.writes), 0);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, cqes, 16, 2, nullptr), 2);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.write_ring), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, cqes, 16, 2, nullptr), 2);
     CHECK(cqes[0].result == 2048 && cqes[1].result == 2048 && cqes[0].userdata == &session);
     CHECK(session.prepare_read(8192, 3000, 1500, 7) >= 0); // This read extends beyond the end of the file.
     CHECK(session.prepare_read(20000, 10, 5000, 8) >= 0);  // This read begins after the end of the file.
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
     for (int count = 0; count < 2; ++count) {
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 1, nullptr), 1);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 1, 1, nullptr), 1);
         CHECK_EQUAL(cqes[0].result, cqes[0].userdata == reinterpret_cast<void*>(7) ? 2596 : 0);
     }
     CHECK(std::memcmp(session.iov.base + 8192, session.iov.base + 1500, 2596) == 0);
@@ -57,24 +57,28 @@ void test_prep_io_refuses_invalid_arguments() {
     CHECK_EQUAL(session.prepare_read(0, 65537), -EINVAL);
     CHECK_EQUAL(session.prepare_read(0, 1, static_cast<std::size_t>(INT64_MAX)), -EINVAL);
     CHECK_EQUAL(session.prepare_read(0, 1, SIZE_MAX), -EINVAL);
-    CHECK_EQUAL(
-        hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base - 1, session.registered_fd, 0, 1, nullptr),
-        -EINVAL);
-    CHECK_EQUAL(
-        hf3fs_prep_io(&session.reads, &session.iov, false, session.iov.base, session.registered_fd, 0, 1, nullptr),
-        -EINVAL);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, nullptr, true, session.iov.base, session.registered_fd, 0, 1, nullptr),
+    CHECK_EQUAL(hf3fs_prep_io(&session.read_ring, &session.iov, true, session.iov.base - 1, session.registered_fd, 0, 1,
+                              nullptr),
                 -EINVAL);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, INT_MIN, 0, 1, nullptr), -EINVAL);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, INT_MAX, 0, 1, nullptr), -EBADF);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, 0, 0, 1, nullptr), -EBADF);
+    CHECK_EQUAL(
+        hf3fs_prep_io(&session.read_ring, &session.iov, false, session.iov.base, session.registered_fd, 0, 1, nullptr),
+        -EINVAL);
+    CHECK_EQUAL(
+        hf3fs_prep_io(&session.read_ring, nullptr, true, session.iov.base, session.registered_fd, 0, 1, nullptr),
+        -EINVAL);
+    CHECK_EQUAL(hf3fs_prep_io(&session.read_ring, &session.iov, true, session.iov.base, INT_MIN, 0, 1, nullptr),
+                -EINVAL);
+    CHECK_EQUAL(hf3fs_prep_io(&session.read_ring, &session.iov, true, session.iov.base, INT_MAX, 0, 1, nullptr),
+                -EBADF);
+    CHECK_EQUAL(hf3fs_prep_io(&session.read_ring, &session.iov, true, session.iov.base, 0, 0, 1, nullptr), -EBADF);
     File writer(mount, "data", O_WRONLY);
-    const int write_only = hf3fs_reg_fd(writer.fd, 0);
-    CHECK(write_only <= 0);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, write_only, 0, 1, nullptr),
+    const int write_only_fd = hf3fs_reg_fd(writer.fd, 0);
+    CHECK(write_only_fd <= 0);
+    CHECK_EQUAL(hf3fs_prep_io(&session.read_ring, &session.iov, true, session.iov.base, write_only_fd, 0, 1, nullptr),
                 -EACCES);
-    hf3fs_dereg_fd(write_only);
-    CHECK_EQUAL(hf3fs_prep_io(&session.reads, &session.iov, true, session.iov.base, write_only, 0, 1, nullptr), -EBADF);
+    hf3fs_dereg_fd(write_only_fd);
+    CHECK_EQUAL(hf3fs_prep_io(&session.read_ring, &session.iov, true, session.iov.base, write_only_fd, 0, 1, nullptr),
+                -EBADF);
     CHECK(session.prepare_read(65535, 1) >= 0);
     CHECK(session.prepare_read(65536, 65536) >= 0);
     CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN);
@@ -91,35 +95,35 @@ void test_wait_ends_at_count_or_deadline() {
     Agent agent(mount);
     Session session(mount);
     hf3fs_cqe cqes[16];
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 0, 0, nullptr), -EINVAL);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, nullptr, 1, 0, nullptr), -EINVAL);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 0, 0, nullptr), -EINVAL);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, nullptr, 1, 0, nullptr), -EINVAL);
     const timespec invalid_deadline{.tv_sec = 0, .tv_nsec = 1000000000};
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 1, 0, &invalid_deadline), -EINVAL);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 0, nullptr), 0);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, -5, nullptr), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 1, 0, &invalid_deadline), -EINVAL);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 0, nullptr), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, -5, nullptr), 0);
     const timespec begin = make_deadline_after(0);
     const timespec deadline = make_deadline_after(30);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &deadline), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 1, &deadline), 0);
     const timespec end = make_deadline_after(0);
     CHECK((end.tv_sec - begin.tv_sec) * 1000 + (end.tv_nsec - begin.tv_nsec) / 1000000 >= 29);
-    const timespec past = make_deadline_after(-1000);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, &past), 0);
+    const timespec past_deadline = make_deadline_after(-1000);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 1, &past_deadline), 0);
     CHECK(session.prepare_read(0, 1) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    const auto* const indices = make_view(session.reads).indices;
+    CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
+    const auto* const indices = make_view(session.read_ring).indices;
     wait_until_true([&] { return indices->completion_head.load() != indices->completion_tail.load(); });
     const timespec second_deadline = make_deadline_after(30);
     // After the deadline the function returns the number of completions, not -ETIMEDOUT.
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, &second_deadline), 1);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 16, &second_deadline), 1);
     for (int i = 0; i < 3; ++i) {
         CHECK(session.prepare_read(0, 1) >= 0);
     }
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 3, 99, nullptr), 3); // min_results is larger than cqec.
+    CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 3, 99, nullptr), 3); // min_results is larger than cqec.
 }
 
 void test_agent_death_fails_operations() {
-    const std::size_t before = count_shared_memory();
+    const std::size_t memory_count_before = count_shared_memory();
     {
         Mount mount;
         auto agent = std::make_unique<Agent>(mount);
@@ -129,27 +133,27 @@ void test_agent_death_fails_operations() {
         for (std::uintptr_t i = 1; i <= 3; ++i) {
             CHECK(session.prepare_read(0, 1, 0, i) >= 0);
         }
-        CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+        CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
         CHECK(session.prepare_read(0, 1, 0, 4) >= 0); // This operation is prepared and never submitted.
-        std::thread stop_agent([&] {
+        std::thread agent_stopper([&] {
             usleep(20000);
             agent.reset();
         });
         std::uintptr_t userdata_sum = 0;
-        int count = hf3fs_wait_for_ios(&session.reads, cqes, 3, 1, nullptr);
+        int count = hf3fs_wait_for_ios(&session.read_ring, cqes, 3, 1, nullptr);
         CHECK_EQUAL(count, 3);
-        stop_agent.join();
+        agent_stopper.join();
         for (int i = 0; i < 3; ++i) {
             CHECK_EQUAL(cqes[i].result, -EREMOTEIO);
             userdata_sum += reinterpret_cast<std::uintptr_t>(cqes[i].userdata);
         }
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 16, nullptr), 1);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 16, nullptr), 1);
         userdata_sum += reinterpret_cast<std::uintptr_t>(cqes[0].userdata);
         CHECK_EQUAL(userdata_sum, 10u);
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 16, 1, nullptr), -EREMOTEIO);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 16, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
-        CHECK_EQUAL(hf3fs_submit_ios(&session.reads), -EREMOTEIO);
-        CHECK_EQUAL(hf3fs_submit_ios(&session.writes), -EREMOTEIO);
+        CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), -EREMOTEIO);
+        CHECK_EQUAL(hf3fs_submit_ios(&session.write_ring), -EREMOTEIO);
         hf3fs_iov iov{};
         hf3fs_ior ior{};
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
@@ -161,14 +165,14 @@ void test_agent_death_fails_operations() {
         Agent new_agent(mount); // A new agent serves new rings and iovs.
         Session new_session(mount);
         CHECK(new_session.prepare_read(0, 1) >= 0);
-        CHECK_EQUAL(hf3fs_submit_ios(&new_session.reads), 0);
-        CHECK_EQUAL(hf3fs_wait_for_ios(&new_session.reads, cqes, 1, 1, nullptr), 1);
+        CHECK_EQUAL(hf3fs_submit_ios(&new_session.read_ring), 0);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&new_session.read_ring, cqes, 1, 1, nullptr), 1);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
         new_agent.reply_malformed = true;
         CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
         new_agent.reply_malformed = false;
     }
-    CHECK_EQUAL(count_shared_memory(), before);
+    CHECK_EQUAL(count_shared_memory(), memory_count_before);
 }
 
 // A thread that waits for one completion without a deadline. The thread sleeps when the constructor returns.
@@ -195,7 +199,7 @@ private:
 
 void submit_read(Session& session) {
     CHECK(session.prepare_read(0, 1) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
 }
 
 void test_invalid_index_of_agent_ends_the_wait() {
@@ -205,9 +209,9 @@ void test_invalid_index_of_agent_ends_the_wait() {
     {
         Session session(mount);
         submit_read(session);
-        Sleeper sleeper(session.reads);
-        make_view(session.reads).indices->completion_head = 9999;
-        post(*make_view(session.reads).completion_semaphore);
+        Sleeper sleeper(session.read_ring);
+        make_view(session.read_ring).indices->completion_head = 9999;
+        post(*make_view(session.read_ring).completion_semaphore);
         CHECK_EQUAL(sleeper.wait_result(), 1);
         CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
@@ -217,11 +221,11 @@ void test_invalid_index_of_agent_ends_the_wait() {
     agent.hold(false);
     submit_read(session);
     hf3fs_cqe cqe;
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), 1);
     agent.hold(true);
     submit_read(session);
-    Sleeper sleeper(session.reads);
-    make_view(session.reads).indices->submission_tail = 9999;
+    Sleeper sleeper(session.read_ring);
+    make_view(session.read_ring).indices->submission_tail = 9999;
     CHECK_EQUAL(session.prepare_read(0, 1), -EAGAIN); // The ring is full, so hf3fs_prep_io reads the tail.
     CHECK_EQUAL(sleeper.wait_result(), 1);
     CHECK_EQUAL(sleeper.cqe.result, -EREMOTEIO);
@@ -253,11 +257,11 @@ void test_poll_returns_while_another_thread_waits() {
     Session session(mount);
     agent.hold(true);
     submit_read(session);
-    Sleeper sleeper(session.reads);
+    Sleeper sleeper(session.read_ring);
     hf3fs_cqe cqe;
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 0, nullptr), 0);
     const timespec short_deadline = make_deadline_after(20);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, &short_deadline), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, &short_deadline), 0);
     agent.hold(false);
     CHECK_EQUAL(sleeper.wait_result(), 1);
 }
@@ -270,13 +274,13 @@ bool has_watch_thread() {
 void read_while_asleep(Session& session, Agent& agent, const timespec* deadline) {
     agent.hold(true);
     submit_read(session);
-    SideState& application = make_view(session.reads).extension->application;
+    SideState& application = make_view(session.read_ring).extension->application;
     std::thread releaser([&] {
         wait_until_true([&] { return application.sleeping != awake; });
         agent.hold(false);
     });
     hf3fs_cqe cqe;
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, deadline), 1);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, deadline), 1);
     CHECK_EQUAL(cqe.result, 0);
     releaser.join();
 }
@@ -313,7 +317,7 @@ void test_wait_without_deadline_starts_the_watch_thread() {
         hf3fs_cqe cqe;
         const timespec deadline = make_deadline_after(1000);
         is_waiting = true;
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, &deadline), 0);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, &cqe, 1, 1, &deadline), 0);
     });
     wait_until_true([&] { return is_waiting.load(); });
     usleep(20000);
@@ -327,22 +331,22 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     if (child == 0) {
         hf3fs_cqe cqe;
         CHECK_EQUAL(read(go_pipe[0], &byte, 1), ssize_t{1});
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 0, nullptr), -EREMOTEIO);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 0, nullptr), -EREMOTEIO);
         CHECK_EQUAL(write(ready_pipe[1], &byte, 1), ssize_t{1});
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, &cqe, 1, 1, nullptr), -EREMOTEIO);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, &cqe, 1, 1, nullptr), -EREMOTEIO);
         CHECK_EQUAL(session.prepare_read(0, 1), -EREMOTEIO);
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), -EREMOTEIO);
-        hf3fs_iordestroy(&session.writes);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), -EREMOTEIO);
+        hf3fs_iordestroy(&session.write_ring);
         hf3fs_iovdestroy(&session.iov);
         {
             Session child_session(mount);
             CHECK(child_session.prepare_read(0, 1) >= 0);
-            CHECK_EQUAL(hf3fs_submit_ios(&child_session.reads), 0);
-            CHECK_EQUAL(hf3fs_wait_for_ios(&child_session.reads, &cqe, 1, 1, nullptr), 1);
+            CHECK_EQUAL(hf3fs_submit_ios(&child_session.read_ring), 0);
+            CHECK_EQUAL(hf3fs_wait_for_ios(&child_session.read_ring, &cqe, 1, 1, nullptr), 1);
         }
         _exit(0);
     }
-    Sleeper sleeper(session.reads); // The child must not change the announcement of sleep of this ring.
+    Sleeper sleeper(session.read_ring); // The child must not change the announcement of sleep of this ring.
     CHECK_EQUAL(write(go_pipe[1], &byte, 1), ssize_t{1});
     CHECK_EQUAL(read(ready_pipe[0], &byte, 1), ssize_t{1});
     agent.hold(false);
@@ -359,8 +363,8 @@ void test_wait_without_deadline_starts_the_watch_thread() {
     CHECK_EQUAL(agent.publications.load(), 3); // The child withdrew no publication of its parent.
     hf3fs_cqe cqe;
     CHECK(session.prepare_read(0, 1) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), 1);
 }
 
 void test_eight_threads_use_64_rings() {
@@ -429,21 +433,21 @@ void test_eight_threads_use_64_rings() {
             for (std::size_t i = 0; i < 64; ++i) {
                 CHECK(session.prepare_read(i * 16, 16, i) >= 0);
             }
-            CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-            CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, cqes, 64, 64, nullptr), 64);
+            CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
+            CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, cqes, 64, 64, nullptr), 64);
         }
         // A wait without a deadline has no timer. The watch thread must wake it.
         std::thread killer([&] {
             usleep(50000);
             CHECK_EQUAL(kill(child, SIGKILL), 0);
         });
-        CHECK_EQUAL(hf3fs_wait_for_ios(&session.writes, cqes, 64, 1, nullptr), -EREMOTEIO);
+        CHECK_EQUAL(hf3fs_wait_for_ios(&session.write_ring, cqes, 64, 1, nullptr), -EREMOTEIO);
         killer.join();
         CHECK_EQUAL(waitpid(child, &status, 0), child);
         const int index = session.prepare_read(0, 1);
         CHECK(index >= 0 || index == -EREMOTEIO);
-        hf3fs_submit_ios(&session.reads);
-        const int count = hf3fs_wait_for_ios(&session.reads, cqes, 64, 1, nullptr);
+        hf3fs_submit_ios(&session.read_ring);
+        const int count = hf3fs_wait_for_ios(&session.read_ring, cqes, 64, 1, nullptr);
         CHECK(count == -EREMOTEIO || (count == 1 && cqes[0].result == -EREMOTEIO));
     }
     hf3fs_iovdestroy(&probe_iov);

@@ -23,7 +23,7 @@ using namespace gdrkit::usrbio::test;
 namespace {
 
 void test_iov_is_published_and_removed() {
-    const std::size_t before = count_shared_memory();
+    const std::size_t memory_count_before = count_shared_memory();
     Mount mount;
     Agent agent(mount);
     hf3fs_iov iov{};
@@ -36,52 +36,52 @@ void test_iov_is_published_and_removed() {
     Uuid id;
     std::memcpy(id.data(), iov.id, 16);
     CHECK(mount.links() == std::vector<std::string>{to_string(id) + ".b4096"});
-    CHECK_EQUAL(count_shared_memory(), before + 1);
+    CHECK_EQUAL(count_shared_memory(), memory_count_before + 1);
 
-    hf3fs_iov other{};
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 0, -1), -ENOENT);
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10001, 4096, -1), -EIO);
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), 0);
+    hf3fs_iov opened_iov{};
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 0, -1), -ENOENT);
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10001, 4096, -1), -EIO);
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 4096, -1), 0);
     iov.base[9999] = 42;
-    CHECK_EQUAL(other.base[9999], 42);
-    hf3fs_iovunlink(&other); // Does nothing, because `other` did not create the memory.
-    CHECK_EQUAL(count_shared_memory(), before + 1);
+    CHECK_EQUAL(opened_iov.base[9999], 42);
+    hf3fs_iovunlink(&opened_iov); // Does nothing, because `opened_iov` did not create the memory.
+    CHECK_EQUAL(count_shared_memory(), memory_count_before + 1);
     // A process that opens its own iov borrows it too, once for each open.
-    hf3fs_iov third{};
-    CHECK_EQUAL(hf3fs_iovopen(&third, id.data(), mount.path(), 10000, 4096, -1), 0);
+    hf3fs_iov second_opened_iov{};
+    CHECK_EQUAL(hf3fs_iovopen(&second_opened_iov, id.data(), mount.path(), 10000, 4096, -1), 0);
     CHECK_EQUAL(agent.borrows.load(), 1);
-    hf3fs_iovdestroy(&other);
-    hf3fs_iovdestroy(&other);
+    hf3fs_iovdestroy(&opened_iov);
+    hf3fs_iovdestroy(&opened_iov);
     CHECK_EQUAL(agent.borrows.load(), 1);
-    hf3fs_iovdestroy(&third);
+    hf3fs_iovdestroy(&second_opened_iov);
     CHECK_EQUAL(agent.borrows.load(), 0);
     CHECK_EQUAL(agent.publications.load(), 1);
-    agent.refuse = EACCES;
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), -EACCES);
-    CHECK(other.base == nullptr);
-    agent.refuse = 0;
+    agent.refusal_errno = EACCES;
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 4096, -1), -EACCES);
+    CHECK(opened_iov.base == nullptr);
+    agent.refusal_errno = 0;
 
-    hf3fs_iov stale = iov;
+    hf3fs_iov stale_copy = iov;
     hf3fs_iovunlink(&iov);
-    CHECK_EQUAL(count_shared_memory(), before);
+    CHECK_EQUAL(count_shared_memory(), memory_count_before);
     iov.base[0] = 1;
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 10000, 4096, -1), -ENOENT);
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 10000, 4096, -1), -ENOENT);
     hf3fs_iovdestroy(&iov);
-    hf3fs_iovdestroy(&stale); // The library detects that this copy of a destroyed struct is stale.
+    hf3fs_iovdestroy(&stale_copy); // The library detects that this copy of a destroyed struct is stale.
     CHECK_EQUAL(agent.publications.load(), 0);
     CHECK(mount.links().empty());
 
-    agent.refuse = EPERM;
+    agent.refusal_errno = EPERM;
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 10000, 0, -1), -EPERM);
     hf3fs_ior ior{};
     CHECK_EQUAL(hf3fs_iorcreate(&ior, mount.path(), 4, true, 0, -1), -EPERM);
-    CHECK_EQUAL(count_shared_memory(), before);
-    const std::string elsewhere = mount.link(to_string(id));
-    CHECK_EQUAL(symlink("/etc/passwd", elsewhere.c_str()), 0);
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 1, 0, -1), -EINVAL);
-    CHECK_EQUAL(unlink(elsewhere.c_str()), 0);
-    CHECK_EQUAL(symlink("/dev/shm/../../etc/passwd", elsewhere.c_str()), 0);
-    CHECK_EQUAL(hf3fs_iovopen(&other, id.data(), mount.path(), 1, 0, -1), -EINVAL);
+    CHECK_EQUAL(count_shared_memory(), memory_count_before);
+    const std::string link_path = mount.link(to_string(id));
+    CHECK_EQUAL(symlink("/etc/passwd", link_path.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 1, 0, -1), -EINVAL);
+    CHECK_EQUAL(unlink(link_path.c_str()), 0);
+    CHECK_EQUAL(symlink("/dev/shm/../../etc/passwd", link_path.c_str()), 0);
+    CHECK_EQUAL(hf3fs_iovopen(&opened_iov, id.data(), mount.path(), 1, 0, -1), -EINVAL);
 }
 
 void test_wrapped_memory_is_published_by_its_link() {
@@ -94,9 +94,9 @@ void test_wrapped_memory_is_published_by_its_link() {
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOENT);
     CHECK_EQUAL(agent.publications.load(), 0);
     CHECK_EQUAL(symlink(("/dev/shm" + make_shared_memory_name(id)).c_str(), mount.link(to_string(id)).c_str()), 0);
-    agent.refuse = ENOSPC;
+    agent.refusal_errno = ENOSPC;
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), -ENOSPC);
-    agent.refuse = 0;
+    agent.refusal_errno = 0;
     CHECK_EQUAL(hf3fs_iovwrap(&iov, memory.base(), id.data(), mount.path(), 8192, 0, -1), 0);
     CHECK_EQUAL(agent.publications.load(), 1);
     CHECK(iov.iovh == nullptr && iov.base == memory.base());
@@ -132,13 +132,13 @@ void test_wrapped_memory_has_the_block_size_of_its_link() {
 void test_ring_name_contains_its_attributes() {
     Mount mount;
     Agent agent(mount);
-    const std::size_t before = count_shared_memory();
+    const std::size_t memory_count_before = count_shared_memory();
     hf3fs_ior ior{};
     const auto check_name_and_destroy = [&](const char* suffix) {
         const auto links = mount.links();
         CHECK_EQUAL(links.size(), 1u);
         CHECK(links[0].substr(36) == suffix);
-        CHECK_EQUAL(count_shared_memory(), before);
+        CHECK_EQUAL(count_shared_memory(), memory_count_before);
         hf3fs_iordestroy(&ior);
         hf3fs_iordestroy(&ior);
         CHECK(mount.links().empty());
@@ -156,13 +156,13 @@ void test_ring_name_contains_its_attributes() {
     CHECK(ior.flags == 2 && ior.priority == 0);
     check_name_and_destroy(".r1.t7.f10");
 
-    const std::string semaphore = mount.link("submit-ios.ph");
-    CHECK_EQUAL(unlink(semaphore.c_str()), 0);
+    const std::string semaphore_link = mount.link("submit-ios.ph");
+    CHECK_EQUAL(unlink(semaphore_link.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
-    CHECK_EQUAL(symlink("/etc/passwd", semaphore.c_str()), 0);
+    CHECK_EQUAL(symlink("/etc/passwd", semaphore_link.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -EIO);
-    CHECK_EQUAL(unlink(semaphore.c_str()), 0);
-    CHECK_EQUAL(symlink("/dev/shm/sem.hf3fs-none-such", semaphore.c_str()), 0);
+    CHECK_EQUAL(unlink(semaphore_link.c_str()), 0);
+    CHECK_EQUAL(symlink("/dev/shm/sem.hf3fs-none-such", semaphore_link.c_str()), 0);
     CHECK_EQUAL(hf3fs_iorcreate2(&ior, mount.path(), 4, true, 0, -1, -1), -ENOENT);
     CHECK(mount.links().empty());
 }
@@ -172,38 +172,38 @@ void test_files_are_registered() {
     Agent agent(mount);
     File file(mount, "a");
     CHECK(hf3fs_is_hf3fs(file.fd));
-    const int other = hf3fs_reg_fd(file.fd, 0);
-    CHECK(other <= 0 && fcntl(-other, F_GETFD) == FD_CLOEXEC);
+    const int registered_fd_1 = hf3fs_reg_fd(file.fd, 0);
+    CHECK(registered_fd_1 <= 0 && fcntl(-registered_fd_1, F_GETFD) == FD_CLOEXEC);
     CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EINVAL);
-    CHECK_EQUAL(hf3fs_reg_fd(-other, 0), EINVAL);
+    CHECK_EQUAL(hf3fs_reg_fd(-registered_fd_1, 0), EINVAL);
     File reader(mount, "a", O_RDONLY);
-    const int third = hf3fs_reg_fd(reader.fd, 0);
-    CHECK(third <= 0);
+    const int reader_registered_fd = hf3fs_reg_fd(reader.fd, 0);
+    CHECK(reader_registered_fd <= 0);
     CHECK_EQUAL(agent.files.load(), 1);
     hf3fs_dereg_fd(file.fd);
-    CHECK_EQUAL(fcntl(-other, F_GETFD), -1);
+    CHECK_EQUAL(fcntl(-registered_fd_1, F_GETFD), -1);
     CHECK_EQUAL(agent.files.load(), 1); // The other descriptor is still registered.
-    hf3fs_dereg_fd(third);
+    hf3fs_dereg_fd(reader_registered_fd);
     CHECK_EQUAL(agent.files.load(), 0);
-    hf3fs_dereg_fd(third);
+    hf3fs_dereg_fd(reader_registered_fd);
 
-    agent.refuse = EACCES;
+    agent.refusal_errno = EACCES;
     CHECK_EQUAL(hf3fs_reg_fd(file.fd, 0), EACCES);
-    agent.refuse = 0;
-    const int outside = open("/dev/null", O_RDWR);
-    CHECK_EQUAL(hf3fs_reg_fd(outside, 0), EBADF);
-    close(outside);
+    agent.refusal_errno = 0;
+    const int outside_fd = open("/dev/null", O_RDWR);
+    CHECK_EQUAL(hf3fs_reg_fd(outside_fd, 0), EBADF);
+    close(outside_fd);
 
     // A descriptor that was closed without hf3fs_dereg_fd stays registered. The library never uses its number for a
     // duplicate.
-    const int closed = dup(file.fd);
-    const int registered_fd = hf3fs_reg_fd(closed, 0);
+    const int closed_fd = dup(file.fd);
+    const int registered_fd = hf3fs_reg_fd(closed_fd, 0);
     CHECK(registered_fd <= 0);
-    close(closed);
-    const int second = hf3fs_reg_fd(file.fd, 0);
-    CHECK(second <= 0 && -second != closed);
+    close(closed_fd);
+    const int registered_fd_2 = hf3fs_reg_fd(file.fd, 0);
+    CHECK(registered_fd_2 <= 0 && -registered_fd_2 != closed_fd);
     hf3fs_dereg_fd(registered_fd);
-    hf3fs_dereg_fd(second);
+    hf3fs_dereg_fd(registered_fd_2);
     CHECK_EQUAL(agent.files.load(), 0);
 }
 
@@ -236,9 +236,9 @@ void test_hard_links_and_holes() {
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), "/tmp/usrbio-elsewhere"), EXDEV);
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file("").c_str()), EINVAL);
     CHECK_EQUAL(hf3fs_hardlink(file.path.c_str(), mount.file(std::string(256, 'n')).c_str()), ENAMETOOLONG);
-    struct stat mount_point {};
-    CHECK_EQUAL(stat(mount.file("b").c_str(), &mount_point), 0);
-    CHECK_EQUAL(mount_point.st_nlink, 2u);
+    struct stat attributes {};
+    CHECK_EQUAL(stat(mount.file("b").c_str(), &attributes), 0);
+    CHECK_EQUAL(attributes.st_nlink, 2u);
 
     const std::size_t begin[] = {65536, 0};
     const std::size_t end[] = {131072, 0};
@@ -252,17 +252,17 @@ void test_hard_links_and_holes() {
     CHECK_EQUAL(hf3fs_punchhole(file.fd, 1000, positions.data(), positions.data(), 0), 0);
     File reader(mount, "a", O_RDONLY);
     CHECK_EQUAL(hf3fs_punchhole(reader.fd, 1, begin, end, 0), EBADF);
-    const int outside = open("/dev/null", O_RDWR);
-    CHECK_EQUAL(hf3fs_punchhole(outside, 1, begin, end, 0), ENOTTY);
-    close(outside);
+    const int outside_fd = open("/dev/null", O_RDWR);
+    CHECK_EQUAL(hf3fs_punchhole(outside_fd, 1, begin, end, 0), ENOTTY);
+    close(outside_fd);
     CHECK_EQUAL(hf3fs_hardlink("/dev/null", "/dev/shm/usrbio-elsewhere"), ENOTTY);
 }
 
 std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     hf3fs_cqe cqe;
-    CHECK(hf3fs_prep_io(&session.reads, &iov, true, iov.base, session.registered_fd, 0, 3, nullptr) >= 0);
-    CHECK_EQUAL(hf3fs_submit_ios(&session.reads), 0);
-    CHECK_EQUAL(hf3fs_wait_for_ios(&session.reads, &cqe, 1, 1, nullptr), 1);
+    CHECK(hf3fs_prep_io(&session.read_ring, &iov, true, iov.base, session.registered_fd, 0, 3, nullptr) >= 0);
+    CHECK_EQUAL(hf3fs_submit_ios(&session.read_ring), 0);
+    CHECK_EQUAL(hf3fs_wait_for_ios(&session.read_ring, &cqe, 1, 1, nullptr), 1);
     return cqe.result;
 }
 
@@ -285,25 +285,26 @@ std::int64_t read_three_bytes(Session& session, const hf3fs_iov& iov) {
     if (child == 0) {
         Session session(mount);
         CHECK_EQUAL(pwrite(session.file.fd, "abc", 3, 0), 3);
-        hf3fs_iov opened{};
+        hf3fs_iov opened_iov{};
         // The child has inherited the struct and the memory, but not the permission.
         CHECK_EQUAL(read_three_bytes(session, iov), -EACCES);
         for (int round = 0; round < 2; ++round) {
-            CHECK_EQUAL(hf3fs_iovopen(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 4096, 0, -1), 0);
-            CHECK_EQUAL(read_three_bytes(session, opened), 3);
+            CHECK_EQUAL(hf3fs_iovopen(&opened_iov, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 4096, 0, -1),
+                        0);
+            CHECK_EQUAL(read_three_bytes(session, opened_iov), 3);
             if (round == 0) {
-                hf3fs_iovdestroy(&opened);
+                hf3fs_iovdestroy(&opened_iov);
             }
         }
         meet_other_process(1);
         meet_other_process(1); // The owner withdraws the publication between these two calls.
-        CHECK_EQUAL(read_three_bytes(session, opened), -EACCES);
-        hf3fs_iovdestroy(&opened);
-        hf3fs_iov second{};
-        std::memcpy(&second, &opened, sizeof(second));
+        CHECK_EQUAL(read_three_bytes(session, opened_iov), -EACCES);
+        hf3fs_iovdestroy(&opened_iov);
+        hf3fs_iov borrowed_iov{};
+        std::memcpy(&borrowed_iov, &opened_iov, sizeof(borrowed_iov));
         Uuid id;
         CHECK_EQUAL(read(sockets[1], id.data(), id.size()), 16);
-        CHECK_EQUAL(hf3fs_iovopen(&second, id.data(), mount.path(), 4096, 0, -1), 0);
+        CHECK_EQUAL(hf3fs_iovopen(&borrowed_iov, id.data(), mount.path(), 4096, 0, -1), 0);
         _exit(0); // The process ends while it has borrowed the iov.
     }
     meet_other_process(0);
@@ -347,12 +348,12 @@ void test_mount_without_agent_has_links() {
 void test_memory_gets_no_name_if_the_agent_has_ended() {
     Mount mount;
     {
-        Agent agent(mount); // Its socket stays.
+        Agent agent(mount); // The socket of the agent stays.
     }
-    const std::size_t before = created_names.size();
+    const std::size_t names_count_before = created_names.size();
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate(&iov, mount.path(), 4096, 0, -1), -EREMOTEIO);
-    CHECK_EQUAL(created_names.size(), before);
+    CHECK_EQUAL(created_names.size(), names_count_before);
 }
 
 void test_link_without_agent_is_removed_when_next_agent_dies() {

@@ -13,7 +13,7 @@ int main() {
     CHECK_EQUAL(hf3fs_gdr_device_count(), 0);
     hf3fs_iov unchanged{};
     unchanged.numa = 77;
-    const hf3fs_iov before = unchanged;
+    const hf3fs_iov iov_before = unchanged;
     const std::uint8_t id[16] = {1};
     hf3fs_gpu_ipc_handle_t handle{};
     gdrkit_share_handle_t share{};
@@ -36,5 +36,5 @@ int main() {
         hf3fs_iovdestroy_gpu(iov);
     }
     CHECK_EQUAL(hf3fs_iovsync(&unchanged, 1), 0);
-    CHECK(std::memcmp(&unchanged, &before, sizeof unchanged) == 0);
+    CHECK(std::memcmp(&unchanged, &iov_before, sizeof unchanged) == 0);
 }

@@ -1,6 +1,6 @@
 // Tests of the publication of GPU iovs to an agent: the name, the target, the share handle and the dma-buf. The status
-// that the agent replies is the result of the publication. The agent is a thread of this test. It implements the
-// messages of agent_protocol.hpp, and registers nothing with a NIC.
+// in the agent's reply is the result of the publication. The agent is a thread of this test. It implements the messages
+// of agent_protocol.hpp, and registers nothing with a NIC.
 #include <sys/socket.h>
 #include <sys/un.h>
 
@@ -234,9 +234,9 @@ void unmap_chunks(u64 base) {
     CHECK_EQUAL(call_cuda("cuMemAddressFree", base, 2 * chunk_bytes), 0);
 }
 
-// The main function of the second process, which opens or imports an iov of the first one.
+// The main function of the second process, which opens or imports an iov of the first process.
 int run_as_peer(const std::string& action, const char* mount, const std::string& id_or_handle, std::size_t size,
-                int expected) {
+                int expected_status) {
     hf3fs_iov iov{};
     const auto bytes = parse_hex(id_or_handle);
     hf3fs_gpu_ipc_handle_t handle{};
@@ -245,7 +245,7 @@ int run_as_peer(const std::string& action, const char* mount, const std::string&
     }
     const int error = action == "import" ? hf3fs_iov_import_gpu(&iov, &handle, mount)
                                          : hf3fs_iovopen_device(&iov, bytes.data(), mount, size, 0, 0);
-    CHECK_EQUAL(error, expected);
+    CHECK_EQUAL(error, expected_status);
     hf3fs_iovdestroy(&iov);
     return 0;
 }
@@ -320,10 +320,10 @@ int main(int count, char** arguments) {
     CHECK_EQUAL(hf3fs_iovsync(&iov, 0), 0);
     hf3fs_iovdestroy_gpu(&iov);
     // If the agent refuses the publication, the function returns the agent's error and changes nothing.
-    const hf3fs_iov before = iov;
+    const hf3fs_iov iov_before = iov;
     agent.received.reply_status = EOPNOTSUPP;
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 4096, 0, 0), -EOPNOTSUPP);
-    CHECK(std::memcmp(&iov, &before, sizeof iov) == 0);
+    CHECK(std::memcmp(&iov, &iov_before, sizeof iov) == 0);
     agent.received.reply_status = 0;
     // The agent ends after this publication. Its memory regions end with it, so the iov can be destroyed.
     CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(memory), id, mount.path(), 1 << 20, 0, 0), 0);

@@ -66,7 +66,7 @@ inline void* to_pointer(u64 address) {
 }
 
 // Returns test data. Each byte differs from its neighbours, and from the byte at the same position with another seed.
-inline std::vector<std::uint8_t> pattern(std::size_t length, unsigned seed) {
+inline std::vector<std::uint8_t> make_pattern(std::size_t length, unsigned seed) {
     std::vector<std::uint8_t> bytes(length);
     for (std::size_t index = 0; index < length; ++index) {
         bytes[index] = static_cast<std::uint8_t>(index * 131 + index / 251 + seed);

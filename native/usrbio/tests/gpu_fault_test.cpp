@@ -13,7 +13,7 @@ using namespace gdrkit::usrbio::test;
 
 constexpr int invalid_value = 1, out_of_memory = 2, not_supported = 801, unknown_error = 999;
 
-std::size_t open_descriptor_count() {
+std::size_t count_open_descriptors() {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {}));
 }
 
@@ -22,41 +22,42 @@ std::size_t count_links(const char* mount) {
     return static_cast<std::size_t>(std::distance(std::filesystem::directory_iterator(folder), {}));
 }
 
-// The main function of the second process, whose driver fails once. The first call of the library returns `expected`,
-// and later calls succeed. Each iov needs more than half of the device memory, so leaked memory makes the next one
-// fail.
-int run_as_peer(const std::string& action, const char* mount, std::size_t bytes, int expected) {
+// The main function of the second process, whose driver fails once. The first call of the library returns
+// `expected_result`, and later calls succeed. Each iov needs more than half of the device memory, so leaked memory
+// makes the next creation fail.
+int run_as_peer(const std::string& action, const char* mount, std::size_t bytes, int expected_result) {
     hf3fs_iov iov{};
     const hf3fs_iov zero{};
     if (action == "create") {
-        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected);
+        CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), expected_result);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
         CHECK_EQUAL(count_links(mount), std::size_t{0});
-        if (expected == -ENOTSUP && !hf3fs_gdr_available()) {
+        if (expected_result == -ENOTSUP && !hf3fs_gdr_available()) {
             return 0;
         }
     }
     for (std::size_t round = 0, descriptors_before = 0; round < 2; ++round) {
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount, bytes, 0, 0), 0);
         if (action == "synchronize" && round == 0) {
-            CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), expected);
+            CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), expected_result);
         }
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(std::memcmp(&iov, &zero, sizeof iov) == 0);
         CHECK_EQUAL(count_links(mount), std::size_t{0});
-        CHECK(round == 0 || open_descriptor_count() == descriptors_before);
-        descriptors_before = open_descriptor_count();
+        CHECK(round == 0 || count_open_descriptors() == descriptors_before);
+        descriptors_before = count_open_descriptors();
     }
     return 0;
 }
 
-// `call` of the driver fails with `status`, and the function of the library for `action` returns `expected`.
+// The function `call` of the driver fails with `status`. The function of the library for `action` then returns
+// `expected_result`.
 struct Fault {
     const char* action;
     const char* call;
     int status;
-    int expected;
+    int expected_result;
 };
 
 constexpr Fault faults[] = {
@@ -86,9 +87,9 @@ int main(int count, char** arguments) {
     }
     const Mount mount;
     use_device(0);
-    u64 free = 0, total = 0;
-    CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free, &total), 0);
-    const std::string bytes = std::to_string(free / 10 * 6);
+    u64 free_bytes = 0, total_bytes = 0;
+    CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_bytes, &total_bytes), 0);
+    const std::string bytes = std::to_string(free_bytes / 10 * 6);
     const std::string plan = std::string(mount.path()) + "/plan";
     const std::string state = std::string(mount.path()) + "/state";
     store_reach(state, 0, true);
@@ -96,7 +97,7 @@ int main(int count, char** arguments) {
     for (const Fault& fault : faults) {
         std::ofstream(plan) << "gdrkit-faults 1\n" << fault.call << " call=1 status=" << fault.status << "\n";
         CHECK_EQUAL(setenv("GDRKIT_TWINS_FAULTS", plan.c_str(), 1), 0);
-        const int exit_status = run_peer({fault.action, mount.path(), bytes, std::to_string(fault.expected)});
+        const int exit_status = run_peer({fault.action, mount.path(), bytes, std::to_string(fault.expected_result)});
         if (exit_status != 0) {
             std::fprintf(stderr, "%s with %s = %d: the second process exited with %d\n", fault.action, fault.call,
                          fault.status, exit_status);

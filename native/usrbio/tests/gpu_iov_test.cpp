@@ -15,7 +15,7 @@ constexpr u64 mib = 1 << 20;
 
 std::array<std::uint8_t, 16> make_id(unsigned seed) {
     std::array<std::uint8_t, 16> id{};
-    const auto bytes = pattern(id.size(), seed);
+    const auto bytes = make_pattern(id.size(), seed);
     std::ranges::copy(bytes, id.begin());
     return id;
 }
@@ -28,10 +28,11 @@ bool is_zero(const hf3fs_iov& iov) {
 void test_create_publishes_and_destroy_releases_everything() {
     const Mount mount;
     use_device(0);
-    u64 free_before = 0, free_after = 0, total = 0;
-    // Compare the free memory only in the second round, because the driver also allocates memory in the first one.
+    u64 free_before = 0, free_after = 0, total_bytes = 0;
+    // Compare the free memory only in the second round, because in the first round the driver also allocates memory for
+    // itself.
     for (int round = 0; round < 2; ++round) {
-        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_before, &total), 0);
+        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_before, &total_bytes), 0);
         hf3fs_iov iov{};
         CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), 100'001, 0, 0), 0);
         CHECK(iov.base != nullptr && iov.size == 100'001 && iov.block_size == 0 && iov.numa == -1);
@@ -48,33 +49,33 @@ void test_create_publishes_and_destroy_releases_everything() {
         CHECK(target.has_value() && target->ipc.has_value());
         CHECK(target->device == 0 && target->offset_bytes == 0 && target->size_bytes == 100'001);
         CHECK(target->allocation_bytes >= 100'001);
-        copy_to_device(address, pattern(100'001, 3));
+        copy_to_device(address, make_pattern(100'001, 3));
         CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), 0);
         CHECK_EQUAL(hf3fs_iovsync(&iov, 1), 0);
-        CHECK(copy_from_device(address, 100'001) == pattern(100'001, 3));
-        const hf3fs_iov copy = iov;
+        CHECK(copy_from_device(address, 100'001) == make_pattern(100'001, 3));
+        const hf3fs_iov iov_copy = iov;
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(is_zero(iov));
         CHECK_EQUAL(mount.count_links(), std::size_t{0});
-        CHECK(!hf3fs_iov_is_gpu(&copy) && hf3fs_iov_gpu_device(&copy) == -1);
-        hf3fs_iov stale = copy;
-        hf3fs_iovdestroy_gpu(&stale);
-        CHECK(std::memcmp(&stale, &copy, sizeof copy) == 0);
-        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_after, &total), 0);
+        CHECK(!hf3fs_iov_is_gpu(&iov_copy) && hf3fs_iov_gpu_device(&iov_copy) == -1);
+        hf3fs_iov stale_iov = iov_copy;
+        hf3fs_iovdestroy_gpu(&stale_iov);
+        CHECK(std::memcmp(&stale_iov, &iov_copy, sizeof iov_copy) == 0);
+        CHECK_EQUAL(call_cuda("cuMemGetInfo_v2", &free_after, &total_bytes), 0);
         CHECK(round == 0 || free_after == free_before);
     }
 }
 
 void test_current_context_is_preserved() {
     const Mount mount;
-    void* const previous = use_device(0);
+    void* const previous_context = use_device(0);
     int count = 0;
     CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, count - 1), 0);
-    CHECK(get_current_context() == previous);
+    CHECK(get_current_context() == previous_context);
     CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 1), 0);
-    CHECK(get_current_context() == previous);
+    CHECK(get_current_context() == previous_context);
     // A thread without a context can destroy the iov, and has no context afterwards.
     std::thread([&] {
         CHECK(get_current_context() == nullptr);
@@ -82,9 +83,9 @@ void test_current_context_is_preserved() {
         hf3fs_iovdestroy_gpu(&iov);
         CHECK(get_current_context() == nullptr);
     }).join();
-    CHECK(is_zero(iov) && get_current_context() == previous);
+    CHECK(is_zero(iov) && get_current_context() == previous_context);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, "/nonexistent", mib, 0, 0), -ENOENT);
-    CHECK(get_current_context() == previous);
+    CHECK(get_current_context() == previous_context);
 }
 
 void test_invalid_arguments_have_error_codes() {
@@ -95,7 +96,7 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
     hf3fs_iov iov{};
     iov.numa = 77;
-    const hf3fs_iov before = iov;
+    const hf3fs_iov iov_before = iov;
     const auto id = make_id(1);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(nullptr, mount.path(), mib, 0, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, nullptr, mib, 0, 0), -EINVAL);
@@ -128,7 +129,7 @@ void test_invalid_arguments_have_error_codes() {
     CHECK_EQUAL(hf3fs_iov_export_gpu(nullptr, &handle), -EINVAL);
     CHECK_EQUAL(hf3fs_iovsync_gpu(&iov, 0), -EINVAL);
     CHECK_EQUAL(hf3fs_iovsync_gpu(nullptr, 0), -EINVAL);
-    CHECK(std::memcmp(&iov, &before, sizeof iov) == 0);
+    CHECK(std::memcmp(&iov, &iov_before, sizeof iov) == 0);
     CHECK_EQUAL(mount.count_links(), std::size_t{0});
     release(memory);
 }
@@ -163,19 +164,20 @@ void test_memory_of_host_or_other_device_is_refused() {
     use_device(0);
     const auto id = make_id(2);
     hf3fs_iov iov{};
-    std::vector<std::uint8_t> host(4096);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, host.data(), id.data(), mount.path(), host.size(), 0, 0), -EINVAL);
-    u64 managed = 0;
-    CHECK_EQUAL(call_cuda("cuMemAllocManaged", &managed, u64{65536}, 1U), 0);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(managed), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
-    release(managed);
-    void* pinned = nullptr;
-    CHECK_EQUAL(call_cuda("cuMemHostAlloc", &pinned, u64{4096}, 0U), 0);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pinned, id.data(), mount.path(), 4096, 0, 0), -EINVAL);
-    CHECK_EQUAL(call_cuda("cuMemFreeHost", pinned), 0);
-    const u64 freed = allocate(mib);
-    release(freed);
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(freed), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    std::vector<std::uint8_t> host_memory(4096);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, host_memory.data(), id.data(), mount.path(), host_memory.size(), 0, 0),
+                -EINVAL);
+    u64 managed_memory = 0;
+    CHECK_EQUAL(call_cuda("cuMemAllocManaged", &managed_memory, u64{65536}, 1U), 0);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(managed_memory), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    release(managed_memory);
+    void* pinned_memory = nullptr;
+    CHECK_EQUAL(call_cuda("cuMemHostAlloc", &pinned_memory, u64{4096}, 0U), 0);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, pinned_memory, id.data(), mount.path(), 4096, 0, 0), -EINVAL);
+    CHECK_EQUAL(call_cuda("cuMemFreeHost", pinned_memory), 0);
+    const u64 freed_memory = allocate(mib);
+    release(freed_memory);
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&iov, to_pointer(freed_memory), id.data(), mount.path(), 4096, 0, 0), -EINVAL);
     int count = 0;
     CHECK_EQUAL(call_cuda("cuDeviceGetCount", &count), 0);
     if (count > 1) {
@@ -190,28 +192,29 @@ void test_wrapped_memory_belongs_to_its_owner() {
     const Mount mount;
     use_device(0);
     const u64 memory = allocate(mib);
-    copy_to_device(memory, pattern(mib, 9));
-    const auto id = make_id(3), other = make_id(4);
-    hf3fs_iov first{}, second{}, duplicate{};
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&first, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), 0);
+    copy_to_device(memory, make_pattern(mib, 9));
+    const auto id = make_id(3), other_id = make_id(4);
+    hf3fs_iov first_iov{}, second_iov{}, duplicate_iov{};
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&first_iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), 0);
     CHECK(has_sync_memops(memory));
-    CHECK_EQUAL(hf3fs_iovwrap_gpu(&duplicate, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), -EEXIST);
-    CHECK(is_zero(duplicate));
-    CHECK_EQUAL(hf3fs_iovwrap_device(&second, to_pointer(memory + 4099), other.data(), mount.path(), 1000, 0, 0), 0);
-    const auto target = parse_target(fs::read_symlink(mount.iovs() / make_gpu_link_name(other.data(), 0)).native());
+    CHECK_EQUAL(hf3fs_iovwrap_gpu(&duplicate_iov, to_pointer(memory), id.data(), mount.path(), mib, 0, 0), -EEXIST);
+    CHECK(is_zero(duplicate_iov));
+    CHECK_EQUAL(hf3fs_iovwrap_device(&second_iov, to_pointer(memory + 4099), other_id.data(), mount.path(), 1000, 0, 0),
+                0);
+    const auto target = parse_target(fs::read_symlink(mount.iovs() / make_gpu_link_name(other_id.data(), 0)).native());
     CHECK(target.has_value() && target->offset_bytes >= 4099 && target->size_bytes == 1000);
     // The handle without an offset refuses memory inside an allocation.
     hf3fs_gpu_ipc_handle_t handle{};
-    CHECK_EQUAL(hf3fs_iov_export_gpu(&second, &handle), -EINVAL);
-    CHECK_EQUAL(hf3fs_iov_export_gpu(&first, nullptr), -EINVAL);
+    CHECK_EQUAL(hf3fs_iov_export_gpu(&second_iov, &handle), -EINVAL);
+    CHECK_EQUAL(hf3fs_iov_export_gpu(&first_iov, nullptr), -EINVAL);
     gdrkit_share_handle_t share{};
-    CHECK_EQUAL(gdrkit_iov_export_share(&second, &share), 0);
+    CHECK_EQUAL(gdrkit_iov_export_share(&second_iov, &share), 0);
     // Destroying one iov does not affect the other, nor the memory.
-    hf3fs_iovdestroy_gpu(&first);
+    hf3fs_iovdestroy_gpu(&first_iov);
     CHECK_EQUAL(mount.count_links(), std::size_t{1});
-    CHECK_EQUAL(hf3fs_iovsync_gpu(&second, 1), 0);
-    hf3fs_iovdestroy_gpu(&second);
-    CHECK(copy_from_device(memory, mib) == pattern(mib, 9));
+    CHECK_EQUAL(hf3fs_iovsync_gpu(&second_iov, 1), 0);
+    hf3fs_iovdestroy_gpu(&second_iov);
+    CHECK(copy_from_device(memory, mib) == make_pattern(mib, 9));
     release(memory);
 }
 
@@ -242,8 +245,8 @@ void test_undeletable_link_keeps_the_iov() {
     fs::create_directory(link);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(hf3fs_iov_is_gpu(&iov) && reinterpret_cast<u64>(iov.base) == address);
-    copy_to_device(address, pattern(mib, 1));
-    CHECK(copy_from_device(address, mib) == pattern(mib, 1));
+    copy_to_device(address, make_pattern(mib, 1));
+    CHECK(copy_from_device(address, mib) == make_pattern(mib, 1));
     fs::remove(link);
     hf3fs_iovdestroy_gpu(&iov);
     CHECK(is_zero(iov));
@@ -253,10 +256,10 @@ void test_concurrent_destroy_ends_the_iov_once() {
     const Mount mount;
     hf3fs_iov iov{};
     CHECK_EQUAL(hf3fs_iovcreate_gpu(&iov, mount.path(), mib, 0, 0), 0);
-    std::vector<hf3fs_iov> copies(8, iov);
+    std::vector<hf3fs_iov> iov_copies(8, iov);
     std::vector<std::thread> threads;
-    for (hf3fs_iov& copy : copies) {
-        threads.emplace_back([&copy] { hf3fs_iovdestroy_gpu(&copy); });
+    for (hf3fs_iov& iov_copy : iov_copies) {
+        threads.emplace_back([&iov_copy] { hf3fs_iovdestroy_gpu(&iov_copy); });
     }
     for (std::thread& thread : threads) {
         thread.join();
@@ -273,9 +276,9 @@ void test_forked_child_removes_nothing() {
     const pid_t child = fork();
     CHECK(child >= 0);
     if (child == 0) {
-        const bool previous = hf3fs_iov_is_gpu(&iov);
+        const bool is_gpu_iov_in_child = hf3fs_iov_is_gpu(&iov);
         hf3fs_iovdestroy_gpu(&iov);
-        _exit(previous ? 1 : 0);
+        _exit(is_gpu_iov_in_child ? 1 : 0);
     }
     int status = 0;
     CHECK(waitpid(child, &status, 0) == child);
@@ -292,7 +295,7 @@ void test_device_is_available_after_a_nic_moved_bytes() {
     CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
     store_reach(folder, 0, false);
     CHECK(!hf3fs_gdr_available() && hf3fs_gdr_device_count() == 0);
-    store_reach(folder, 0, true, 0666); // another user may have written it
+    store_reach(folder, 0, true, 0666); // Another user may have written the file.
     CHECK(!hf3fs_gdr_available());
     store_reach(folder, 0, true);
     CHECK(hf3fs_gdr_available());

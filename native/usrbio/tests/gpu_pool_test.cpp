@@ -37,7 +37,7 @@ void test_limit_of_the_environment_admits_smaller_blocks() {
 } // namespace
 
 int main(int count, char**) {
-    if (count > 1) { // In a second process, because the variables are read once.
+    if (count > 1) { // This is a second process without the variable, because a process reads the variable only once.
         CHECK_EQUAL(get_pool_statistics().idle_bytes_max, 256 * mib);
         return 0;
     }

@@ -83,9 +83,9 @@ void test_link_names_contain_id_and_device() {
     }
     const std::string name = "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d3";
     CHECK(make_gpu_link_name(id, 3) == name);
-    const auto parsed = parse_gpu_link_name(name);
-    CHECK(parsed.has_value() && std::ranges::equal(parsed->id, id) && parsed->owner_device == 3);
-    CHECK(make_gpu_link_name(parsed->id.data(), 3) == name);
+    const auto link_name = parse_gpu_link_name(name);
+    CHECK(link_name.has_value() && std::ranges::equal(link_name->id, id) && link_name->owner_device == 3);
+    CHECK(make_gpu_link_name(link_name->id.data(), 3) == name);
     for (const char* const malformed :
          {"", "01112131-4151-6171-8191-a1b1c1d1e1f1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d",
           "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d-1", "01112131-4151-6171-8191-a1b1c1d1e1f1.gdr.d99999999999",

@@ -77,8 +77,8 @@ void test_bus_guard_replaces_a_whole_page() {
     CHECK(bytes[large_page_bytes / 2] == 0 && guard.has_bus_error());
     // Enlarge the file again. The guard has replaced the whole page of 64 KiB, so the mapping does not show the file.
     CHECK(ftruncate(file, large_page_bytes) == 0);
-    const unsigned char written = 2;
-    CHECK(pwrite(file, &written, 1, 0) == 1 && pwrite(file, &written, 1, large_page_bytes - 1) == 1);
+    const unsigned char new_byte = 2;
+    CHECK(pwrite(file, &new_byte, 1, 0) == 1 && pwrite(file, &new_byte, 1, large_page_bytes - 1) == 1);
     CHECK(bytes[0] == 0 && bytes[large_page_bytes - 1] == 0);
     CHECK(munmap(reserved, 3 * large_page_bytes) == 0 && close(file) == 0);
 }

@@ -8,7 +8,7 @@
 //
 // With --points, the program instead compares reads of the given sizes and depths with reads by io_uring, which keeps
 // as many reads in flight and waits for as many completions at once. In FUSE mode, --peer-file is the file in the
-// store.
+// store. Before each point, it measures the round trips of a cache line between the two cores of --cores.
 //
 // path_bench MOUNT FILE [--kind host|device] [--rounds 5] [--ms 200] [--only TURN] [--cores N,N] [--pid NAME=PID]...
 //            [--points BYTES:DEPTH,...] [--peer-file FILE]
@@ -16,7 +16,7 @@
 // The program prints one line of JSON for each turn. `cpu_s` has the processor time of this process and of the
 // processes of --pid. It shows the cost of an operation even if other programs also use the processors. After each
 // turn, the program compares the data of the last reads with the file. The copies alone run on the two cores of
-// --cores. Without --cores, that variant is skipped.
+// --cores. Without --cores, they are skipped, and the round trips too.
 #include <fcntl.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -33,8 +33,9 @@
 
 #include "bare_copies.hpp"
 #include "hf3fs_usrbio.h"
-#include "path_peers.hpp"
 #include "path_reads.hpp"
+#include "round_trips.hpp"
+#include "uring_reads.hpp"
 
 namespace {
 
@@ -119,6 +120,12 @@ void measure_points(const Settings& settings, const Cuda* cuda, int file, int pe
         const auto next_offset = [&, bytes = bytes] { return blocks(random) * bytes; };
         const std::string point = std::to_string(bytes) + "_" + std::to_string(depth);
         const unsigned batch = std::max(depth / 2, 1U);
+        if (settings.cores.size() > 1) {
+            RoundTrips round_trips(settings.cores);
+            run_turn(
+                settings, "round_trip", 0, sizeof(std::uint32_t), [&] { return round_trips.run_step(); },
+                [] { return 0U; });
+        }
         for (int round = 0; round < settings.rounds; ++round) {
             if (uring.is_available()) {
                 run_turn(

@@ -1,4 +1,4 @@
-// The reads through the I/O path that the benchmark of the path (path_bench.cpp) measures.
+// Reads a file through the client library and the agent. The benchmark path_bench.cpp measures these reads.
 #pragma once
 
 #include <dlfcn.h>
@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "hf3fs_usrbio.h"
-#include "path_peers.hpp"
+#include "uring_reads.hpp"
 
 namespace gdrkit::usrbio::bench {
 
@@ -22,7 +22,7 @@ namespace gdrkit::usrbio::bench {
 // becomes free later than its operation ends.
 constexpr unsigned ring_entries_per_operation = 2;
 
-// Exits if the result of `call` is not 0. It is a positive or negative errno.
+// Exits if `result`, a positive or negative errno that `call` returned, is not 0.
 inline void check_result(const char* call, long result) {
     if (result != 0) {
         errno = static_cast<int>(result < 0 ? -result : result);
@@ -88,7 +88,7 @@ public:
             offsets_[buffer] = next_offset();
             const int index = hf3fs_prep_io(&ior_, &iov_, true, iov_.base + buffer * bytes_, file_, offsets_[buffer],
                                             bytes_, reinterpret_cast<const void*>(std::uintptr_t{buffer}));
-            // A slow operation keeps the entries that follow it; see ring_entries_per_operation.
+            // A slow operation also keeps the entries after its own in use; see ring_entries_per_operation.
             if (index == -EAGAIN) {
                 free_buffers_.push_back(buffer);
                 break;
@@ -113,15 +113,16 @@ public:
         }
         std::vector<std::uint8_t> host_copy(bytes_), expected(bytes_);
         for (unsigned buffer = 0; buffer < depth_; ++buffer) {
-            const std::uint8_t* actual = iov_.base + buffer * bytes_;
+            const std::uint8_t* actual_bytes = iov_.base + buffer * bytes_;
             if (cuda_ != nullptr) {
-                check_result("cuMemcpyDtoH",
-                             cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual), bytes_));
-                actual = host_copy.data();
+                check_result(
+                    "cuMemcpyDtoH",
+                    cuda_->copy_to_host(host_copy.data(), reinterpret_cast<std::uintptr_t>(actual_bytes), bytes_));
+                actual_bytes = host_copy.data();
             }
             const auto count =
                 static_cast<std::size_t>(pread(file_, expected.data(), bytes_, static_cast<off_t>(offsets_[buffer])));
-            if (count != bytes_ || std::memcmp(actual, expected.data(), bytes_) != 0) {
+            if (count != bytes_ || std::memcmp(actual_bytes, expected.data(), bytes_) != 0) {
                 std::fprintf(stderr, "path_bench: the data of a read differs from the file\n");
                 std::exit(1);
             }

@@ -98,7 +98,7 @@ public:
         return fd >= 0;
     }
     void run(unsigned batch_count) override {
-        for (unsigned b = 0; b < batch_count; ++b) {
+        for (unsigned batch_index = 0; batch_index < batch_count; ++batch_index) {
             std::uint32_t tail = *sq_tail_;
             for (unsigned i = 0; i < batch_size; ++i, ++tail) {
                 io_uring_sqe& sqe = sqes_[tail & sq_mask_];
@@ -156,7 +156,7 @@ public:
     }
     void run(unsigned batch_count) override {
         RingView& view = memory_.view;
-        for (unsigned b = 0; b < batch_count; ++b) {
+        for (unsigned batch_index = 0; batch_index < batch_count; ++batch_index) {
             for (unsigned i = 0; i < batch_size; ++i) {
                 view.arguments[i] = {{}, i, 1, i, 1, i};
                 view.submissions[head_] = {static_cast<std::int32_t>(i), 0, i};
@@ -228,18 +228,17 @@ public:
         thread_.join();
         hf3fs_iordestroy(&ior_);
         hf3fs_iovdestroy(&iov_);
-        hf3fs_iovdestroy(&iov_);
     }
     void run(unsigned batch_count) override {
-        const unsigned initial = std::min(in_flight_, batch_count);
-        for (unsigned b = 0; b < initial; ++b) {
+        const unsigned initial_count = std::min(in_flight_, batch_count);
+        for (unsigned batch_index = 0; batch_index < initial_count; ++batch_index) {
             submit();
         }
-        for (unsigned b = initial; b < batch_count; ++b) {
+        for (unsigned batch_index = initial_count; batch_index < batch_count; ++batch_index) {
             reap();
             submit();
         }
-        for (unsigned b = 0; b < initial; ++b) {
+        for (unsigned batch_index = 0; batch_index < initial_count; ++batch_index) {
             reap();
         }
     }
@@ -338,7 +337,8 @@ void print(const Measurement& measurement) {
 }
 
 void print_ratio(const char* name, const Measurement& usrbio, const Measurement& reference, double limit) {
-    // Divide round by round: other load on the machine affected both rounds, because they followed each other.
+    // Divide round by round: other load on the machine affected both rounds of a pair, because these rounds followed
+    // each other.
     std::vector<double> ratios;
     for (std::size_t i = 0; i < usrbio.cpu_ns.size(); ++i) {
         ratios.push_back(usrbio.cpu_ns[i] / reference.cpu_ns[i]);

@@ -5,6 +5,8 @@
 
 #include <climits>
 #include <cstring>
+#include <limits>
+#include <sched.h>
 #include <sys/mman.h>
 #include <thread>
 #include <time.h>
@@ -235,6 +237,32 @@ void test_sleeper_is_woken_when_it_has_enough() {
     pair.memory.view.indices->completion_tail = 1000;
     complete(4);
     CHECK_EQUAL(pair.semaphore_value(), 2);
+}
+
+void test_submit_tells_the_agent_the_processor() {
+    RingPair pair(4);
+    CHECK_EQUAL(pair.agent->application_processor(), -1); // A client of 3FS never says it.
+    cpu_set_t allowed;
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    for (int processor = 0; processor < CPU_SETSIZE; ++processor) {
+        if (!CPU_ISSET(processor, &allowed))
+            continue;
+        cpu_set_t only;
+        CPU_ZERO(&only);
+        CPU_SET(processor, &only);
+        CHECK(sched_setaffinity(0, sizeof only, &only) == 0);
+        CHECK(pair.prepare(0) >= 0);
+        pair.application->submit();
+        CHECK_EQUAL(pair.agent->application_processor(), processor);
+        CHECK_EQUAL(pair.claim(), 1u);
+        pair.agent->complete(pair.claimed[0].position, 1);
+        pair.agent->flush();
+        CHECK_EQUAL(pair.reap(), 1u);
+    }
+    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+    // A faulty application may write any number.
+    pair.memory.view.extension->application.processor = 0x80000000U;
+    CHECK_EQUAL(pair.agent->application_processor(), std::numeric_limits<int>::max());
 }
 
 // Runs a round in which each side sleeps until one post. `announced`: how each side announces its sleep.
@@ -543,6 +571,7 @@ int main() {
     test_negative_depth_without_timeout_holds_nothing();
     test_sleeper_is_woken_once();
     test_sleeper_is_woken_when_it_has_enough();
+    test_submit_tells_the_agent_the_processor();
     test_announcement_becomes_permanent();
     test_announcement_stays_single_without_posts();
     test_no_wake_up_is_lost();

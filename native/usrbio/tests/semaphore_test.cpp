@@ -70,7 +70,7 @@ void wait_with_glibc(sem_t* semaphore) {
     CHECK_EQUAL(sem_timedwait(semaphore, &deadline), 0);
 }
 
-void gdrkit_wait(Semaphore& semaphore) {
+void wait_with_gdrkit(Semaphore& semaphore) {
     const timespec deadline = make_deadline_after(20000);
     CHECK(wait_until(semaphore, &deadline));
 }
@@ -107,7 +107,7 @@ void test_glibc_and_gdrkit_wake_each_other() {
     });
     for (int i = 0; i < round_count; ++i) {
         post(*request.semaphore);
-        gdrkit_wait(*response.semaphore);
+        wait_with_gdrkit(*response.semaphore);
     }
     peer.join();
     CHECK_EQUAL(request.semaphore->word.load(), 0u);
@@ -123,7 +123,7 @@ void test_mixed_waiters_share_mixed_posts() {
     });
     std::thread gdrkit_waiter([&] {
         for (int i = 0; i < round_count; ++i) {
-            gdrkit_wait(*shared.semaphore);
+            wait_with_gdrkit(*shared.semaphore);
         }
     });
     for (int i = 0; i < round_count; ++i) {
@@ -171,7 +171,7 @@ void test_largest_value_stays_and_waiter_wakes() {
     }
     // The value becomes the largest one while a waiter sleeps.
     shared.semaphore->word = 0;
-    std::thread waiter([&] { gdrkit_wait(*shared.semaphore); });
+    std::thread waiter([&] { wait_with_gdrkit(*shared.semaphore); });
     while (shared.semaphore->word.load() != semaphore_one_waiter) {
         std::this_thread::yield();
     }

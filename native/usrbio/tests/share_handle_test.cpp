@@ -87,15 +87,15 @@ GdrHandle make_gdr_handle(const Vector& vector) {
 
 template <typename Handle, typename Parse>
 void check_vector(const Vector& vector, Handle (*make_handle)(const Vector&), Parse parse) {
-    const auto parsed = parse(vector.bytes);
+    const auto parsed_handle = parse(vector.bytes);
     const bool is_valid = vector.verdict == "good";
     std::cerr << vector.format << ' ' << vector.name << '\n';
     CHECK(is_valid || vector.verdict == "bad");
-    CHECK_EQUAL(parsed.has_value(), is_valid);
+    CHECK_EQUAL(parsed_handle.has_value(), is_valid);
     if (is_valid) {
-        const Handle expected = make_handle(vector);
-        CHECK(*parsed == expected);
-        CHECK(std::ranges::equal(pack(expected).value(), vector.bytes));
+        const Handle expected_handle = make_handle(vector);
+        CHECK(*parsed_handle == expected_handle);
+        CHECK(std::ranges::equal(pack(expected_handle).value(), vector.bytes));
     }
 }
 
@@ -116,7 +116,7 @@ std::string format_hex_digest(std::string_view text) {
 
 int main() {
     using namespace gdrkit::usrbio;
-    // The examples of FIPS 180, and lengths near those where the padding needs another block.
+    // The examples of FIPS 180, and lengths near the limit from which the padding needs another block.
     CHECK(format_hex_digest("") == "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855");
     CHECK(format_hex_digest("abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
     CHECK(format_hex_digest("abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq") ==
@@ -139,10 +139,10 @@ int main() {
     const ProcessIdentity identity = identify_this_process();
     CHECK_EQUAL(identity.process_id, static_cast<std::uint32_t>(getpid()));
     CHECK(is_running(identity) == true);
-    ProcessIdentity other = identity;
-    other.started_ticks += 1;
-    CHECK(is_running(other) == false);
-    other = identity;
-    other.pid_namespace += 1;
-    CHECK(!is_running(other).has_value());
+    ProcessIdentity changed_identity = identity;
+    changed_identity.started_ticks += 1;
+    CHECK(is_running(changed_identity) == false);
+    changed_identity = identity;
+    changed_identity.pid_namespace += 1;
+    CHECK(!is_running(changed_identity).has_value());
 }

@@ -84,8 +84,8 @@ Agent::~Agent() {
 
 void Agent::accept_clients() {
     while (!is_stopping_) {
-        pollfd ready{.fd = listener_, .events = POLLIN, .revents = 0};
-        if (poll(&ready, 1, 10) > 0) {
+        pollfd listener_event{.fd = listener_, .events = POLLIN, .revents = 0};
+        if (poll(&listener_event, 1, 10) > 0) {
             const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC);
             const std::lock_guard lock(mutex_);
             Client& client = clients_.emplace_back();
@@ -182,10 +182,10 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         value = keeps_registrations ? agent_feature_keep : 0;
         return header.length == sizeof(AgentHello) ? 0 : EINVAL;
     case AgentRequest::publish:
-        if (refuses_while_kept && kept > 0) {
+        if (refuses_while_kept && kept_count > 0) {
             return EDQUOT;
         }
-        return refuse != 0 ? refuse.load() : publish(client, payload, header.length, fds[0]);
+        return refusal_errno != 0 ? refusal_errno.load() : publish(client, payload, header.length, fds[0]);
     case AgentRequest::unpublish:
         if (!client.published.contains(name)) {
             return ENOENT;
@@ -195,8 +195,8 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
     case AgentRequest::register_file: {
         struct stat attributes {};
         CHECK_EQUAL(fstat(fds[0], &attributes), 0);
-        if (refuse != 0) {
-            return refuse;
+        if (refusal_errno != 0) {
+            return refusal_errno;
         }
         value = attributes.st_ino;
         if (client.registrations[value]++ == 0) {
@@ -240,7 +240,7 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         return linkat(AT_FDCWD, source.c_str(), fds[1], name.c_str(), AT_SYMLINK_FOLLOW) == 0 ? 0 : errno;
     }
     case AgentRequest::borrow:
-        return refuse != 0 ? refuse.load() : borrow(client, payload);
+        return refusal_errno != 0 ? refusal_errno.load() : borrow(client, payload);
     case AgentRequest::return_borrowed:
         return return_borrowed(client, name);
     case AgentRequest::unpublish_and_keep:
@@ -250,14 +250,14 @@ int Agent::handle_request(Client& client, const AgentHeader& header, const std::
         }
         unpublish(client, name);
         value = 1;
-        ++kept;
+        ++kept_count;
         return 0;
     case AgentRequest::drop_kept:
         CHECK(keeps_registrations && fds[0] >= 0);
         if (refuses_while_kept) {
             usleep(5000);
         }
-        --kept;
+        --kept_count;
         return 0;
     }
     return ENOSYS;
@@ -286,14 +286,14 @@ int Agent::publish(Client& client, const std::byte* payload, std::size_t length,
         return -status;
     }
     // After the 36 characters of the UUID, only the name of a ring has an "r" or "w".
-    const std::size_t attribute = name.find_first_of("rw", 36);
-    if (attribute != std::string::npos) {
-        const std::size_t timeout = name.find(".t", attribute);
-        CHECK(timeout != std::string::npos);
+    const std::size_t attribute_position = name.find_first_of("rw", 36);
+    if (attribute_position != std::string::npos) {
+        const std::size_t timeout_position = name.find(".t", attribute_position);
+        CHECK(timeout_position != std::string::npos);
         std::unique_ptr<AgentRing> ring;
-        if (const int status =
-                AgentRing::attach(buffer->memory.base(), buffer->bytes, std::atoi(name.c_str() + attribute + 1),
-                                  std::atoll(name.c_str() + timeout + 2) * 1000000, ring);
+        if (const int status = AgentRing::attach(buffer->memory.base(), buffer->bytes,
+                                                 std::atoi(name.c_str() + attribute_position + 1),
+                                                 std::atoll(name.c_str() + timeout_position + 2) * 1000000, ring);
             status != 0) {
             return -status;
         }

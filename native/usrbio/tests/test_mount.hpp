@@ -49,14 +49,16 @@ public:
     explicit Agent(Mount& mount, Rings rings = Rings::served);
     ~Agent(); // Closes every connection.
 
-    std::atomic<int> refuse{0}; // Errno of the next publications, borrows and registrations; 0: they succeed.
+    std::atomic<int> refusal_errno{0}; // Errno of the next publications, borrows and registrations; 0: they succeed.
     // After hold(true), the agent claims no operation from the rings until hold(false). When hold() returns, all
     // operations claimed before have completed.
     void hold(bool is_held);
-    // Whether the agent reports agent_feature_keep. It then counts the publications that it keeps.
+    // Whether the agent reports agent_feature_keep. The agent then counts in `kept_count` the publications that it
+    // keeps.
     std::atomic<bool> keeps_registrations{false};
-    std::atomic<int> kept{0};
-    std::atomic<bool> refuses_while_kept{false}; // EDQUOT, until the registrations have ended, each after 5 ms.
+    std::atomic<int> kept_count{0};
+    std::atomic<bool> refuses_while_kept{false}; // Publications fail with EDQUOT as long as registrations are kept; the
+                                                 // end of a registration takes 5 ms.
     std::atomic<bool> reply_malformed{false};    // The replies have a wrong sequence.
     std::atomic<bool> close_at_unpublish{false}; // The agent closes the connection at the next unpublish.
     std::atomic<int> files{0};                   // Number of registered files.

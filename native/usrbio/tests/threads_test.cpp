@@ -47,7 +47,7 @@ void use_mount(const Mount& mount, std::atomic<int>& read_count) {
     const int fd = open(mount.file("data").c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
     CHECK(fd >= 0);
     for (int round = 0; round < round_count; ++round) {
-        hf3fs_iov iov{}, opened{};
+        hf3fs_iov iov{}, opened_iov{};
         hf3fs_ior ring{};
         const int create_status = hf3fs_iovcreate(&iov, mount.path(), 8192, 0, -1);
         CHECK(is_documented(create_status));
@@ -55,7 +55,7 @@ void use_mount(const Mount& mount, std::atomic<int>& read_count) {
             continue;
         }
         const int open_status =
-            hf3fs_iovopen(&opened, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 8192, 0, -1);
+            hf3fs_iovopen(&opened_iov, reinterpret_cast<std::uint8_t*>(iov.id), mount.path(), 8192, 0, -1);
         CHECK(is_documented(open_status));
         const int registered_fd = hf3fs_reg_fd(fd, 0);
         // EBADF: between two agents the socket may not exist, and a folder without it is not a mount.
@@ -68,7 +68,7 @@ void use_mount(const Mount& mount, std::atomic<int>& read_count) {
                 read_count += 1;
             }
             if (registered_fd <= 0 && open_status == 0) {
-                read_once(ring, opened, registered_fd);
+                read_once(ring, opened_iov, registered_fd);
             }
             hf3fs_iordestroy(&ring);
         }
@@ -77,11 +77,11 @@ void use_mount(const Mount& mount, std::atomic<int>& read_count) {
         }
         // In even rounds the opened iov is destroyed first, in odd rounds the iov that owns the memory.
         if (round % 2 == 0 && open_status == 0) {
-            hf3fs_iovdestroy(&opened);
+            hf3fs_iovdestroy(&opened_iov);
         }
         hf3fs_iovdestroy(&iov);
         if (round % 2 != 0 && open_status == 0) {
-            hf3fs_iovdestroy(&opened);
+            hf3fs_iovdestroy(&opened_iov);
         }
     }
     close(fd);

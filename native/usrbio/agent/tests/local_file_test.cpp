@@ -41,7 +41,7 @@ void test_bytes_match_their_sums() {
     CHECK(folder.read(*local, 1, chunk_bytes) == -1 && folder.read(*local, 0, chunk_bytes + 1) == -1);
     folder.sums->set(1, {0, 0, SumState::unknown});
     CHECK(folder.read(*local, 0, chunk_bytes + 1) == chunk_bytes + 1);
-    // The server writes the chunk now.
+    // In this state, the server is writing the chunk.
     folder.sums->set(2, {0, 0, SumState::being_written});
     CHECK(folder.read(*local, 2 * chunk_bytes, chunk_bytes) == -1);
 }
@@ -72,28 +72,31 @@ void test_new_sums_are_noticed() {
 void test_sums_of_an_earlier_file_are_not_used() {
     StoreFolder folder;
     folder.add_sums();
-    struct stat now {};
-    CHECK(fstat(folder.file.get(), &now) == 0);
-    const Descriptor sums(openat(folder.sums_folder.get(), make_sums_name(now.st_ino).c_str(), O_RDWR | O_CLOEXEC));
-    const std::uint64_t other_inode = now.st_ino + 1;
+    struct stat attributes {};
+    CHECK(fstat(folder.file.get(), &attributes) == 0);
+    const Descriptor sums(
+        openat(folder.sums_folder.get(), make_sums_name(attributes.st_ino).c_str(), O_RDWR | O_CLOEXEC));
+    const std::uint64_t other_inode = attributes.st_ino + 1;
     CHECK(pwrite(sums.get(), &other_inode, sizeof other_inode, 16) == sizeof other_inode);
     const auto local = folder.open_local();
     CHECK(folder.read(*local, 0, chunk_bytes) == -1);
-    // The server discards them when it opens the file, as it does for each read that the loop leaves to it.
-    const std::string name = make_sums_name(now.st_ino);
+    // The server discards the old sums when it opens the file, and it opens the file for each read that the loop leaves
+    // to it.
+    const std::string name = make_sums_name(attributes.st_ino);
     CHECK(folder.sums.emplace().open(folder.sums_folder.get(), name.c_str(), false, folder.file.get(), chunk_bytes,
                                      folder.generation) == 0);
     CHECK(folder.read(*local, 1, chunk_bytes) == chunk_bytes);
 }
 
-// If the sums are not in the page cache, the server executes the read, and then they are. On tmpfs, they always are.
+// If the sums are not in the page cache, the server executes the read, which loads the sums. On tmpfs, the sums are
+// always cached.
 void test_sums_are_used_when_they_are_cached() {
     StoreFolder folder;
     folder.add_sums();
     folder.sums.reset();
-    struct stat now {};
-    CHECK(fstat(folder.file.get(), &now) == 0);
-    const std::string name = make_sums_name(now.st_ino);
+    struct stat attributes {};
+    CHECK(fstat(folder.file.get(), &attributes) == 0);
+    const std::string name = make_sums_name(attributes.st_ino);
     const Descriptor sums(openat(folder.sums_folder.get(), name.c_str(), O_RDONLY | O_CLOEXEC));
     CHECK(fsync(sums.get()) == 0 && posix_fadvise(sums.get(), 0, 0, POSIX_FADV_DONTNEED) == 0);
     const auto local = folder.open_local();

@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <cstdio>
 #include <cstring>
+#include <limits>
+#include <span>
 #include <thread>
 #include <vector>
 
@@ -28,17 +30,20 @@ namespace {
 
 constexpr std::size_t long_file_bytes = std::size_t{1024} * 1024;
 
-// Reads `count` ranges of `length` bytes in one batch, and compares their bytes. Returns the number of reads without a
-// result.
+// Reads `count` ranges of `length` bytes in one batch, and compares their bytes. `is_descending`: the destinations of
+// later reads have lower addresses. Returns the number of reads without a result.
 std::size_t read_batch(const StoreFolder& folder, LocalFile& local, LocalReader& reader, std::size_t count,
-                       std::size_t length) {
+                       std::size_t length, bool is_descending = false) {
     std::vector<std::byte> memory(count * length);
+    const auto destination_of = [&](std::size_t index) {
+        return memory.data() + (is_descending ? count - 1 - index : index) * length;
+    };
     const auto offset_of = [&](std::size_t index) { return index * 7 * chunk_bytes % (folder.bytes.size() - length); };
     reader.clear();
     for (std::size_t index = 0; index < count; ++index)
-        CHECK(reader.add(local, offset_of(index), {memory.data() + index * length, length}));
+        CHECK(reader.add(local, offset_of(index), {destination_of(index), length}));
     CHECK(reader.requested_bytes() == count * length);
-    const std::uint64_t copied_bytes = reader.run();
+    const std::uint64_t copied_bytes = reader.run(-1);
     CHECK(copied_bytes <= count * length);
     std::size_t failed_count = 0;
     for (std::size_t index = 0; index < count; ++index) {
@@ -48,7 +53,7 @@ std::size_t read_batch(const StoreFolder& folder, LocalFile& local, LocalReader&
             continue;
         }
         CHECK(*result == static_cast<std::int64_t>(length));
-        CHECK(std::memcmp(memory.data() + index * length, folder.bytes.data() + offset_of(index), length) == 0);
+        CHECK(std::memcmp(destination_of(index), folder.bytes.data() + offset_of(index), length) == 0);
     }
     CHECK(failed_count != 0 || copied_bytes == count * length);
     return failed_count;
@@ -62,7 +67,8 @@ void test_batches_of_every_size() {
     for (const std::size_t count : {1, 2, 31, 32, 64, 65, 300})
         for (const std::size_t length :
              {std::size_t{1}, std::size_t{100}, std::size_t{chunk_bytes}, 3 * chunk_bytes + 5UL})
-            CHECK(read_batch(folder, *local, reader, count, length) == 0);
+            for (const bool is_descending : {false, true})
+                CHECK(read_batch(folder, *local, reader, count, length, is_descending) == 0);
 }
 
 void test_reads_of_two_files_in_one_batch() {
@@ -72,7 +78,7 @@ void test_reads_of_two_files_in_one_batch() {
     std::array<std::byte, 2 * chunk_bytes> memory;
     CHECK(reader.add(*first_file, chunk_bytes, std::span(memory).first(chunk_bytes)));
     CHECK(reader.add(*second_file, file_bytes - 10, std::span(memory).last(chunk_bytes)));
-    CHECK(reader.run() == chunk_bytes + 10);
+    CHECK(reader.run(-1) == chunk_bytes + 10);
     CHECK(reader.result(0) == chunk_bytes && reader.result(1) == 10);
     CHECK(std::memcmp(memory.data(), first.bytes.data() + chunk_bytes, chunk_bytes) == 0);
     CHECK(std::memcmp(memory.data() + chunk_bytes, second.bytes.data() + file_bytes - 10, 10) == 0);
@@ -89,7 +95,7 @@ void test_corrupt_chunk_fails_only_its_read() {
     CHECK(pwrite(folder.file.get(), &flipped, 1, 3 * chunk_bytes) == 1);
     for (std::size_t chunk = 0; chunk < 64; ++chunk)
         CHECK(reader.add(*local, chunk * chunk_bytes, {memory.data() + chunk * chunk_bytes, chunk_bytes}));
-    CHECK(reader.run() == 64 * chunk_bytes);
+    CHECK(reader.run(-1) == 64 * chunk_bytes);
     for (std::size_t chunk = 0; chunk < 64; ++chunk)
         CHECK(reader.result(chunk).has_value() == (chunk != 3));
 }
@@ -104,7 +110,7 @@ void test_lost_memory_fails_only_its_read() {
     std::vector<std::byte> memory(chunk_bytes);
     CHECK(reader.add(*local, 0, {static_cast<std::byte*>(lost), chunk_bytes}));
     CHECK(reader.add(*local, 0, memory));
-    CHECK(reader.run() == chunk_bytes && !reader.result(0) && reader.result(1) == chunk_bytes);
+    CHECK(reader.run(-1) == chunk_bytes && !reader.result(0) && reader.result(1) == chunk_bytes);
     munmap(lost, chunk_bytes);
 }
 
@@ -155,7 +161,7 @@ void test_lost_sums_fail_the_earlier_reads_of_a_batch() {
     CHECK(setrlimit(RLIMIT_NOFILE, &limit) == 0);
     CHECK(!reader.add(*local, chunk_bytes, {memory.data() + chunk_bytes, chunk_bytes}));
     CHECK(setrlimit(RLIMIT_NOFILE, &limit_before) == 0);
-    reader.run();
+    reader.run(-1);
     CHECK(!reader.result(0));
 }
 
@@ -179,8 +185,10 @@ void test_helper_executes_each_index_once() {
         std::vector<std::atomic<int>> calls(1 + job % 40);
         std::atomic<bool> has_helped{false};
         const auto caller = std::this_thread::get_id();
-        helper.run(calls.size(), [&](std::size_t index, bool is_helper) {
+        std::size_t next_index = 0, next_helper_index = calls.size() - 1;
+        helper.run(calls.size(), -1, [&](std::size_t index, bool is_helper) {
             ++calls[index];
+            CHECK(index == (is_helper ? next_helper_index-- : next_index++));
             CHECK(is_helper == (std::this_thread::get_id() != caller));
             if (is_helper)
                 has_helped = true;
@@ -200,7 +208,7 @@ void test_job_after_a_late_helper_is_not_shared() {
     std::atomic<bool> has_helped{false};
     const auto run = [&] {
         has_helped = false;
-        helper.run(2, [&](std::size_t, bool is_helper) {
+        helper.run(2, -1, [&](std::size_t, bool is_helper) {
             if (is_helper)
                 has_helped = true;
             std::this_thread::sleep_for(std::chrono::milliseconds(is_helper ? 200 : 1));
@@ -229,7 +237,7 @@ void test_helper_avoids_the_processor_of_its_caller() {
         CHECK(sched_setaffinity(0, sizeof only, &only) == 0 && sched_setaffinity(0, sizeof allowed, &allowed) == 0);
         std::atomic<bool> has_helped{false};
         for (int attempt = 0; attempt < 1000 && !has_helped; ++attempt)
-            helper.run(2, [&](std::size_t, bool is_helper) {
+            helper.run(2, -1, [&](std::size_t, bool is_helper) {
                 cpu_set_t own;
                 CHECK(sched_getaffinity(0, sizeof own, &own) == 0);
                 CHECK(CPU_COUNT(&own) == CPU_COUNT(&allowed) - (is_helper ? 1 : 0));
@@ -248,7 +256,7 @@ void test_helper_avoids_the_processor_of_its_caller() {
     CHECK(sched_setaffinity(0, sizeof avoided, &avoided) == 0);
     std::atomic<int> helped_count{0};
     for (int job = 0; job < 1000 && helped_count < 3; ++job)
-        helper.run(2, [&](std::size_t, bool is_helper) {
+        helper.run(2, -1, [&](std::size_t, bool is_helper) {
             cpu_set_t own;
             CHECK(sched_getaffinity(0, sizeof own, &own) == 0);
             CHECK(CPU_EQUAL(&own, is_helper ? &helper_processors : &avoided));
@@ -257,6 +265,58 @@ void test_helper_avoids_the_processor_of_its_caller() {
             std::this_thread::sleep_for(std::chrono::milliseconds(is_late ? 200 : 1));
         });
     CHECK(helped_count >= 3);
+    CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
+}
+
+// Lets this thread run on `processors` only.
+void restrict_thread(std::span<const int> processors) {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    for (const int processor : processors)
+        CPU_SET(processor, &set);
+    CHECK(sched_setaffinity(0, sizeof set, &set) == 0);
+}
+
+// Only with two processors the application must share one of them. Without the move it is the helper's in half of all
+// runs, and the lines of the ring then travel between the processors.
+void test_caller_with_two_processors_follows_the_application() {
+    cpu_set_t allowed;
+    CHECK(sched_getaffinity(0, sizeof allowed, &allowed) == 0);
+    std::vector<int> processors;
+    for (int processor = 0; processor < CPU_SETSIZE && processors.size() < 2; ++processor)
+        if (CPU_ISSET(processor, &allowed))
+            processors.push_back(processor);
+    if (processors.size() < 2)
+        return;
+    restrict_thread(processors);
+    ReadHelper helper;
+    // Returns whether the helper took part. Adds 1 to `followed_count` if this thread then ran on `processor`.
+    const auto run = [&](int application_processor, int processor, int& followed_count) {
+        std::atomic<bool> has_helped{false};
+        int own_processor = -1;
+        helper.run(2, application_processor, [&](std::size_t, bool is_helper) {
+            if (is_helper) {
+                has_helped = true;
+                return;
+            }
+            own_processor = sched_getcpu();
+            std::this_thread::sleep_for(std::chrono::milliseconds(2)); // The helper takes the other index.
+        });
+        followed_count += has_helped && own_processor == processor ? 1 : 0;
+        cpu_set_t own;
+        CHECK(sched_getaffinity(0, sizeof own, &own) == 0 && CPU_COUNT(&own) == 2);
+        return has_helped.load();
+    };
+    int helped_count = 0, followed_count = 0;
+    run(-1, -1, followed_count); // The first shared job counts the processors.
+    for (int job = 0; job < 1000 && helped_count < 40; ++job) {
+        const int application_processor = processors[static_cast<std::size_t>(job / 2 % 2)];
+        helped_count += run(application_processor, application_processor, followed_count) ? 1 : 0;
+    }
+    CHECK(helped_count == 40 && followed_count >= 36);
+    // Numbers that are not one of the processors have no effect.
+    for (const int invalid : {std::numeric_limits<int>::min(), -1, CPU_SETSIZE, std::numeric_limits<int>::max()})
+        run(invalid, invalid, followed_count);
     CHECK(sched_setaffinity(0, sizeof allowed, &allowed) == 0);
 }
 
@@ -272,6 +332,7 @@ int main() {
     test_helper_executes_each_index_once();
     test_job_after_a_late_helper_is_not_shared();
     test_helper_avoids_the_processor_of_its_caller();
+    test_caller_with_two_processors_follows_the_application();
     std::puts("ok");
     return 0;
 }

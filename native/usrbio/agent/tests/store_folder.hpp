@@ -90,7 +90,7 @@ struct StoreFolder {
         LocalReader reader;
         if (!reader.add(local, offset, destination))
             return std::nullopt;
-        copied_bytes = reader.run();
+        copied_bytes = reader.run(-1);
         return reader.result(0);
     }
 };
